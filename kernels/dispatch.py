@@ -1,0 +1,146 @@
+"""One signature, several implementations, an explicit choice between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from .gather_sdpa import gather_attention
+from .reference import reference_attention
+
+
+class Implementation(Protocol):
+    """The signature that all implementations share."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_tiles: Tensor,
+        kv_count: Tensor,
+        kv_index: Tensor,
+        *,
+        tile: tuple[int, int],
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Output ``[B, H, S, D]`` and log-sum-exp ``[B, H, S]``."""
+
+
+def _triton_attention() -> Implementation:
+    from .triton_gather import triton_attention
+
+    return triton_attention
+
+
+def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device.type != "cuda":
+        return f"runs on CUDA devices, not on {device.type}"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "the triton package is not installed"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0 (Ampere) or newer"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if head_dim not in (64, 96, 128):
+        return f"handles head dims 64, 96 and 128, not {head_dim}"
+    return None
+
+
+def _torch_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if dtype == torch.float16 and device.type == "cpu":
+        return "PyTorch's CPU attention is too imprecise in float16"
+    return None
+
+
+_LOADERS: Final[dict[str, Callable[[], Implementation]]] = {
+    "triton": _triton_attention,
+    "torch": lambda: gather_attention,
+    "reference": lambda: reference_attention,
+}
+_REASONS: Final[dict[str, Callable[[torch.device, torch.dtype, int], str | None]]] = {
+    "triton": _triton_reason,
+    "torch": _torch_reason,
+    "reference": lambda device, dtype, head_dim: None,
+}
+
+IMPLEMENTATIONS: Final[tuple[str, ...]] = tuple(_LOADERS)
+"""Names of the implementations, the fastest first; ``auto`` takes the first that can run."""
+
+
+def support(
+    implementation: str, device: torch.device | str, dtype: torch.dtype, head_dim: int
+) -> str | None:
+    """Why ``implementation`` cannot run such a call, or None if it can.
+
+    Raises:
+        ValueError: no such implementation.
+    """
+    if implementation not in _REASONS:
+        raise ValueError(
+            f"unknown implementation {implementation!r}. "
+            f"Hint: choose from auto, {', '.join(IMPLEMENTATIONS)}."
+        )
+    return _REASONS[implementation](torch.device(device), dtype, head_dim)
+
+
+def choose(
+    implementation: str, device: torch.device | str, dtype: torch.dtype, head_dim: int
+) -> str:
+    """The implementation that runs such a call: the named one, or the fastest for ``auto``.
+
+    Raises:
+        ValueError: the named one does not exist or cannot run here; it is never replaced quietly.
+    """
+    if implementation == "auto":
+        return next(n for n in IMPLEMENTATIONS if support(n, device, dtype, head_dim) is None)
+    reason = support(implementation, device, dtype, head_dim)
+    if reason is not None:
+        raise ValueError(
+            f"the {implementation!r} implementation cannot run here: it {reason}. Hint: auto."
+        )
+    return implementation
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_tiles: Tensor,
+    kv_count: Tensor,
+    kv_index: Tensor,
+    *,
+    tile: tuple[int, int],
+    scale: float | None = None,
+    implementation: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention in which each block of query rows sees only its listed key chunks.
+
+    Args:
+        q: queries ``[B, H, S, D]``.
+        k: keys ``[B, H, S, D]``.
+        v: values ``[B, H, S, D]``.
+        q_tiles: tiles of M query rows that form a block, int32 ``[B, H, G, R]``, R = 128 / M;
+            -1 where a block has fewer. Every tile stands in one block exactly once.
+        kv_count: key chunks that the block attends, int32 ``[B, H, G]``.
+        kv_index: their numbers, int32 ``[B, H, G, C]``, rising; only the first ``kv_count``
+            are read.
+        tile: (M, N), query rows of a tile and keys of a chunk. Last ones may be short.
+        scale: factor on q·k, 1/sqrt(D) by default.
+        implementation: ``auto`` or one of ``IMPLEMENTATIONS``.
+
+    Returns:
+        Output ``[B, H, S, D]`` in the dtype of ``q`` and the natural log-sum-exp of the scaled
+        scores ``[B, H, S]`` fp32. A row without keys gives zeros and -inf.
+
+    Raises:
+        ValueError: the implementation does not exist or cannot run here.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    name = choose(implementation, q.device, q.dtype, q.shape[-1])
+    return _LOADERS[name]()(q, k, v, q_tiles, kv_count, kv_index, tile=tile, scale=scale)

@@ -1,0 +1,150 @@
+"""The `torch` implementation: gather a block's keys, then call PyTorch's own flash attention.
+
+This is the product path on a CPU, where it really beats dense attention. What makes it fast,
+measured at S = 8,192 with 4 heads of 64 at 30 % on two cores:
+
+- whole chunks are gathered by ``index_select`` over a ``[chunks, N * D]`` view (fancy indexing of
+  tokens loses everything that sparsity won);
+- blocks go in pairs, which halves the calls and gives both cores a block; more at a time leave
+  the cache;
+- neighbours in a longest-first plan have nearly equal lengths, so padding a pair costs little.
+
+Blocks that keep every chunk are not gathered at all: they go to the dense kernel together.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCKS_AT_ONCE = 2
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> list[Tensor]:
+    """Attention and its log-sum-exp: ``[P, 1, R, D]`` queries, ``[P, 1, L, D]`` keys."""
+    if q.device.type == "cpu":
+        mask = None if bias is None else bias.expand(q.shape[0], 1, q.shape[2], k.shape[2])
+        return list(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, attn_mask=mask, scale=scale
+            )
+        )
+    # pytorch's fused kernels that report a log-sum-exp differ by device and build, and speed is
+    # not the point off the CPU: two products and a softmax run everywhere.
+    scores = (q @ k.transpose(-1, -2)).float() * scale
+    if bias is not None:
+        scores = scores + bias
+    return [(scores.softmax(-1).to(v.dtype)) @ v, scores.logsumexp(-1)]
+
+
+def _chunks(x: Tensor, size: int) -> Tensor:
+    """``[S, D]`` as ``[ceil(S / size), size * D]``, zero-padded."""
+    padding = -x.shape[0] % size
+    if padding:
+        x = F.pad(x, (0, 0, 0, padding))
+    return x.reshape(-1, size * x.shape[1])
+
+
+def gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_tiles: Tensor,
+    kv_count: Tensor,
+    kv_index: Tensor,
+    *,
+    tile: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Gather and attend, a pair of blocks at a time; see ``sparse_attention`` for the arguments."""
+    batch, heads, tokens, dim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+    counts = kv_count.tolist()
+    for b in range(batch):
+        for h in range(heads):
+            out[b, h], lse[b, h] = _one_head(
+                q[b, h],
+                k[b, h],
+                v[b, h],
+                q_tiles[b, h],
+                counts[b][h],
+                kv_index[b, h],
+                tile=tile,
+                scale=scale,
+            )
+    return out, lse
+
+
+def _one_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_tiles: Tensor,
+    counts: list[int],
+    kv_index: Tensor,
+    *,
+    tile: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """One head: ``[S, D]`` tensors, ``q_tiles`` ``[G, R]``; output ``[S, D]`` and ``[S]``."""
+    (tokens, dim), (rows, keys) = q.shape, tile
+    blocks, per_block = q_tiles.shape
+    block_rows = per_block * rows
+    # places without a tile read the last tile once more; what they compute is not copied out.
+    members = torch.where(q_tiles < 0, -(-tokens // rows) - 1, q_tiles).flatten()
+    grouped = _chunks(q, rows).index_select(0, members).view(blocks, 1, block_rows, dim)
+    result = torch.empty_like(grouped)
+    sums = torch.empty(blocks, block_rows, dtype=torch.float32, device=q.device)
+    k_chunks, v_chunks = _chunks(k, keys), _chunks(v, keys)
+    last = k_chunks.shape[0] - 1
+    short = (last + 1) * keys - tokens
+
+    full = 0
+    while full < blocks and counts[full] == last + 1:
+        full += 1
+    if full:
+        # [1, 1, full * rows, D]: a view, since the blocks lie one behind the other.
+        whole = grouped[:full].view(1, 1, full * block_rows, dim)
+        o, s = _flash(whole, k[None, None], v[None, None], None, scale)
+        result[:full] = o.reshape(full, 1, block_rows, dim)
+        sums[:full] = s.reshape(full, block_rows)
+
+    for g in range(full, blocks, BLOCKS_AT_ONCE):
+        h = min(g + BLOCKS_AT_ONCE, blocks)
+        length = max(counts[g:h])
+        if length == 0:
+            # longest first: nothing but empty blocks follows.
+            result[g:] = 0
+            sums[g:] = -torch.inf
+            break
+        chosen = kv_index[g:h, :length]
+        ragged = min(counts[g:h]) < length
+        bias = None
+        if ragged or short:
+            # keys past a shorter list and past the end of the sequence.
+            place = torch.arange(length, device=q.device)
+            count = torch.tensor(counts[g:h], device=q.device).unsqueeze(1)
+            chosen = torch.where(place < count, chosen, 0)
+            dead = (place >= count).unsqueeze(-1).expand(-1, -1, keys)
+            if short:
+                beyond = torch.arange(keys, device=q.device) >= keys - short
+                dead = dead | ((chosen == last).unsqueeze(-1) & beyond)
+            bias = torch.zeros(h - g, 1, 1, length * keys, dtype=q.dtype, device=q.device)
+            bias.masked_fill_(dead.reshape(h - g, 1, 1, -1), -torch.inf)
+        flat = chosen.reshape(-1)
+        kk = k_chunks.index_select(0, flat).view(h - g, 1, length * keys, dim)
+        vv = v_chunks.index_select(0, flat).view(h - g, 1, length * keys, dim)
+        o, s = _flash(grouped[g:h], kk, vv, bias, scale)
+        for i in range(h - g):
+            # an empty block beside one with keys is all masked, which is no softmax.
+            result[g + i] = o[i] if counts[g + i] else 0
+            sums[g + i] = s[i].reshape(-1) if counts[g + i] else -torch.inf
+
+    # tiles back to their places; absent ones land in an extra tile that is cut off.
+    tiles = -(-tokens // rows)
+    home = torch.where(q_tiles < 0, tiles, q_tiles).flatten().long()
+    out = q.new_empty(tiles + 1, rows * dim).index_copy_(0, home, result.view(-1, rows * dim))
+    lse = sums.new_empty(tiles + 1, rows).index_copy_(0, home, sums.view(-1, rows))
+    return out.view(-1, dim)[:tokens], lse.view(-1)[:tokens]

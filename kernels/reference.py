@@ -1,0 +1,63 @@
+"""The obviously right implementation: a token mask and a softmax.
+
+Slow and hungry (it holds [S, S] scores per head), it is what every other implementation is tested
+against, in the dtype of its inputs or in fp64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def token_mask(
+    q_tiles: Tensor, kv_count: Tensor, kv_index: Tensor, tile: tuple[int, int], tokens: int
+) -> Tensor:
+    """Which pairs a plan computes, bool ``[B, H, S, S]`` (shapes as in ``sparse_attention``)."""
+    batch, heads, blocks, per_block = q_tiles.shape
+    rows, keys = tile
+    q_count, k_count = -(-tokens // rows), -(-tokens // keys)
+    place = torch.arange(kv_index.shape[-1], device=kv_index.device)
+    listed = place < kv_count.unsqueeze(-1)
+    # one extra column and row collect what is not listed and the places without a tile.
+    chunk = torch.where(listed, kv_index.long(), k_count)
+    kept = torch.zeros(batch, heads, blocks, k_count + 1, dtype=torch.bool, device=chunk.device)
+    kept.scatter_(-1, chunk, True)
+    per_tile = kept.unsqueeze(3).expand(-1, -1, -1, per_block, -1).flatten(2, 3)
+    tiles = torch.where(q_tiles < 0, q_count, q_tiles.long()).flatten(2)
+    mask = torch.zeros(
+        batch, heads, q_count + 1, k_count + 1, dtype=torch.bool, device=chunk.device
+    )
+    mask.scatter_(2, tiles.unsqueeze(-1).expand_as(per_tile), per_tile)
+    mask = mask[:, :, :q_count, :k_count]
+    mask = mask.repeat_interleave(rows, 2).repeat_interleave(keys, 3)
+    return mask[:, :, :tokens, :tokens]
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_tiles: Tensor,
+    kv_count: Tensor,
+    kv_index: Tensor,
+    *,
+    tile: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Masked softmax attention, head by head; see ``sparse_attention`` for the arguments."""
+    # low-precision inputs are computed in fp32; fp64 stays fp64, the yardstick of the tests.
+    work = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=work, device=q.device)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            at = (slice(b, b + 1), slice(h, h + 1))
+            mask = token_mask(q_tiles[at], kv_count[at], kv_index[at], tile, q.shape[2])[0, 0]
+            scores = (q[b, h].to(work) @ k[b, h].to(work).T) * scale
+            scores = scores.masked_fill(~mask, -torch.inf)
+            lse[b, h] = scores.logsumexp(-1)
+            # a row without keys is all -inf: its output is zero, its log-sum-exp -inf.
+            weights = (scores - lse[b, h].unsqueeze(-1)).exp().masked_fill(~mask, 0)
+            out[b, h] = (weights @ v[b, h].to(work)).to(q.dtype)
+    return out, lse

@@ -1,0 +1,246 @@
+"""One attention call, from the pipeline's q, k, v to its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
+from vidsparse.grid import TokenGrid
+from vidsparse.kernels.dispatch import choose, sparse_attention
+from vidsparse.methods import Method, SparseMethod, make_method
+from vidsparse.order import check_order, token_order
+from vidsparse.plan import SparsePlan, make_plan
+from vidsparse.schedule import Action, Schedule
+from vidsparse.trace import Cell, Trace
+
+DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# tiles of all heads that a mask may hold at once. Sorting them takes about 30 bytes a tile, so this
+# bounds the extra memory of a mask at 2 GB on a GPU; longer sequences go by chunks of heads.
+MASK_TILES = 64_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """Where in a run an attention call stands.
+
+    ``branch`` is ``conditional`` or ``unconditional`` (classifier-free guidance runs both);
+    ``timestep`` is the scheduler's, for methods whose thresholds depend on it.
+    """
+
+    layer: int
+    step: int
+    timestep: float
+    grid: TokenGrid
+    branch: str = "conditional"
+
+
+class AttentionEngine:
+    """A method, an order and a schedule, with the plans and the trace of one run.
+
+    Args:
+        method: what to skip; ``dense`` computes everything.
+        schedule: which steps and layers stay dense, how long a plan lives.
+        order: name of the token order.
+        layers: transformer layers that will call.
+        implementation: kernel implementation or ``auto``.
+        check_finite: check every output for NaN and Inf and raise, naming layer and step.
+        trace: where calls are recorded; a new one is made at every ``begin_run``.
+
+    Raises:
+        OptionError: unknown order or implementation.
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        *,
+        schedule: Schedule,
+        order: str = "hilbert",
+        layers: int,
+        implementation: str = "auto",
+        check_finite: bool = False,
+        trace: Trace | None = None,
+    ) -> None:
+        check_order(order)
+        _check_implementation(implementation)
+        self.method = method
+        self.schedule = schedule
+        self.order = order
+        self.layers = layers
+        self.implementation = implementation
+        self.check_finite = check_finite
+        self.trace = trace if trace is not None else Trace()
+        self.steps = 1
+        self._plans: dict[tuple[int, str], SparsePlan] = {}
+
+    def begin_run(self, steps: int) -> None:
+        """Start a run of ``steps`` denoising steps: new trace, no plans kept."""
+        self.steps = steps
+        self.trace = Trace()
+        self._plans.clear()
+
+    def implementation_for(
+        self, device: torch.device | str, dtype: torch.dtype, head_dim: int
+    ) -> str:
+        """The kernel implementation that such a call will run.
+
+        Raises:
+            UnsupportedError: the one asked for cannot run there.
+        """
+        try:
+            return choose(self.implementation, device, dtype, head_dim)
+        except ValueError as error:
+            raise UnsupportedError(str(error)) from None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, dense: DenseAttention | None = None
+    ) -> Tensor:
+        """Attention of one layer at one step: ``q``, ``k``, ``v`` ``[B, H, S, D]``, any strides.
+
+        ``dense`` is the pipeline's own attention on the same shapes; PyTorch's by default. A grid
+        that does not have S tokens runs dense, and the trace says so.
+
+        Raises:
+            UnsupportedError: the implementation asked for cannot run on these tensors.
+            VidsparseError: ``check_finite`` found NaN or Inf.
+        """
+        action = self._action(q, site)
+        cell = Cell(site.step, site.layer, site.branch, action, "dense")
+        with self.trace.timed(cell, q.device):
+            if action in (Action.REPLAN.value, Action.REUSE.value):
+                out = self._sparse(q, k, v, site, cell)
+            else:
+                out = (dense or F.scaled_dot_product_attention)(q, k, v)
+        if self.check_finite and not bool(out.isfinite().all()):
+            raise VidsparseError(
+                f"attention gave NaN or Inf in layer {site.layer} at step {site.step} "
+                f"({site.branch}, {cell.action}, {cell.implementation})"
+            )
+        return out
+
+    def _action(self, q: Tensor, site: CallSite) -> str:
+        if not isinstance(self.method, SparseMethod):
+            return Action.DENSE.value
+        action = self.schedule.decide(site.step, self.steps, site.layer, self.layers)
+        if action is Action.DENSE:
+            return action.value
+        if site.grid.tokens != q.shape[2]:
+            g = site.grid
+            return (
+                f"dense: a grid of {g.frames}x{g.height}x{g.width} video and {g.text} text tokens "
+                f"does not match {q.shape[2]} tokens"
+            )
+        plan = self._plans.get((site.layer, site.branch))
+        # a plan of another batch or length cannot serve; planning anew is always right.
+        fits = (
+            plan is not None
+            and plan.tokens == q.shape[2]
+            and plan.kv_count.shape[:2] == q.shape[:2]
+        )
+        return action.value if fits else Action.REPLAN.value
+
+    def _sparse(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, cell: Cell) -> Tensor:
+        assert isinstance(self.method, SparseMethod)
+        cell.implementation = self.implementation_for(q.device, q.dtype, q.shape[-1])
+        order = token_order(self.order, site.grid, q.device)
+        q, k, v = order.apply(q), order.apply(k), order.apply(v)
+        key = (site.layer, site.branch)
+        if cell.action == Action.REPLAN.value:
+            plan = plan_attention(self.method, q, k, site.grid)
+            if self.schedule.reuse > 1:
+                self._plans[key] = plan
+        else:
+            plan = self._plans[key]
+        cell.selected, cell.computed = plan.selected, plan.computed
+        out, _ = sparse_attention(
+            q,
+            k,
+            v,
+            plan.q_tiles,
+            plan.kv_count,
+            plan.kv_index,
+            tile=plan.tile,
+            implementation=cell.implementation,
+        )
+        return order.undo(out)
+
+
+def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) -> SparsePlan:
+    """Mask and plan for ``q``, ``k`` ``[B, H, S, D]`` in token order, text last.
+
+    Tiles that hold text tokens are computed in full, both ways. Heads go in chunks where the mask
+    of all of them would be too large.
+    """
+    tokens = q.shape[2]
+    rows, keys = method.tile
+    tiles = -(-tokens // rows) * -(-tokens // keys) * q.shape[0]
+    chunk = max(1, MASK_TILES // tiles)
+    plans = []
+    for h in range(0, q.shape[1], chunk):
+        mask = method.select(q[:, h : h + chunk], k[:, h : h + chunk])
+        if grid.text:
+            mask[:, :, grid.video // rows :] = True
+            mask[:, :, :, grid.video // keys :] = True
+        plans.append(make_plan(mask, method.tile, tokens, method.merge))
+    if len(plans) == 1:
+        return plans[0]
+    return SparsePlan(
+        q_tiles=torch.cat([p.q_tiles for p in plans], 1),
+        kv_count=torch.cat([p.kv_count for p in plans], 1),
+        kv_index=torch.cat([p.kv_index for p in plans], 1),
+        tile=method.tile,
+        tokens=tokens,
+        selected=torch.cat([p.selected for p in plans], 1),
+        computed=torch.cat([p.computed for p in plans], 1),
+    )
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grid: TokenGrid,
+    method: str | Method = "fg-attn",
+    *,
+    order: str = "hilbert",
+    implementation: str = "auto",
+    **options: Any,
+) -> Tensor:
+    """Sparse attention over one set of q, k, v ``[B, H, S, D]``, without a pipeline.
+
+    ``options`` are the method's own (``top_p=0.9, tile=(16, 16)``).
+
+    Raises:
+        OptionError: a bad option, or a grid whose tokens are not S.
+        UnsupportedError: the implementation asked for cannot run on these tensors.
+    """
+    if grid.tokens != q.shape[2]:
+        raise OptionError(f"the grid has {grid.tokens} tokens, q has {q.shape[2]}: they must agree")
+    if isinstance(method, str):
+        method = make_method(method, **options)
+    elif options:
+        raise OptionError("options go with a method's name; this method already has its own")
+    engine = AttentionEngine(
+        method,
+        schedule=Schedule(dense_steps=0),
+        order=order,
+        layers=1,
+        implementation=implementation,
+    )
+    return engine.attend(q, k, v, CallSite(0, 0, 0.0, grid))
+
+
+def _check_implementation(name: str) -> None:
+    from vidsparse.kernels.dispatch import IMPLEMENTATIONS
+
+    if name not in ("auto", *IMPLEMENTATIONS):
+        raise OptionError(
+            f"unknown implementation {name!r}. Hint: choose from auto, {', '.join(IMPLEMENTATIONS)}."
+        )

@@ -1,0 +1,35 @@
+"""The errors a caller can meet, all under one base class.
+
+- ``VidsparseError``: any mistake or limit that the caller can do something about. Its text is one
+  sentence saying what was given and what is needed, with a hint where there is one. The command
+  line prints it and exits with code 2.
+
+  - ``OptionError``: a value or combination of options is not valid (also a ``ValueError``).
+  - ``UnsupportedError``: this pipeline, device or implementation cannot do what was asked.
+  - ``ModelError``: a model folder or hub id cannot be used.
+  - ``OutputError``: a file or folder cannot be written (also an ``OSError``).
+
+Anything else that escapes is a defect of this library.
+"""
+
+from __future__ import annotations
+
+
+class VidsparseError(Exception):
+    """Base of every error meant for the caller."""
+
+
+class OptionError(VidsparseError, ValueError):
+    """An option has a value, or stands beside another option, that is not valid."""
+
+
+class UnsupportedError(VidsparseError):
+    """The pipeline, device or implementation cannot do what was asked."""
+
+
+class ModelError(VidsparseError):
+    """A model folder or hub id cannot be used."""
+
+
+class OutputError(VidsparseError, OSError):
+    """A file or folder cannot be written."""

@@ -1,0 +1,49 @@
+"""The shape of a token sequence: a video grid, and where text stands beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vidsparse.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGrid:
+    """A sequence of ``frames * height * width`` video tokens, with ``text`` tokens beside them.
+
+    The video part runs in T, H, W order with W fastest (as in every supported model family).
+    Sizes are in tokens, after patching: a 33-frame 256x256 Wan clip is ``TokenGrid(9, 16, 16)``.
+
+    Args:
+        frames: tokens along time, at least 1.
+        height: tokens along height, at least 1.
+        width: tokens along width, at least 1.
+        text: text tokens in the same sequence.
+        text_first: text stands before the video (CogVideoX) instead of after it.
+
+    Raises:
+        OptionError: a size is below 1, or ``text`` is negative.
+    """
+
+    frames: int
+    height: int
+    width: int
+    text: int = 0
+    text_first: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.frames, self.height, self.width) < 1 or self.text < 0:
+            raise OptionError(
+                "a token grid needs frames, height and width of at least 1 and text of at least 0, "
+                f"got {self.frames}x{self.height}x{self.width} with {self.text} text tokens"
+            )
+
+    @property
+    def video(self) -> int:
+        """Number of video tokens."""
+        return self.frames * self.height * self.width
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the whole sequence."""
+        return self.video + self.text

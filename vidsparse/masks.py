@@ -1,0 +1,117 @@
+"""Tile masks from pooled queries and keys.
+
+Shapes: ``B`` batch, ``H`` heads, ``S`` tokens, ``D`` head dim, ``M`` x ``N`` tile (queries x keys),
+``Tq = ceil(S / M)``, ``Tk = ceil(S / N)``. A last tile may be short; its mean is over the tokens
+it has. A mask is bool ``[B, H, Tq, Tk]``, true where a tile is computed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vidsparse.errors import OptionError
+
+QUERY_TILES = (16, 32, 64, 128)
+KEY_TILES = (1, 8, 16, 32, 64, 128)
+
+
+def tile_count(tokens: int, size: int) -> int:
+    """Number of tiles of ``size`` tokens that cover ``tokens``."""
+    return -(-tokens // size)
+
+
+def tile_sizes(tokens: int, size: int, device: torch.device | str | None = None) -> Tensor:
+    """Tokens in each tile, ``[ceil(tokens / size)]`` int64; only the last can be short."""
+    sizes = torch.full((tile_count(tokens, size),), size, dtype=torch.int64, device=device)
+    sizes[-1] -= tile_count(tokens, size) * size - tokens
+    return sizes
+
+
+def check_tile(tile: tuple[int, int]) -> None:
+    """Raise an ``OptionError`` unless ``tile`` is (M, N) with M and N that kernels exist for."""
+    if len(tile) != 2 or tile[0] not in QUERY_TILES or tile[1] not in KEY_TILES:
+        raise OptionError(
+            f"tile must be MxN with M (queries) in {', '.join(map(str, QUERY_TILES))} and N (keys) "
+            f"in {', '.join(map(str, KEY_TILES))}, got {'x'.join(map(str, tile))}. Hint: 16x16."
+        )
+
+
+def parse_tile(text: str) -> tuple[int, int]:
+    """Read ``"16x16"`` (queries x keys) as ``(16, 16)``.
+
+    Raises:
+        OptionError: not of that form, or sizes that no kernel handles.
+    """
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+        raise OptionError(f"tile must look like MxN (queries x keys), got {text!r}. Hint: 16x16.")
+    tile = (int(parts[0]), int(parts[1]))
+    check_tile(tile)
+    return tile
+
+
+def _tiles(x: Tensor, size: int) -> tuple[Tensor, int]:
+    """Cut ``[B, H, S, D]`` into ``[B, H, T, size, D]``, zero-padded; also the padding."""
+    padding = tile_count(x.shape[2], size) * size - x.shape[2]
+    if padding:
+        x = F.pad(x, (0, 0, 0, padding))
+    return x.unflatten(2, (-1, size)), padding
+
+
+def pooled_mean(x: Tensor, size: int) -> Tensor:
+    """Mean token of every tile: ``[B, H, S, D]`` to fp32 ``[B, H, ceil(S / size), D]``.
+
+    FG-Attn section 5.3 (q_avg, k_avg); SpargeAttn algorithm 1, line 4.
+    """
+    if size == 1:
+        return x.float()
+    tiles, padding = _tiles(x, size)
+    # the sum runs in fp32 whatever the input: a bf16 sum of 128 tokens has two digits left.
+    mean = tiles.sum(3, dtype=torch.float32) / size
+    if padding:
+        mean[:, :, -1] *= size / (size - padding)
+    return mean
+
+
+def self_similarity(x: Tensor, size: int) -> Tensor:
+    """SpargeAttn's CosSim of every tile: ``[B, H, S, D]`` to fp32 ``[B, H, ceil(S / size)]``.
+
+    The paper (section 3.2) defines CosSim(X) = mean(X X^T) / |max(X X^T)|. Both parts need no
+    product of tokens: the mean over all pairs is the squared length of the mean token, and by
+    Cauchy-Schwarz the largest pair is the longest token with itself.
+    """
+    tiles, _ = _tiles(x, size)
+    longest = tiles.float().square().sum(-1).amax(3)
+    pairs = pooled_mean(x, size).square().sum(-1)
+    # a tile of zeros is as similar to itself as can be.
+    return torch.where(longest > 0, pairs / longest.clamp_min(1e-38), torch.ones_like(pairs))
+
+
+def pooled_scores(
+    q: Tensor, k: Tensor, tile: tuple[int, int], scale: float | None = None
+) -> Tensor:
+    """Pooled scores q_avg k_avg^T / sqrt(D), fp32 ``[B, H, Tq, Tk]`` (FG-Attn section 5.3)."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return (pooled_mean(q, tile[0]) * scale) @ pooled_mean(k, tile[1]).transpose(-1, -2)
+
+
+def top_p_mask(probabilities: Tensor, top_p: float) -> Tensor:
+    """The smallest set of each row whose sum reaches ``top_p``, as a bool mask of the same shape.
+
+    The tile that crosses the threshold is kept, so no row is ever empty; SpargeAttn's printed
+    ``Top_Cdf`` drops it, which would leave a row with one dominant tile without any key. Equal
+    probabilities are taken in order of position. ``top_p = 1`` keeps everything, whatever the
+    rounding of the running sum.
+    """
+    if top_p >= 1:
+        return torch.ones_like(probabilities, dtype=torch.bool)
+    ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(-1) - ordered
+    kept = before < top_p * probabilities.sum(-1, keepdim=True)
+    # rounding of the subtraction must not cost a row its largest tile.
+    kept[..., 0] = True
+    return torch.zeros_like(kept).scatter_(-1, index, kept)

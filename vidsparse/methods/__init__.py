@@ -1,0 +1,49 @@
+"""The methods by name, and the one way to make them from options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from vidsparse.errors import OptionError
+from vidsparse.methods.base import Method, SparseMethod
+from vidsparse.methods.dense import Dense
+from vidsparse.methods.fg_attn import FgAttn
+from vidsparse.methods.spargeattn import SpargeAttn
+
+METHODS: Final[Mapping[str, type[Method]]] = MappingProxyType(
+    {cls.name: cls for cls in (FgAttn, SpargeAttn, Dense)}
+)
+"""Every method by the name used in options, the default first."""
+
+
+def _owners(option: str) -> list[str]:
+    return [
+        name
+        for name, cls in METHODS.items()
+        if any(field.name == option for field in dataclasses.fields(cls))
+    ]
+
+
+def make_method(name: str, **options: Any) -> Method:
+    """A method from its name and its own options.
+
+    Raises:
+        OptionError: no such method, an option of another method, or a value out of range.
+    """
+    if name not in METHODS:
+        raise OptionError(f"unknown method {name!r}. Hint: choose from {', '.join(METHODS)}.")
+    cls = METHODS[name]
+    own = [field.name for field in dataclasses.fields(cls)]
+    for option in options:
+        if option not in own:
+            owners = _owners(option)
+            whose = f"it belongs to {' and '.join(owners)}" if owners else "no method has it"
+            has = f"its options are {', '.join(own)}" if own else "it takes no options"
+            raise OptionError(f"{name} has no option {option!r}: {whose}. Hint: {has}.")
+    return cls(**options)
+
+
+__all__ = ["METHODS", "Dense", "FgAttn", "Method", "SpargeAttn", "SparseMethod", "make_method"]

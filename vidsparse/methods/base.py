@@ -1,0 +1,102 @@
+"""What a method is: it looks at queries and keys and says which tiles to compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vidsparse.errors import OptionError
+from vidsparse.masks import check_tile, parse_tile
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """Base of the methods: a frozen set of numbers and the mask they give.
+
+    Subclasses are dataclasses whose fields are the method's own options; ``option(...)`` declares
+    them with the help text, flag and text conversion that command line and page show.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    summary: ClassVar[str]
+
+    def options(self) -> dict[str, Any]:
+        """The options as JSON values, tiles written as ``"16x16"``."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: "x".join(map(str, v)) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+class SparseMethod(Method):
+    """A method that selects tiles; it has at least these two options."""
+
+    tile: tuple[int, int]
+    merge: str
+
+    @abstractmethod
+    def select(self, q: Tensor, k: Tensor) -> Tensor:
+        """The tiles to compute: ``q``, ``k`` ``[B, H, S, D]`` to bool ``[B, H, Tq, Tk]``.
+
+        Tokens are in the chosen order already. No host synchronisation.
+        """
+
+
+def option(
+    default: Any, *, flag: str, metavar: str, help: str, convert: Callable[[str], Any] = float
+) -> Any:
+    """A dataclass field that carries its own command line flag, help and text conversion."""
+    return dataclasses.field(
+        default=default,
+        metadata={"flag": flag, "metavar": metavar, "help": help, "convert": convert},
+    )
+
+
+def tile_option(default: tuple[int, int]) -> Any:
+    """The tile field shared by the pooled methods."""
+    return option(
+        default,
+        flag="--tile",
+        metavar="MxN",
+        help="tile of M queries x N keys that is computed or skipped as one",
+        convert=parse_tile,
+    )
+
+
+def merge_option(default: str = "xor") -> Any:
+    """The merge field shared by the pooled methods."""
+    return option(
+        default,
+        flag="--merge",
+        metavar="NAME",
+        help="how query tiles form 128-row blocks: xor, xor-window or consecutive",
+        convert=str,
+    )
+
+
+def as_tile(value: object) -> tuple[int, int]:
+    """Accept ``(16, 16)``, ``[16, 16]`` or ``"16x16"`` as a tile.
+
+    Raises:
+        OptionError: anything else, or sizes that no kernel handles.
+    """
+    if isinstance(value, str):
+        return parse_tile(value)
+    if isinstance(value, (tuple, list)) and all(isinstance(n, int) for n in value):
+        tile = tuple(value)
+        check_tile(tile)
+        return tile
+    raise OptionError(f"tile must be (M, N) or 'MxN', got {value!r}. Hint: (16, 16).")
+
+
+def check_share(name: str, value: object, *, low: float = 0.0, low_open: bool = True) -> None:
+    """Raise an ``OptionError`` unless ``value`` is a number in (low, 1] or [low, 1]."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (low < value <= 1 or (value == low and not low_open)):  # type: ignore[operator]
+        bracket = "(" if low_open else "["
+        raise OptionError(f"{name} must lie in {bracket}{low:g}, 1], got {value!r}")

@@ -1,0 +1,52 @@
+"""FG-Attn: fine-grained tiles kept by top-p over pooled attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from vidsparse.grouping import check_merge
+from vidsparse.masks import pooled_scores, top_p_mask
+from vidsparse.methods.base import (
+    SparseMethod,
+    as_tile,
+    check_share,
+    merge_option,
+    option,
+    tile_option,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FgAttn(SparseMethod):
+    """FG-Attn (arXiv 2509.16518), sections 5.2 and 5.3.
+
+    Symbols: M x N tile, p the kept probability mass, R = 128 / M tiles merged into a block.
+    For tile means q_avg and k_avg, A = softmax(q_avg k_avg^T / sqrt(D)); each row keeps the
+    smallest set of tiles whose sum reaches p. Short tiles count like full ones, as in the paper.
+
+    Raises:
+        OptionError: ``top_p`` outside (0, 1], a tile or merge that does not exist.
+    """
+
+    name: ClassVar[str] = "fg-attn"
+    title: ClassVar[str] = "FG-Attn"
+    paper: ClassVar[str] = "FG-Attn: Leveraging Fine-Grained Sparse Attention (arXiv 2509.16518)"
+    summary: ClassVar[str] = "top-p over pooled scores of fine tiles, alike query tiles merged"
+
+    top_p: float = option(
+        0.9, flag="--top-p", metavar="P", help="share of pooled attention kept per row, in (0, 1]"
+    )
+    tile: tuple[int, int] = tile_option((16, 16))
+    merge: str = merge_option()
+
+    def __post_init__(self) -> None:
+        check_share("top_p", self.top_p)
+        object.__setattr__(self, "tile", as_tile(self.tile))
+        check_merge(self.merge)
+
+    def select(self, q: Tensor, k: Tensor) -> Tensor:
+        """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3)."""
+        return top_p_mask(pooled_scores(q, k, self.tile).softmax(-1), self.top_p)

@@ -1,0 +1,119 @@
+"""Orders of the video tokens: which tokens become neighbours before tiles are cut.
+
+A tile of M consecutive tokens stands for its mean query or key, so the order decides how alike
+the tokens of a tile are. SpargeAttn (section 3.7, tables 4 and 9) walks the grid on a
+three-dimensional Hilbert curve; its other orders are kept for comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vidsparse.errors import OptionError
+from vidsparse.grid import TokenGrid
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOrder:
+    """A permutation of a token sequence and its inverse, both ``[S]`` int64 on one device.
+
+    ``x[permutation]`` is in the new order, ``y[inverse]`` is back in the old one. Video tokens
+    come first; text tokens always stand last, in their own order.
+    """
+
+    permutation: Tensor
+    inverse: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Put ``x`` ``[B, H, S, D]`` into this order (a contiguous copy)."""
+        return x.index_select(2, self.permutation)
+
+    def undo(self, y: Tensor) -> Tensor:
+        """Bring ``y`` ``[B, H, S, D]`` back into the pipeline's order (a contiguous copy)."""
+        return y.index_select(2, self.inverse)
+
+
+def _coordinates(grid: TokenGrid) -> NDArray[np.int64]:
+    """The (t, y, x) of every video token in the pipeline's order, ``[video, 3]``."""
+    axes = np.indices((grid.frames, grid.height, grid.width), dtype=np.int64)
+    return axes.reshape(3, -1).T
+
+
+def _hilbert(grid: TokenGrid) -> NDArray[np.int64]:
+    from hilbertcurve.hilbertcurve import HilbertCurve
+
+    # the curve fills a cube whose side is a power of two; the grid is the part of it that exists,
+    # and sorting by distance along the curve keeps that part's order.
+    bits = max(1, (max(grid.frames, grid.height, grid.width) - 1).bit_length())
+    curve = HilbertCurve(bits, 3)
+    distances = curve.distances_from_points(_coordinates(grid).tolist())
+    return np.argsort(np.asarray(distances, dtype=np.int64), kind="stable")
+
+
+def _rowmajor(grid: TokenGrid) -> NDArray[np.int64]:
+    return np.arange(grid.video, dtype=np.int64)
+
+
+def _columnmajor(grid: TokenGrid) -> NDArray[np.int64]:
+    t, y, x = _coordinates(grid).T
+    return np.lexsort((y, x, t))
+
+
+def _timemajor(grid: TokenGrid) -> NDArray[np.int64]:
+    t, y, x = _coordinates(grid).T
+    return np.lexsort((t, x, y))
+
+
+def _random(grid: TokenGrid) -> NDArray[np.int64]:
+    # fixed seed: the order belongs to the grid, so that reruns and cached plans agree.
+    return np.random.default_rng(0).permutation(grid.video)
+
+
+_BUILDERS: Final[dict[str, Callable[[TokenGrid], NDArray[np.int64]]]] = {
+    "hilbert": _hilbert,
+    "rowmajor": _rowmajor,
+    "columnmajor": _columnmajor,
+    "timemajor": _timemajor,
+    "random": _random,
+}
+
+ORDERS: Final[tuple[str, ...]] = tuple(_BUILDERS)
+"""Names of the token orders, the default first."""
+
+
+def check_order(name: str) -> None:
+    """Raise an ``OptionError`` unless ``name`` is one of ``ORDERS``."""
+    if name not in _BUILDERS:
+        raise OptionError(f"unknown token order {name!r}. Hint: choose from {', '.join(ORDERS)}.")
+
+
+@lru_cache(maxsize=64)
+def token_order(name: str, grid: TokenGrid, device: torch.device | str = "cpu") -> TokenOrder:
+    """The named order of ``grid``'s tokens on ``device`` (cached by all three).
+
+    ``hilbert`` walks the grid on a space-filling curve; ``rowmajor`` is the pipeline's own T, H, W
+    order with W fastest; ``columnmajor`` has H fastest; ``timemajor`` has T fastest; ``random`` is
+    a fixed shuffle.
+
+    Raises:
+        OptionError: ``name`` is not in ``ORDERS``.
+    """
+    check_order(name)
+    video = _BUILDERS[name](grid)
+    before = grid.text if grid.text_first else 0
+    text_start = 0 if grid.text_first else grid.video
+    text = np.arange(text_start, text_start + grid.text, dtype=np.int64)
+    permutation = np.concatenate([video + before, text])
+    inverse = np.empty_like(permutation)
+    inverse[permutation] = np.arange(grid.tokens, dtype=np.int64)
+    return TokenOrder(
+        torch.from_numpy(permutation).to(device), torch.from_numpy(inverse).to(device)
+    )

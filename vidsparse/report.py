@@ -1,0 +1,336 @@
+"""A comparison of dense and sparse videos as a value, and its JSON and Markdown forms.
+
+``report.json`` holds, under ``"format": "vidsparse-report/1"``:
+
+- ``summary``: for ``psnr``, ``ssim`` and ``flicker`` the mean, sample standard deviation and count
+  over prompts; both densities; the share of dense steps; seconds of both sides.
+- ``prompts``: per prompt the same measures, one entry per frame, and both runs' records.
+- ``density_map``: computed density by denoising step (row) and transformer layer (column), mean
+  over prompts; 1.0 is a dense call, null one that never happened.
+- ``settings``, ``environment``, ``conventions``, ``notes``, ``created``.
+
+There is no Infinity and no NaN in it. Where two frames or videos do not differ at all, the entry
+reads ``"psnr": null, "identical": true``; such videos are left out of the PSNR's mean, and
+``summary.identical`` counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from vidsparse.metrics import SSIM_WINDOW, Spread, VideoQuality, spread
+
+FORMAT = "vidsparse-report/1"
+
+CONVENTIONS: Mapping[str, str] = {
+    "frames": "8-bit, as decoded by the model and before video encoding",
+    "psnr": "dB, data range 255; a video's is that of its squared error over all frames; null "
+    "where identical is true",
+    "ssim": f"scikit-image, {SSIM_WINDOW}, data range 255, mean over colour channels and frames",
+    "flicker": "PSNR in dB between the frame-to-frame differences of the two videos; null where "
+    "these are identical or there is one frame; well below psnr means added flicker",
+    "std": "sample standard deviation over prompts; null for fewer than two",
+    "selected": "share of tiles that the method chose, over the sparse steps only",
+    "computed": "share of query-key pairs that the kernel multiplied, over the sparse steps only; "
+    "speed follows this one",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What one video cost, dense or sparse.
+
+    Args:
+        seconds: seconds by phase, at least ``denoise`` and ``total``; in a batch, this video's
+            share of them.
+        selected: share of tiles chosen over the sparse steps, None for a dense run.
+        computed: share of query-key pairs multiplied over the sparse steps, None for a dense run.
+        dense_step_share: share of the denoising steps that ran dense.
+        implementation: what ran the sparse attention, None for a dense run.
+        record: everything else that is known about the run, JSON-able.
+    """
+
+    seconds: Mapping[str, float | None]
+    selected: float | None
+    computed: float | None
+    dense_step_share: float | None
+    implementation: str | None
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptComparison:
+    """One prompt's dense and sparse videos, measured.
+
+    Args:
+        number: the prompt's place in its file, from 1.
+        prompt: its text.
+        seed: the seed of both videos.
+        quality: the sparse video against the dense one.
+        dense: facts of the dense run.
+        sparse: facts of the sparse run.
+    """
+
+    number: int
+    prompt: str
+    seed: int
+    quality: VideoQuality
+    dense: RunFacts
+    sparse: RunFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Dense against sparse over several prompts.
+
+    Args:
+        settings: the options that both sides share and the sparse side's own, resolved.
+        environment: versions and device.
+        comparisons: one entry per prompt, in the file's order; at least one.
+        density_map: computed density ``[steps][layers]``, None where no call was made.
+        notes: sentences a reader needs to judge the numbers.
+        created: ISO 8601 time.
+    """
+
+    settings: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    comparisons: Sequence[PromptComparison]
+    density_map: Sequence[Sequence[float | None]]
+    notes: Sequence[str]
+    created: str
+
+    @property
+    def psnr(self) -> Spread:
+        """PSNR in dB over the prompts whose videos differ."""
+        return spread([each.quality.psnr for each in self.comparisons])
+
+    @property
+    def ssim(self) -> Spread:
+        """SSIM over the prompts."""
+        return spread([each.quality.ssim for each in self.comparisons])
+
+    @property
+    def flicker(self) -> Spread:
+        """Flicker measure in dB over the prompts where it has a value."""
+        return spread([each.quality.flicker for each in self.comparisons])
+
+    @property
+    def identical(self) -> int:
+        """Prompts whose two videos do not differ in a single value."""
+        return sum(each.quality.identical for each in self.comparisons)
+
+    @property
+    def selected(self) -> float | None:
+        """Mean selected density over prompts."""
+        return spread([each.sparse.selected for each in self.comparisons]).mean
+
+    @property
+    def computed(self) -> float | None:
+        """Mean computed density over prompts."""
+        return spread([each.sparse.computed for each in self.comparisons]).mean
+
+    @property
+    def dense_step_share(self) -> float | None:
+        """Mean share of the sparse side's steps that ran dense."""
+        return spread([each.sparse.dense_step_share for each in self.comparisons]).mean
+
+    def seconds(self, side: str, phase: str) -> float | None:
+        """Mean seconds per video of ``side`` ("dense" or "sparse") in ``phase``."""
+        runs: list[RunFacts] = [getattr(each, side) for each in self.comparisons]
+        return spread([run.seconds.get(phase) for run in runs]).mean
+
+    def speedup(self, phase: str) -> float | None:
+        """Dense seconds over sparse seconds in ``phase``, None where either is unknown."""
+        dense, sparse = self.seconds("dense", phase), self.seconds("sparse", phase)
+        return dense / sparse if dense and sparse else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON-able values; see the module text for the format."""
+        phases = sorted({key for each in self.comparisons for key in each.sparse.seconds})
+        document = {
+            "format": FORMAT,
+            "created": self.created,
+            "conventions": dict(CONVENTIONS),
+            "settings": dict(self.settings),
+            "environment": dict(self.environment),
+            "notes": list(self.notes),
+            "summary": {
+                "prompts": len(self.comparisons),
+                "identical": self.identical,
+                "psnr": asdict(self.psnr),
+                "ssim": asdict(self.ssim),
+                "flicker": asdict(self.flicker),
+                "selected": self.selected,
+                "computed": self.computed,
+                "dense_step_share": self.dense_step_share,
+                "seconds": {
+                    side: {phase: self.seconds(side, phase) for phase in phases}
+                    for side in ("dense", "sparse")
+                },
+                "denoise_speedup": self.speedup("denoise"),
+            },
+            "density_map": [list(row) for row in self.density_map],
+            "prompts": [_prompt_json(each) for each in self.comparisons],
+        }
+        finite: dict[str, Any] = _finite(document)
+        return finite
+
+    def to_json_text(self) -> str:
+        """``to_json`` as indented text, strict JSON that any parser reads."""
+        return json.dumps(self.to_json(), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+    def to_markdown(self) -> str:
+        """The report as a page of Markdown: summary, one row per prompt, settings, conventions."""
+        lines = ["# Dense against sparse", "", headline(self), ""]
+        lines += [
+            "| measure | mean ± std over prompts |",
+            "|---|---|",
+            f"| PSNR | {format_spread(self.psnr, '.2f', ' dB', self.identical)} |",
+            f"| SSIM | {format_spread(self.ssim, '.4f')} |",
+            f"| flicker: PSNR of frame differences | {format_spread(self.flicker, '.2f', ' dB')} |",
+            f"| density selected / computed, sparse steps | {format_share(self.selected)} / "
+            f"{format_share(self.computed)} |",
+            f"| share of steps that ran dense | {format_share(self.dense_step_share)} |",
+            f"| denoising, dense / sparse | {format_seconds(self.seconds('dense', 'denoise'))} / "
+            f"{format_seconds(self.seconds('sparse', 'denoise'))} |",
+            "",
+            "| # | prompt | PSNR dB | SSIM | flicker dB | computed | dense s | sparse s |",
+            "|---:|---|---:|---:|---:|---:|---:|---:|",
+        ]
+        for each in self.comparisons:
+            lines.append(
+                f"| {each.number} | {_cell(each.prompt)} | {format_psnr(each.quality)} | "
+                f"{each.quality.ssim:.4f} | {format_number(each.quality.flicker, '.2f')} | "
+                f"{format_share(each.sparse.computed)} | "
+                f"{format_number(each.dense.seconds.get('denoise'), '.2f')} | "
+                f"{format_number(each.sparse.seconds.get('denoise'), '.2f')} |"
+            )
+        for title, values in (("Settings", self.settings), ("Environment", self.environment)):
+            lines += ["", f"## {title}", "", "| name | value |", "|---|---|"]
+            lines += [f"| {_cell(name)} | {_cell(value)} |" for name, value in values.items()]
+        lines += ["", "## How to read this", ""]
+        lines += [f"- {name}: {text}" for name, text in CONVENTIONS.items()]
+        lines += [f"- {note}" for note in self.notes]
+        return "\n".join(lines) + "\n"
+
+
+def mean_density_map(
+    maps: Sequence[Sequence[Sequence[float | None]]],
+) -> list[list[float | None]]:
+    """Average several density maps ``[steps][layers]`` of one shape, leaving out None.
+
+    A cell that is None in every map stays None. Maps of another shape than the first one's are
+    left out; no maps give an empty list.
+    """
+    if not maps:
+        return []
+    shape = _shape(maps[0])
+    stack = np.array(
+        [
+            [[math.nan if cell is None else cell for cell in row] for row in each]
+            for each in maps
+            if _shape(each) == shape
+        ],
+        dtype=np.float64,
+    )
+    counts = np.sum(~np.isnan(stack), axis=0)
+    sums = np.nansum(stack, axis=0)
+    return [
+        [float(total / count) if count else None for total, count in zip(*rows, strict=True)]
+        for rows in zip(sums, counts, strict=True)
+    ]
+
+
+def headline(report: Report) -> str:
+    """One sentence with what a reader wants to know first."""
+    prompts = len(report.comparisons)
+    over = f"{prompts} prompt{'s' if prompts != 1 else ''}"
+    if report.identical == prompts:
+        quality = f"Over {over} the sparse videos are identical to the dense ones"
+    else:
+        quality = (
+            f"Over {over} the sparse videos differ from the dense ones by "
+            f"{format_spread(report.psnr, '.2f', ' dB')} PSNR and "
+            f"{format_spread(report.ssim, '.4f')} SSIM"
+        )
+    parts = [quality]
+    if report.computed is not None:
+        parts.append(f"computing {format_share(report.computed)} of attention in the sparse steps")
+    speedup = report.speedup("denoise")
+    if speedup is not None:
+        parts.append(f"denoising {speedup:.2f} times as fast")
+    return ", ".join(parts) + "."
+
+
+def format_number(value: float | None, spec: str, unit: str = "", missing: str = "-") -> str:
+    """A number with its unit, or a dash where there is none."""
+    return missing if value is None else f"{value:{spec}}{unit}"
+
+
+def format_share(value: float | None) -> str:
+    """A share as a percentage."""
+    return format_number(value, ".1%")
+
+
+def format_seconds(value: float | None) -> str:
+    """Seconds, with enough digits to compare short runs."""
+    return format_number(value, ".2f" if value is not None and value < 100 else ".0f", " s")
+
+
+def format_psnr(quality: VideoQuality, unit: str = "") -> str:
+    """A video's PSNR in dB, or the word that stands for a difference of nothing."""
+    return "identical" if quality.identical else format_number(quality.psnr, ".2f", unit)
+
+
+def format_spread(value: Spread, spec: str, unit: str = "", identical: int = 0) -> str:
+    """``mean ± std``, with the number of identical videos that the mean leaves out."""
+    if value.mean is None:
+        return "identical" if identical else "-"
+    text = f"{value.mean:{spec}}"
+    if value.std is not None:
+        text += f" ± {value.std:{spec}}"
+    text += unit
+    return f"{text} ({identical} identical left out)" if identical else text
+
+
+def _prompt_json(each: PromptComparison) -> dict[str, Any]:
+    quality = asdict(each.quality)
+    frames = quality.pop("frames")
+    return {
+        "number": each.number,
+        "prompt": each.prompt,
+        "seed": each.seed,
+        **quality,
+        "selected": each.sparse.selected,
+        "computed": each.sparse.computed,
+        "seconds": {"dense": dict(each.dense.seconds), "sparse": dict(each.sparse.seconds)},
+        "frames": list(frames),
+        "dense": dict(each.dense.record),
+        "sparse": dict(each.sparse.record),
+    }
+
+
+def _finite(value: Any) -> Any:
+    # records carry the host's own configuration, which may hold an infinity that JSON cannot.
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _shape(density_map: Sequence[Sequence[float | None]]) -> tuple[int, ...]:
+    return tuple(len(row) for row in density_map)
+
+
+def _cell(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
+    return " ".join(text.replace("|", "\\|").split())

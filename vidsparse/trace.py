@@ -1,0 +1,158 @@
+"""What each attention call did: density, time, implementation. Nothing reads it mid-run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Cell:
+    """One attention call.
+
+    ``selected`` and ``computed`` are shares of query-key pairs, ``[B, H]`` (None when dense).
+    ``seconds`` is the whole call: order, mask, plan and kernel. ``action`` is ``dense``,
+    ``replan``, ``reuse`` or ``dense: <why>`` where a sparse call could not be made.
+    """
+
+    step: int
+    layer: int
+    branch: str
+    action: str
+    implementation: str
+    selected: Tensor | None = None
+    computed: Tensor | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """A run in a few numbers; densities are means over the sparse calls, None if there were none.
+
+    ``selected``: share of pairs the method chose. ``computed``: share the kernel multiplied after
+    merging tiles into 128-row blocks; speed follows this one. ``dense_step_share``: share of steps
+    without any sparse call.
+    """
+
+    selected: float | None
+    computed: float | None
+    dense_step_share: float
+    dense_call_share: float
+    attention_seconds: float
+    calls: int
+    implementation: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.selected is None or self.computed is None:
+            density = "all calls dense"
+        else:
+            density = f"selected {self.selected:.3f}, computed {self.computed:.3f}"
+        text = (
+            f"{density}; {self.dense_step_share:.0%} of steps dense; {self.calls} attention calls "
+            f"in {self.attention_seconds:.2f} s by {self.implementation}"
+        )
+        return "; ".join([text, *self.notes])
+
+
+@dataclass(slots=True)
+class Trace:
+    """All calls of one run, in order."""
+
+    cells: list[Cell] = field(default_factory=list)
+    _events: list[tuple[Cell, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    @contextmanager
+    def timed(self, cell: Cell, device: torch.device) -> Iterator[Cell]:
+        """Record ``cell`` with the time of the block; on a GPU by events, without waiting."""
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield cell
+            end.record()
+            self._events.append((cell, start, end))
+        else:
+            began = time.perf_counter()
+            yield cell
+            cell.seconds = time.perf_counter() - began
+        self.cells.append(cell)
+
+    def resolve(self) -> None:
+        """Wait for the device once, and bring times and densities to the host."""
+        if self._events:
+            torch.cuda.synchronize()
+            for cell, start, end in self._events:
+                cell.seconds = start.elapsed_time(end) / 1000
+            self._events.clear()
+        for cell in self.cells:
+            if cell.selected is not None and cell.computed is not None:
+                cell.selected, cell.computed = cell.selected.cpu(), cell.computed.cpu()
+
+    def summary(self) -> TraceSummary:
+        """The run in a few numbers."""
+        self.resolve()
+        sparse = [c for c in self.cells if c.selected is not None]
+        steps = {c.step for c in self.cells}
+        used = sorted({c.implementation for c in sparse}) or ["the pipeline's dense attention"]
+        notes = sorted({c.action for c in self.cells if c.action.startswith("dense:")})
+        return TraceSummary(
+            selected=_mean([c.selected for c in sparse]),
+            computed=_mean([c.computed for c in sparse]),
+            dense_step_share=1 - len({c.step for c in sparse}) / len(steps) if steps else 1.0,
+            dense_call_share=1 - len(sparse) / len(self.cells) if self.cells else 1.0,
+            attention_seconds=sum(c.seconds or 0.0 for c in self.cells),
+            calls=len(self.cells),
+            implementation="+".join(used),
+            notes=tuple(notes),
+        )
+
+    def density_map(self) -> list[list[float | None]]:
+        """Computed density, steps x layers: 1.0 where dense, None where nothing was called."""
+        self.resolve()
+        if not self.cells:
+            return []
+        steps = max(c.step for c in self.cells) + 1
+        layers = max(c.layer for c in self.cells) + 1
+        found: dict[tuple[int, int], list[float]] = {}
+        for cell in self.cells:
+            value = 1.0 if cell.computed is None else cell.computed.mean().item()
+            found.setdefault((cell.step, cell.layer), []).append(value)
+        return [
+            [
+                sum(values) / len(values) if (values := found.get((step, layer))) else None
+                for layer in range(layers)
+            ]
+            for step in range(steps)
+        ]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """One JSON object per call, densities per head (mean over the batch)."""
+        self.resolve()
+
+        def per_head(value: Tensor | None) -> list[float] | None:
+            return None if value is None else [round(x, 5) for x in value.mean(0).tolist()]
+
+        return [
+            {
+                "step": c.step,
+                "layer": c.layer,
+                "branch": c.branch,
+                "action": c.action,
+                "implementation": c.implementation,
+                "selected": per_head(c.selected),
+                "computed": per_head(c.computed),
+                "seconds": c.seconds,
+            }
+            for c in self.cells
+        ]
+
+
+def _mean(values: list[Tensor | None]) -> float | None:
+    present = [v.mean() for v in values if v is not None]
+    return torch.stack(present).mean().item() if present else None
