@@ -58,7 +58,7 @@ def gather_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Gather and attend, a pair of blocks at a time; see ``sparse_attention`` for the arguments."""
-    batch, heads, tokens, dim = q.shape
+    batch, heads, tokens = q.shape[:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     counts = kv_count.tolist()

@@ -333,4 +333,4 @@ def _shape(density_map: Sequence[Sequence[float | None]]) -> tuple[int, ...]:
 
 def _cell(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-    return " ".join(text.replace("|", "\\|").split())
+    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
