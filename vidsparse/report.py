@@ -178,7 +178,7 @@ class Report:
             "density_map": [list(row) for row in self.density_map],
             "prompts": [_prompt_json(each) for each in self.comparisons],
         }
-        finite: dict[str, Any] = _finite(document)
+        finite: dict[str, Any] = finite_json(document)
         return finite
 
     def to_json_text(self) -> str:
@@ -247,6 +247,20 @@ def mean_density_map(
     ]
 
 
+def finite_json(value: Any) -> Any:
+    """The same JSON-able value with None for every infinity and NaN.
+
+    Records carry the host's own configuration, which may hold values that JSON cannot.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_json(item) for item in value]
+    return value
+
+
 def headline(report: Report) -> str:
     """One sentence with what a reader wants to know first."""
     prompts = len(report.comparisons)
@@ -266,6 +280,14 @@ def headline(report: Report) -> str:
     if speedup is not None:
         parts.append(f"denoising {speedup:.2f} times as fast")
     return ", ".join(parts) + "."
+
+
+def plain_text(value: Any) -> str:
+    """A setting's value as people read it."""
+    value = finite_json(value)
+    if value is None:
+        return "-"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
 
 
 def format_number(value: float | None, spec: str, unit: str = "", missing: str = "-") -> str:
@@ -316,21 +338,9 @@ def _prompt_json(each: PromptComparison) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
-    # records carry the host's own configuration, which may hold an infinity that JSON cannot.
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
-
-
 def _shape(density_map: Sequence[Sequence[float | None]]) -> tuple[int, ...]:
     return tuple(len(row) for row in density_map)
 
 
 def _cell(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
+    return " ".join(plain_text(value).replace("|", "\\|").replace("<", "&lt;").split())

@@ -1,0 +1,192 @@
+"""The report as JSON, Markdown and a page: complete, strict, and without outside resources."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from vidsparse.apps.report_page import SideBySide, _nice_ticks, render
+from vidsparse.metrics import compare_videos
+from vidsparse.report import PromptComparison, Report, RunFacts, mean_density_map
+
+HOSTILE = 'a <script>alert(1)</script> | "ball" & ünïcode'
+
+
+def _facts(seconds: float, computed: float | None) -> RunFacts:
+    return RunFacts(
+        seconds={"denoise": seconds, "decode": 1.0, "total": seconds + 1, "load": None},
+        selected=None if computed is None else computed / 2,
+        computed=computed,
+        dense_step_share=1.0 if computed is None else 0.25,
+        implementation=None if computed is None else "torch",
+        # a host's scheduler config may hold what JSON cannot.
+        record={"scheduler": {"sigma_max": float("inf"), "nested": [float("nan"), 1.0]}},
+    )
+
+
+def _report(kinds: str = "ds", frames: int = 4) -> Report:
+    """One prompt per letter: d differs, p differs after a first exact frame, s is the same."""
+    generator = np.random.default_rng(0)
+    comparisons = []
+    for number, kind in enumerate(kinds, 1):
+        dense = generator.integers(0, 250, (frames, 16, 16, 3), dtype=np.uint8)
+        sparse = dense.copy()
+        if kind in "dp":
+            sparse[kind == "p" :] += np.uint8(number)
+        comparisons.append(
+            PromptComparison(
+                number=number,
+                prompt=HOSTILE,
+                seed=7,
+                quality=compare_videos(dense, sparse),
+                dense=_facts(4.0, None),
+                sparse=_facts(2.0, 0.4),
+            )
+        )
+    return Report(
+        settings={"method": "fg-attn", "top_p": 0.9, "scheduler": {"shift": float("inf")}},
+        environment={"device": "cpu", "triton": None},
+        comparisons=comparisons,
+        density_map=[[1.0, 1.0, None], [0.25, 0.5, None]],
+        notes=["a note"],
+        created="2026-01-02T03:04:05+00:00",
+    )
+
+
+def _page(report: Report) -> str:
+    videos = [SideBySide(mp4=b"not really", width=48, height=16) for _ in report.comparisons]
+    return render(report, videos, model="shapes", method_title="FG-Attn", fps=16, gain=4)
+
+
+def _strict(text: str) -> dict:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_is_strict_and_says_identical() -> None:
+    document = _strict(_report("ds").to_json_text())
+    different, same = document["prompts"]
+    assert (same["psnr"], same["identical"]) == (None, True)
+    assert all(f == {"psnr": None, "ssim": 1.0, "identical": True} for f in same["frames"])
+    assert not different["identical"]
+    assert different["psnr"] == pytest.approx(10 * np.log10(255**2))
+    assert document["summary"]["identical"] == 1
+    assert document["summary"]["psnr"]["count"] == 1
+
+
+def test_json_of_only_identical_videos_has_no_mean() -> None:
+    document = _strict(_report("ss").to_json_text())
+    assert document["summary"]["psnr"] == {"mean": None, "std": None, "count": 0}
+    assert document["summary"]["ssim"]["mean"] == 1.0
+
+
+def test_json_keeps_host_values_that_json_lacks_as_null() -> None:
+    document = _strict(_report().to_json_text())
+    assert document["settings"]["scheduler"] == {"shift": None}
+    assert document["prompts"][0]["dense"]["scheduler"]["nested"] == [None, 1.0]
+
+
+def test_means_and_deviations_are_over_prompts() -> None:
+    report = _report("ddd")
+    values = [each.quality.psnr for each in report.comparisons]
+    assert report.psnr.mean == pytest.approx(np.mean(values))
+    assert report.psnr.std == pytest.approx(np.std(values, ddof=1))
+    assert report.speedup("denoise") == pytest.approx(2.0)
+    assert report.speedup("load") is None
+
+
+def test_markdown_says_the_same_and_survives_a_hostile_prompt() -> None:
+    text = _report("ds").to_markdown()
+    assert "identical" in text
+    assert "40.0%" in text
+    assert "<script" not in text
+    rows = [line for line in text.splitlines() if "ünïcode" in line]
+    # an unescaped bar in a prompt would add a column.
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 9 for row in rows)
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "poster", "data", "srcset", "action") and not (
+                value or ""
+            ).startswith(("#", "data:")):
+                self.outside.append(f"{tag} {name}={value}")
+
+
+def test_page_loads_nothing_from_outside() -> None:
+    page = _page(_report("dps"))
+    parser = _Links()
+    parser.feed(page)
+    assert parser.outside == []
+    assert not {"link", "iframe", "object", "embed", "base"} & set(parser.tags)
+    assert not re.search(r"https?://|@import|url\(", page)
+
+
+def test_page_escapes_prompts() -> None:
+    page = _page(_report("d"))
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+def test_page_has_a_video_and_two_plots_per_prompt_and_no_infinity() -> None:
+    page = _page(_report("dps"))
+    assert page.count("<video ") == 3
+    assert page.count('class="plot psnr"') == page.count('class="plot ssim"') == 3
+    assert not re.search(r"\b(inf|nan|Infinity|NaN|None)\b", page.split("<script>")[0])
+
+
+def test_page_marks_dense_and_missing_cells_of_the_density_map() -> None:
+    page = _page(_report("d"))
+    assert "step 1, layer 2: dense" in page
+    assert "step 2, layer 1: 25.0% computed" in page
+    assert "layer 3" not in page
+
+
+def test_page_of_single_frame_videos_draws_dots() -> None:
+    page = _page(_report("d", frames=1))
+    assert re.search(r'd="M0\.00000 [0-9.]+h0"', page)
+
+
+def test_page_without_a_density_map_leaves_the_section_out() -> None:
+    report = _report("s")
+    bare = Report(
+        settings=report.settings,
+        environment=report.environment,
+        comparisons=report.comparisons,
+        density_map=[],
+        notes=[],
+        created=report.created,
+    )
+    assert "Where attention was sparse" not in _page(bare)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(30.0, 30.0), (31.2, 44.9), (0.91, 0.9987), (0.99999, 1.0), (-3.0, 60.0)]
+)
+def test_ticks_enclose_their_values(low: float, high: float) -> None:
+    ticks = _nice_ticks(low, high)
+    assert 2 <= len(ticks) <= 5
+    assert ticks[0] <= low + 1e-9
+    assert ticks[-1] >= high - 1e-9
+
+
+def test_density_maps_average_cell_by_cell_and_leave_out_none() -> None:
+    maps = [[[1.0, None], [0.2, None]], [[0.5, 0.4], [0.4, None]], [[0.0]]]
+    assert mean_density_map(maps) == [
+        [pytest.approx(0.75), pytest.approx(0.4)],
+        [pytest.approx(0.3), None],
+    ]
+    assert mean_density_map([]) == []
