@@ -242,5 +242,6 @@ def _check_implementation(name: str) -> None:
 
     if name not in ("auto", *IMPLEMENTATIONS):
         raise OptionError(
-            f"unknown implementation {name!r}. Hint: choose from auto, {', '.join(IMPLEMENTATIONS)}."
+            f"unknown implementation {name!r}. "
+            f"Hint: choose from auto, {', '.join(IMPLEMENTATIONS)}."
         )

@@ -46,7 +46,7 @@ def parse_tile(text: str) -> tuple[int, int]:
     Raises:
         OptionError: not of that form, or sizes that no kernel handles.
     """
-    parts = text.lower().replace("×", "x").split("x")
+    parts = text.lower().split("x")
     if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
         raise OptionError(f"tile must look like MxN (queries x keys), got {text!r}. Hint: 16x16.")
     tile = (int(parts[0]), int(parts[1]))
