@@ -1,0 +1,325 @@
+"""Generating videos: one pipeline call, its phases timed, and a record of how it was made."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vidsparse._version import __version__
+from vidsparse.errors import OptionError, VidsparseError
+from vidsparse.pipelines.handle import SparseHandle, sparsify
+from vidsparse.pipelines.models import LoadedPipeline, unknown_words
+from vidsparse.pipelines.quiet import quiet_hosts
+from vidsparse.pipelines.request import GenerateRequest, resolve
+
+Progress = Callable[[int, int, float], object]
+"""Called after each denoising step with its number from 1, the number of steps, its seconds."""
+
+Cancel = Callable[[], bool]
+"""Asked after each denoising step; True stops the run."""
+
+_PACKAGES: Final = ("torch", "diffusers", "transformers", "triton")
+
+
+class GenerationCancelled(VidsparseError):
+    """``cancel`` asked to stop; nothing was generated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """One video, ``frames`` uint8 ``[T, H, W, 3]``, and the JSON-able record of its making."""
+
+    frames: NDArray[np.uint8]
+    record: dict[str, Any]
+
+
+def generate(
+    loaded: LoadedPipeline,
+    request: GenerateRequest,
+    progress: Progress | None = None,
+    cancel: Cancel | None = None,
+) -> Generated:
+    """Generate one video.
+
+    The frames are those of the stock pipeline called with the same arguments, rounded to 8 bits;
+    with method ``dense`` the pipeline is not touched at all.
+
+    Args:
+        loaded: the model; its device, dtype, offload, compile and LoRA are what runs.
+        request: what to generate.
+        progress: told after each step.
+        cancel: asked after each step.
+
+    Raises:
+        OptionError: the request does not fit the model, or asks for another device or dtype than
+            the model was loaded with.
+        GenerationCancelled: ``cancel`` answered True.
+    """
+    return generate_batch(loaded, [request], progress, cancel)[0]
+
+
+def generate_batch(
+    loaded: LoadedPipeline,
+    requests: Sequence[GenerateRequest],
+    progress: Progress | None = None,
+    cancel: Cancel | None = None,
+) -> list[Generated]:
+    """Generate a video for each request in one pipeline call.
+
+    Requests may differ in their prompts only. Every video starts from the noise of the seed, made
+    on the CPU, so it does not depend on its place in the batch, on the batch, or on the device.
+    Times and densities in a record are those of the whole batch.
+
+    Raises:
+        OptionError: as ``generate``, or requests that differ in more than the prompt.
+        GenerationCancelled: ``cancel`` answered True.
+    """
+    if not requests:
+        return []
+    settings = [_fit(request, loaded) for request in requests]
+    first = settings[0]
+    for other in settings[1:]:
+        if other.options() != first.options():
+            differing = [k for k, v in first.options().items() if other.options()[k] != v]
+            raise OptionError(
+                f"the requests of a batch may differ in their prompts only, these differ in "
+                f"{', '.join(differing)}. Hint: generate them one after the other."
+            )
+    clock = _Clock(loaded.device)
+    with quiet_hosts(), _maybe_sparse(loaded, first) as handle:
+        frames = _run(loaded, settings, clock, progress, cancel)
+        total = clock.now()
+        record = _shared_record(loaded, first, handle)
+        record["batch"] = len(settings)
+        record["times"] = {
+            "load": loaded.load_seconds,
+            "encode_text": clock.denoise_began,
+            "denoise": clock.denoise_ended - clock.denoise_began,
+            "attention": handle.summary().attention_seconds if handle else None,
+            "decode": total - clock.denoise_ended,
+            "total": total,
+        }
+    return [
+        Generated(
+            frames=video,
+            record={
+                "prompt": one.prompt,
+                **record,
+                "unknown_words": unknown_words(loaded.ref, one.prompt),
+            },
+        )
+        for one, video in zip(settings, frames, strict=True)
+    ]
+
+
+class _Clock:
+    """Seconds since the start, with the device waited for at the phases' ends and nowhere else."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device.startswith("cuda")
+        self.denoise_began = 0.0
+        self.denoise_ended = 0.0
+        self.step_began = 0.0
+        self._zero = 0.0
+        self._zero = self.now()
+
+    def now(self, *, wait: bool = True) -> float:
+        if wait and self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - self._zero
+
+    @contextmanager
+    def first_forward_of(self, transformers: Sequence[Any]) -> Iterator[None]:
+        """Take the first forward of any of ``transformers`` as the start of denoising."""
+        hooks: list[Any] = []
+
+        def begin(module: object, args: object) -> None:
+            self.denoise_began = self.step_began = self.now()
+            _remove_all(hooks)
+
+        eager = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
+        hooks += [transformer.register_forward_pre_hook(eager) for transformer in transformers]
+        try:
+            yield
+        finally:
+            _remove_all(hooks)
+
+
+def _remove_all(hooks: list[Any]) -> None:
+    while hooks:
+        hooks.pop().remove()
+
+
+def _fit(request: GenerateRequest, loaded: LoadedPipeline) -> GenerateRequest:
+    """The request as it will run: resolved, and saying what was loaded."""
+    for name in ("device", "dtype"):
+        asked, has = getattr(request, name), getattr(loaded, name)
+        if asked is not None and _device_key(asked) != _device_key(has):
+            raise OptionError(
+                f"{name} {asked} was asked for, but the model was loaded with {has}. "
+                "Hint: load it again."
+            )
+    own = {name: getattr(loaded, name) for name in ("device", "dtype", "offload", "lora")}
+    request = replace(request, **own, compile=loaded.compile, model=loaded.ref.name)
+    return resolve(request, loaded.defaults)
+
+
+def _device_key(name: str) -> str:
+    """``cuda`` and ``cuda:0`` are one device."""
+    return "cuda:0" if name == "cuda" else name
+
+
+@contextmanager
+def _maybe_sparse(
+    loaded: LoadedPipeline, request: GenerateRequest
+) -> Iterator[SparseHandle | None]:
+    if request.method == "dense":
+        yield None
+        return
+    with sparsify(
+        loaded.pipe,
+        request.method,
+        order=request.order,
+        dense_steps=request.dense_steps,
+        dense_last_steps=request.dense_last_steps,
+        dense_layers=request.dense_layers,
+        dense_last_layers=request.dense_last_layers,
+        reuse=request.reuse,
+        implementation=request.implementation,
+        **request.method_options,
+    ) as handle:
+        yield handle
+
+
+def _run(
+    loaded: LoadedPipeline,
+    requests: Sequence[GenerateRequest],
+    clock: _Clock,
+    progress: Progress | None,
+    cancel: Cancel | None,
+) -> list[NDArray[np.uint8]]:
+    pipe, first = loaded.pipe, requests[0]
+
+    def after_step(pipe: Any, step: int, timestep: object, tensors: Any) -> Any:
+        steps = pipe.num_timesteps
+        now = clock.now(wait=step == steps - 1)
+        seconds, clock.step_began, clock.denoise_ended = now - clock.step_began, now, now
+        if progress is not None:
+            progress(step + 1, steps, seconds)
+        if cancel is not None and cancel():
+            # raised rather than flagged to the pipeline: that would still decode what is there.
+            raise GenerationCancelled(f"cancelled after step {step + 1} of {steps}")
+        return tensors
+
+    bar = dict(getattr(pipe, "_progress_bar_config", {}))
+    pipe.set_progress_bar_config(**{**bar, "disable": True})
+    try:
+        with clock.first_forward_of(_transformers(pipe)):
+            output = pipe(
+                prompt=[request.prompt for request in requests],
+                negative_prompt=[request.negative_prompt for request in requests],
+                num_frames=first.frames,
+                width=first.width,
+                height=first.height,
+                num_inference_steps=first.steps,
+                guidance_scale=first.guidance,
+                generator=[torch.Generator("cpu").manual_seed(r.seed) for r in requests],
+                output_type="np",
+                callback_on_step_end=after_step,
+            )
+    finally:
+        pipe.set_progress_bar_config(**bar)
+        # after an error the pipeline has not come to this by itself.
+        pipe.maybe_free_model_hooks()
+    return [_to_bytes(video) for video in output.frames]
+
+
+def _transformers(pipe: Any) -> list[Any]:
+    found = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
+    return [transformer for transformer in found if transformer is not None]
+
+
+def _to_bytes(video: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """``[T, H, W, 3]`` from [0, 1] to 8 bits, frame by frame to save memory."""
+    out = np.empty(video.shape, np.uint8)
+    for frame, target in zip(video, out, strict=True):
+        target[...] = (frame * 255).round()
+    return out
+
+
+def _shared_record(
+    loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
+) -> dict[str, Any]:
+    summary = handle.summary() if handle is not None else None
+    scheduler = loaded.pipe.scheduler
+    return {
+        "negative_prompt": request.negative_prompt,
+        "seed": request.seed,
+        "model": {
+            "name": loaded.ref.name,
+            "source": loaded.ref.source,
+            "weights_hash": loaded.weights_hash,
+        },
+        "options": request.options(),
+        "scheduler": {
+            "class": type(scheduler).__name__,
+            "config": _jsonable(dict(scheduler.config)),
+        },
+        "versions": _versions(),
+        "device": _device_facts(loaded.device),
+        "selected": summary.selected if summary else None,
+        "computed": summary.computed if summary else None,
+        "dense_step_share": summary.dense_step_share if summary else 1.0,
+        "dense_call_share": summary.dense_call_share if summary else 1.0,
+        "implementation": summary.implementation if summary else "the stock pipeline",
+        "notes": list(summary.notes) if summary else [],
+        "density_map": handle.trace.density_map() if handle is not None else [],
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"vidsparse": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _device_facts(device: str) -> dict[str, Any]:
+    if device.startswith("cuda"):
+        return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "threads": None}
+    return {"kind": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}
+
+
+def _cpu_name() -> str:
+    # on Linux, platform.processor() answers with nothing or with the architecture.
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _jsonable(value: Any) -> Any:
+    """Schedulers' settings hold infinities and tuples, which JSON does not."""
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

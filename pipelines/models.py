@@ -1,0 +1,463 @@
+"""Finding and loading models: bundled ones by name, diffusers folders, hub ids.
+
+Weights are read from safetensors only and no code comes with a model: every component must be a
+class of diffusers or transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from vidsparse.errors import ModelError, OptionError, UnsupportedError
+from vidsparse.logs import logger
+from vidsparse.pipelines.families import FAMILIES, Defaults, Family
+from vidsparse.pipelines.quiet import quiet_hosts
+from vidsparse.pipelines.request import DTYPES, OFFLOADS, check_device, check_dtype
+
+MODELS: Final[Mapping[str, Path]] = MappingProxyType(
+    {"shapes": Path(__file__).parent / "models" / "shapes"}
+)
+"""The bundled models, the default first, and their folders."""
+
+CARD: Final = "vidsparse.json"
+"""Optional file of a model folder: its settings and the words it knows."""
+
+_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_LIBRARIES: Final = ("diffusers", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRef:
+    """A model that has been found, not loaded.
+
+    Args:
+        name: as given: a bundled name, a folder, or a hub id.
+        source: ``bundled``, ``folder`` or ``hub``.
+        location: the folder, resolved, or the hub id.
+        pipeline_class: its diffusers class.
+        defaults: settings for requests that leave them open, and its units.
+        description: one sentence, empty if the model brings none.
+        license: of the weights, empty if the model does not say.
+        vocabulary: the words it knows; empty means any.
+        example_prompts: prompts to try.
+    """
+
+    name: str
+    source: str
+    location: str
+    pipeline_class: str
+    defaults: Defaults
+    description: str = ""
+    license: str = ""
+    vocabulary: tuple[str, ...] = ()
+    example_prompts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedPipeline:
+    """A pipeline on its device, with what a record of its runs must say about it.
+
+    ``weights_hash`` is the SHA-256 over the names and contents of its safetensors files.
+    """
+
+    pipe: Any
+    ref: ModelRef
+    device: str
+    dtype: str
+    offload: str
+    compile: bool
+    lora: str | None
+    weights_hash: str
+    load_seconds: float
+
+    @property
+    def defaults(self) -> Defaults:
+        """Settings for requests that leave them open."""
+        return self.ref.defaults
+
+
+def describe(name: str) -> dict[str, Any]:
+    """What ``vidsparse models`` prints about one model, as JSON values.
+
+    Raises:
+        ModelError: no such model.
+    """
+    ref = resolve_model(name)
+    return {
+        "name": ref.name,
+        "description": ref.description,
+        "license": ref.license,
+        "pipeline": ref.pipeline_class,
+        "frames": ref.defaults.frames,
+        "size": f"{ref.defaults.width}x{ref.defaults.height}",
+        "steps": ref.defaults.steps,
+        "guidance": ref.defaults.guidance,
+        "fps": ref.defaults.fps,
+        "vocabulary": list(ref.vocabulary),
+        "example_prompts": list(ref.example_prompts),
+    }
+
+
+def resolve_model(model: str | os.PathLike[str]) -> ModelRef:
+    """Find a model by bundled name, folder or hub id; reads configuration files only.
+
+    Raises:
+        ModelError: it is not there, or its pipeline is not one that can be run.
+    """
+    name = os.fspath(model)
+    if name in MODELS:
+        folder = MODELS[name]
+        if not (folder / "model_index.json").is_file():
+            raise ModelError(
+                f"the files of the bundled model {name!r} are missing from {folder}. "
+                "Hint: reinstall vidsparse, or give --model a folder."
+            )
+        return _read_ref(name, "bundled", folder)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _read_ref(name, "folder", folder.resolve())
+    if folder.exists():
+        raise ModelError(
+            f"model {name!r} is a file. Hint: give the folder that holds model_index.json."
+        )
+    if _HUB_ID.fullmatch(name) and not name.startswith("."):
+        return _read_ref(name, "hub", _fetch_configs(name))
+    raise ModelError(
+        f"there is no model {name!r}. Hint: give a bundled name ({', '.join(MODELS)}), "
+        "a diffusers folder, or a hub id like owner/name."
+    )
+
+
+def load(
+    model: str | os.PathLike[str] | ModelRef,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    offload: str = "none",
+    lora: str | None = None,
+    compile: bool = False,
+) -> LoadedPipeline:
+    """Load a model onto a device, ready to generate.
+
+    Args:
+        model: what ``resolve_model`` takes, or its answer.
+        device: ``cpu``, ``cuda`` or ``cuda:N``; CUDA where there is any, by default.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; bf16 on CUDA and fp32 on the CPU by default. The VAE
+            stays in fp32, as Wan's own instructions have it.
+        offload: ``none``, ``model`` or ``group`` (CUDA only).
+        lora: a LoRA file, folder or hub id to put on the transformer.
+        compile: compile the transformer's blocks when they first run.
+
+    Raises:
+        ModelError: it is not there, or its files cannot be loaded.
+        OptionError: a device or format that cannot be had.
+        UnsupportedError: LoRA or compilation without what it needs.
+    """
+    began = time.perf_counter()
+    device = check_device(device)
+    dtype = check_dtype(dtype, device)
+    if offload not in OFFLOADS:
+        raise OptionError(f"unknown offload {offload!r}. Hint: choose from {', '.join(OFFLOADS)}.")
+    if offload != "none" and device == "cpu":
+        raise OptionError(f"offload {offload} needs a CUDA device. Hint: use --offload none.")
+    if compile:
+        _require_compiler(device)
+    if lora is not None and importlib.util.find_spec("peft") is None:
+        raise UnsupportedError("a LoRA needs peft. Hint: pip install 'vidsparse[lora]'.")
+
+    ref = model if isinstance(model, ModelRef) else resolve_model(model)
+    with quiet_hosts():
+        folder = _folder_of(ref)
+        _check_weight_files(ref, folder)
+        pipe = _from_folder(ref, folder, dtype)
+        if lora is not None:
+            _put_lora(pipe, lora)
+        _place(pipe, device, offload)
+        if hasattr(pipe.vae, "enable_slicing"):
+            # one video of a batch at a time: same frames, and memory does not grow with the batch.
+            pipe.vae.enable_slicing()
+        if compile:
+            for transformer in (pipe.transformer, getattr(pipe, "transformer_2", None)):
+                if transformer is not None:
+                    transformer.compile_repeated_blocks(fullgraph=True)
+    loaded = LoadedPipeline(
+        pipe=pipe,
+        ref=ref,
+        device=device,
+        dtype=dtype,
+        offload=offload,
+        compile=compile,
+        lora=lora,
+        weights_hash=weights_hash(folder),
+        load_seconds=time.perf_counter() - began,
+    )
+    logger.info("loaded %s in %.1f s on %s (%s)", ref.name, loaded.load_seconds, device, dtype)
+    return loaded
+
+
+def unknown_words(ref: ModelRef, prompt: str) -> list[str]:
+    """The words of ``prompt`` outside the model's vocabulary, each once, in order."""
+    if not ref.vocabulary:
+        return []
+    words = re.findall(r"\w+", prompt.lower())
+    return list(dict.fromkeys(word for word in words if word not in ref.vocabulary))
+
+
+def weights_hash(folder: Path) -> str:
+    """SHA-256 over the names and contents of the safetensors files below ``folder``."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.safetensors")):
+        digest.update(path.relative_to(folder).as_posix().encode())
+        digest.update(_file_hash(path).encode())
+    return digest.hexdigest()
+
+
+_FILE_HASHES: Final[dict[tuple[str, int, int], str]] = {}
+
+
+def _file_hash(path: Path) -> str:
+    # the hub's cache names large files by their own hash, which saves reading them again.
+    target = path.resolve()
+    if target.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", target.name):
+        return target.name
+    stat = target.stat()
+    key = (str(target), stat.st_mtime_ns, stat.st_size)
+    if key not in _FILE_HASHES:
+        with target.open("rb") as file:
+            _FILE_HASHES[key] = hashlib.file_digest(file, "sha256").hexdigest()
+    return _FILE_HASHES[key]
+
+
+def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
+    if not (folder / "model_index.json").is_file():
+        raise ModelError(
+            f"{folder} is no diffusers model: it has no model_index.json. "
+            f"Hint: supported pipelines are {_runnable()}."
+        )
+    index = _read_json(folder / "model_index.json")
+    pipeline_class = index.get("_class_name")
+    family = next((f for f in FAMILIES if pipeline_class in f.text_to_video), None)
+    if family is None:
+        raise ModelError(
+            f"{name} holds a {pipeline_class}, which cannot be run here. "
+            f"Hint: supported pipelines are {_runnable()}."
+        )
+    for component, value in index.items():
+        library = value[0] if isinstance(value, list) and value else None
+        if library is not None and library not in _LIBRARIES:
+            raise ModelError(
+                f"{name} wants to load its {component} from {library!r}; only components of "
+                f"{' and '.join(_LIBRARIES)} are loaded, never code that comes with a model."
+            )
+    card = _read_json(folder / CARD) if (folder / CARD).is_file() else {}
+    return ModelRef(
+        name=name,
+        source=source,
+        location=name if source == "hub" else str(folder),
+        pipeline_class=str(pipeline_class),
+        defaults=_read_defaults(family, folder, card),
+        description=card.get("description", ""),
+        license=card.get("license", ""),
+        vocabulary=tuple(card.get("vocabulary", ())),
+        example_prompts=tuple(card.get("example_prompts", ())),
+    )
+
+
+def _read_defaults(family: Family, folder: Path, card: Mapping[str, Any]) -> Defaults:
+    """The card's settings where there are any, and units from the model's own configuration."""
+    vae = _read_json(folder / "vae" / "config.json")
+    transformer = _read_json(folder / "transformer" / "config.json")
+    values: dict[str, Any] = {
+        name: card[name] for name in ("frames", "steps", "guidance", "fps") if name in card
+    }
+    if "size" in card:
+        match = re.fullmatch(r"(\d+)x(\d+)", str(card["size"]))
+        if match is None:
+            raise ModelError(
+                f"size in {folder / CARD} must look like 256x256, got {card['size']!r}"
+            )
+        values["width"], values["height"] = int(match[1]), int(match[2])
+    patch = transformer.get("patch_size", [1, 2, 2])
+    pixels = vae.get("scale_factor_spatial", 8) * math.lcm(*patch[1:])
+    return dataclasses.replace(
+        family.defaults,
+        **values,
+        frame_factor=vae.get("scale_factor_temporal", 4),
+        # the pipeline's own check wants its unit too, whatever the configuration.
+        size_factor=math.lcm(pixels, family.defaults.size_factor),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path} is missing. Hint: the folder is no complete diffusers model."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return value
+
+
+def _runnable() -> str:
+    return ", ".join(name for family in FAMILIES for name in family.text_to_video)
+
+
+def _fetch_configs(hub_id: str) -> Path:
+    """The hub's configuration files for a model; a few kilobytes, cached by the hub's client."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    with _hub_errors(hub_id):
+        index = Path(hf_hub_download(hub_id, "model_index.json"))
+        for name in ("vae/config.json", "transformer/config.json", CARD):
+            try:
+                hf_hub_download(hub_id, name)
+            except LocalEntryNotFoundError:
+                # no connection: what has been loaded once has its configuration in the cache.
+                logger.debug("%s of %s is not in the hub cache", name, hub_id)
+            except EntryNotFoundError:
+                logger.debug("%s has no %s", hub_id, name)
+    return index.parent
+
+
+@contextmanager
+def _hub_errors(hub_id: str) -> Iterator[None]:
+    """Turn the hub client's errors into a sentence that says what to do."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise ModelError(
+            f"access to {hub_id} must be granted first. Hint: accept its terms on "
+            f"https://huggingface.co/{hub_id} and log in with 'hf auth login'."
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelError(
+            f"there is no model {hub_id!r}, neither as a folder here nor on the hub. "
+            "Hint: check the spelling; a private one needs 'hf auth login'."
+        ) from None
+    except errors.RemoteEntryNotFoundError:
+        raise ModelError(
+            f"{hub_id} is no diffusers model: it has no model_index.json. "
+            "Hint: many models have a second repository whose name ends in -Diffusers."
+        ) from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
+        raise ModelError(
+            f"{hub_id} is not in the local hub cache, and the hub cannot be reached "
+            f"({type(error).__name__}). Hint: connect once to download it, or give --model a "
+            "folder."
+        ) from None
+    except (OSError, errors.HFValidationError) as error:
+        raise ModelError(f"{hub_id} could not be downloaded: {error}") from None
+
+
+def _folder_of(ref: ModelRef) -> Path:
+    if ref.source != "hub":
+        return Path(ref.location)
+    from diffusers import DiffusionPipeline
+
+    with _hub_errors(ref.location):
+        return Path(DiffusionPipeline.download(ref.location, use_safetensors=True))
+
+
+def _check_weight_files(ref: ModelRef, folder: Path) -> None:
+    """Refuse pickled weights with a sentence, before the host does it with a traceback."""
+    for component in sorted(path for path in folder.iterdir() if path.is_dir()):
+        pickled = [p.name for p in component.iterdir() if p.suffix in (".bin", ".pt", ".ckpt")]
+        if pickled and not list(component.glob("*.safetensors")):
+            raise ModelError(
+                f"{ref.name} holds its {component.name} in {pickled[0]}, which can run code when "
+                "loaded. Hint: convert it to safetensors."
+            )
+
+
+def _from_folder(ref: ModelRef, folder: Path, dtype: str) -> Any:
+    import diffusers
+    import torch
+    from safetensors import SafetensorError
+
+    cls = getattr(diffusers, ref.pipeline_class)
+    dtypes = {"default": getattr(torch, DTYPES[dtype]), "vae": torch.float32}
+    try:
+        return cls.from_pretrained(
+            folder,
+            torch_dtype=dtypes,
+            use_safetensors=True,
+            low_cpu_mem_usage=True,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ModelError(
+            f"{ref.name} could not be loaded as {ref.pipeline_class}: {error}"
+        ) from error
+
+
+def _put_lora(pipe: Any, lora: str) -> None:
+    path = Path(lora).expanduser()
+    try:
+        if path.is_file():
+            if path.suffix != ".safetensors":
+                raise ModelError(f"a LoRA must be a .safetensors file, got {lora}")
+            pipe.load_lora_weights(path.parent, weight_name=path.name, use_safetensors=True)
+        elif path.is_dir() or not _HUB_ID.fullmatch(lora):
+            files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+            if len(files) != 1:
+                raise ModelError(
+                    f"{lora} must be a LoRA file, a folder with one .safetensors file, or a hub id"
+                )
+            pipe.load_lora_weights(path, weight_name=files[0].name, use_safetensors=True)
+        else:
+            with _hub_errors(lora):
+                pipe.load_lora_weights(lora, use_safetensors=True)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelError(f"the LoRA {lora} does not fit this model: {error}") from error
+    # a file without one matching key loads without complaint and does nothing.
+    if not pipe.get_active_adapters():
+        raise ModelError(f"the LoRA {lora} has no weights for this model")
+
+
+def _place(pipe: Any, device: str, offload: str) -> None:
+    if offload == "model":
+        pipe.enable_model_cpu_offload(device=device)
+    elif offload == "group":
+        import torch
+
+        # the VAE is small and decodes by calls that leaf hooks do not see.
+        pipe.enable_group_offload(
+            onload_device=torch.device(device),
+            offload_device=torch.device("cpu"),
+            offload_type="leaf_level",
+            use_stream=True,
+            exclude_modules=["vae"],
+        )
+    else:
+        pipe.to(device)
+
+
+def _require_compiler(device: str) -> None:
+    """On the CPU ``torch.compile`` generates C++."""
+    candidates = (os.environ.get("CXX"), "g++", "clang++", "cl")
+    if device == "cpu" and not any(name and shutil.which(name) for name in candidates):
+        raise UnsupportedError(
+            "compile on the CPU needs a C++ compiler, and there is none. "
+            "Hint: install g++, or leave --compile out."
+        )

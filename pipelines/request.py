@@ -1,0 +1,262 @@
+"""One request to generate a video: every option in one value, validated before anything loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final
+
+from vidsparse.errors import OptionError
+from vidsparse.pipelines.families import Defaults
+
+DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Names of the number formats, and torch's own."""
+
+OFFLOADS: Final = ("none", "model", "group")
+"""Where weights rest: on the device, or on the CPU by whole models or by layers."""
+
+MAX_PROMPT: Final = 10_000
+"""Longest prompt in characters; every supported model reads far less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """What to generate and how.
+
+    ``None`` leaves a setting to the model (``steps``, ``frames``, ``width``, ``height``, ``fps``,
+    ``guidance``) or to the machine (``device``, ``dtype``); ``resolve`` fills it in.
+
+    Args:
+        prompt: what to show, at most 10,000 characters.
+        negative_prompt: what to avoid; used when guidance is on.
+        model: a bundled model's name, a diffusers folder, or a hub id.
+        method: a name from ``vidsparse.METHODS``; ``dense`` runs the stock pipeline untouched.
+        method_options: the method's own numbers.
+        order: how video tokens are ordered.
+        dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
+        dense_last_steps: last steps kept dense.
+        dense_layers: first layers kept dense.
+        dense_last_layers: last layers kept dense.
+        reuse: steps that a plan serves.
+        steps: denoising steps.
+        frames: video frames.
+        width: pixels.
+        height: pixels.
+        fps: frames per second of the written video.
+        guidance: classifier-free guidance scale; 1 or less turns it off.
+        seed: of the initial noise, from 0 to 2^63 - 1.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; the VAE stays in fp32.
+        offload: ``none``, ``model`` or ``group``.
+        compile: compile the transformer's blocks with ``torch.compile``.
+        lora: a LoRA file, folder or hub id.
+        implementation: ``auto`` or the kernel implementation to insist on.
+
+    Raises:
+        OptionError: a value is not valid, whatever the model.
+    """
+
+    prompt: str
+    negative_prompt: str = ""
+    model: str = "shapes"
+    method: str = "fg-attn"
+    method_options: Mapping[str, Any] = field(default_factory=dict)
+    order: str = "hilbert"
+    dense_steps: int | float = 0.24
+    dense_last_steps: int | float = 0
+    dense_layers: int | float = 0
+    dense_last_layers: int | float = 0
+    reuse: int = 1
+    steps: int | None = None
+    frames: int | None = None
+    width: int | None = None
+    height: int | None = None
+    fps: int | float | None = None
+    guidance: float | None = None
+    seed: int = 0
+    device: str | None = None
+    dtype: str | None = None
+    offload: str = "none"
+    compile: bool = False
+    lora: str | None = None
+    implementation: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_prompt("prompt", self.prompt)
+        _check_prompt("negative_prompt", self.negative_prompt)
+        for name in ("steps", "frames", "width", "height"):
+            _check_count(name, getattr(self, name))
+        _check_number("fps", self.fps, above=0)
+        _check_number("guidance", self.guidance, least=0)
+        _check_seed(self.seed)
+        _check_device_name(self.device)
+        _check_choice("dtype", self.dtype, (None, *DTYPES))
+        _check_choice("offload", self.offload, OFFLOADS)
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        # the core's own checks, which import torch: kept out of this module's import.
+        from vidsparse.kernels import IMPLEMENTATIONS
+        from vidsparse.methods import make_method
+        from vidsparse.order import check_order
+        from vidsparse.schedule import Schedule
+
+        check_order(self.order)
+        _check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
+        Schedule(**{f.name: getattr(self, f.name) for f in fields(Schedule)})
+        # stored complete and as JSON values, so that equal requests look equal.
+        options = make_method(self.method, **self.method_options).options()
+        object.__setattr__(self, "method_options", options)
+
+    def options(self) -> dict[str, Any]:
+        """Every option except the prompt, as JSON values."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt"}
+
+
+def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
+    """Fill in what the request leaves open, and check it against the model's units.
+
+    Raises:
+        OptionError: frames or size that the model cannot make, or a device that is not there.
+    """
+    values = {
+        name: getattr(defaults, name) if getattr(request, name) is None else getattr(request, name)
+        for name in ("steps", "frames", "width", "height", "fps", "guidance")
+    }
+    _check_frames(values["frames"], defaults)
+    for name in ("width", "height"):
+        _check_size(name, values[name], defaults)
+    device = check_device(request.device)
+    return replace(request, **values, device=device, dtype=check_dtype(request.dtype, device))
+
+
+def check_device(device: str | None) -> str:
+    """The device to run on: the one asked for, or CUDA where there is any, or the CPU.
+
+    Raises:
+        OptionError: no such device here.
+    """
+    _check_device_name(device)
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return "cuda" if count else "cpu"
+    if device.startswith("cuda"):
+        index = int(device.partition(":")[2] or 0)
+        if index >= count:
+            found = f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"
+            raise OptionError(
+                f"device {device} was asked for, but PyTorch finds {found} here. "
+                f"Hint: use {'cuda:0' if count else 'cpu'}."
+            )
+    return device
+
+
+def check_dtype(dtype: str | None, device: str) -> str:
+    """The number format: the one asked for, or bf16 on CUDA and fp32 on the CPU.
+
+    Raises:
+        OptionError: unknown, or not usable on ``device``.
+    """
+    _check_choice("dtype", dtype, (None, *DTYPES))
+    if dtype == "fp16" and device == "cpu":
+        raise OptionError("dtype fp16 does not run on the CPU. Hint: use fp32 or bf16.")
+    if dtype is None:
+        return "fp32" if device == "cpu" else "bf16"
+    return dtype
+
+
+def settings_hash(request: GenerateRequest) -> str:
+    """Eight hex digits over everything that changes the video, except the prompt.
+
+    Two spellings of one model folder agree, and so do a default left open and the same value
+    given. Where weights rest (``offload``) does not count.
+
+    Raises:
+        ModelError: the model is not there.
+        OptionError: the request does not fit the model or the machine.
+    """
+    from vidsparse.pipelines.models import resolve_model
+
+    ref = resolve_model(request.model)
+    settings = resolve(request, ref.defaults).options()
+    settings["model"] = f"{ref.source}:{ref.location}"
+    if request.lora is not None and os.path.exists(request.lora):
+        settings["lora"] = os.path.realpath(request.lora)
+    del settings["offload"]
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _check_prompt(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise OptionError(f"{name} must be text, got {type(text).__name__}")
+    if len(text) > MAX_PROMPT:
+        raise OptionError(
+            f"{name} must have at most {MAX_PROMPT:,} characters, got {len(text):,}. "
+            "Hint: models read a few hundred words; shorten it."
+        )
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionError(f"{name} must be a whole number, got {value!r}")
+    if value < 1:
+        raise OptionError(f"{name} must be at least 1, got {value}")
+
+
+def _check_number(
+    name: str, value: object, *, above: float = -math.inf, least: float = -math.inf
+) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise OptionError(f"{name} must be a number, got {value!r}")
+    if value <= above or value < least:
+        bound = f"above {above:g}" if value <= above else f"at least {least:g}"
+        raise OptionError(f"{name} must be {bound}, got {value:g}")
+
+
+def _check_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise OptionError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}")
+
+
+def _check_device_name(device: object) -> None:
+    if device is None:
+        return
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise OptionError(f"unknown device {device!r}. Hint: use cpu, cuda or cuda:N.")
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        names = ", ".join(str(choice) for choice in choices if choice is not None)
+        raise OptionError(f"unknown {name} {value!r}. Hint: choose from {names}.")
+
+
+def _check_frames(frames: int, defaults: Defaults) -> None:
+    factor = defaults.frame_factor
+    if frames % factor != 1:
+        nearest = max(0, round((frames - 1) / factor)) * factor + 1
+        raise OptionError(
+            f"frames must be {factor}k+1 for {defaults.family}, got {frames}. Hint: use {nearest}."
+        )
+
+
+def _check_size(name: str, pixels: int, defaults: Defaults) -> None:
+    factor = defaults.size_factor
+    if pixels % factor:
+        nearest = max(1, round(pixels / factor)) * factor
+        raise OptionError(
+            f"{name} must be a multiple of {factor} for {defaults.family}, got {pixels}. "
+            f"Hint: use {nearest}."
+        )
