@@ -114,6 +114,8 @@ def token_order(name: str, grid: TokenGrid, device: torch.device | str = "cpu") 
     permutation = np.concatenate([video + before, text])
     inverse = np.empty_like(permutation)
     inverse[permutation] = np.arange(grid.tokens, dtype=np.int64)
-    return TokenOrder(
-        torch.from_numpy(permutation).to(device), torch.from_numpy(inverse).to(device)
-    )
+    # the cache outlives the caller's inference mode, and tensors made in one cannot serve autograd.
+    with torch.inference_mode(False):
+        return TokenOrder(
+            torch.from_numpy(permutation).to(device), torch.from_numpy(inverse).to(device)
+        )

@@ -23,9 +23,10 @@ def share_or_count(value: int | float, total: int, name: str) -> int:
     ``0.24`` of 50 steps is 12, ``1.0`` is all of them, ``1`` is one.
 
     Raises:
-        OptionError: a negative value, or a share above 1.
+        OptionError: a negative or infinite value, or a share above 1.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf:
         raise OptionError(f"{name} must be a share (0.24) or a count (12), got {value!r}")
     if isinstance(value, float):
         if value > 1:
