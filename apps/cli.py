@@ -1,0 +1,119 @@
+"""``vidsparse``: the command line. Commands load when they run, so that help is quick."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from vidsparse._version import __version__
+from vidsparse.apps.console import Session, run, verbosity_options
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported on first use.
+
+    Args:
+        members: command name to (``module:attribute``, one line of help). The line stands here and
+            not in the command, since listing commands must not import them.
+    """
+
+    def __init__(self, *args: Any, members: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._members = members
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Show the help where nothing was given: that is a question, not a mistake."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order in which a newcomer wants them."""
+        return list(self._members)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import one command."""
+        if cmd_name not in self._members:
+            return None
+        module, _, attribute = self._members[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command, or say which one may have been meant."""
+        name = args[0]
+        if name not in self._members and not name.startswith("-"):
+            near = difflib.get_close_matches(name, self._members, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(self._members)}"
+            raise click.UsageError(f"there is no command {name!r}. Hint: {hint}", ctx=ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands with their line of help, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self._members.items()])
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, print errors as one sentence, and leave with the exit code of ``console``."""
+        session = Session()
+        kwargs.update(standalone_mode=False, obj=session)
+        kwargs.setdefault("prog_name", "vidsparse")
+        sys.exit(run(session, lambda: super(LazyGroup, self).main(*args, **kwargs)))
+
+
+bench = LazyGroup(
+    name="bench",
+    help="Measure speed and quality on this machine.",
+    members={
+        "attention": (
+            "vidsparse.apps.bench_attention:attention",
+            "time one attention call, sparse against dense",
+        ),
+        "quality": (
+            "vidsparse.apps.quality:quality",
+            "sweep tiles, merging and orders on the small model",
+        ),
+    },
+)
+
+_EPILOG = """\b
+Start here:
+  echo "a large red circle that moves right on a plain black background" > prompts.txt
+  vidsparse generate prompts.txt          a video made with sparse attention, on any machine
+  vidsparse compare prompts.txt           what the sparsity cost, as a page to look at
+  vidsparse doctor                        what this machine can run
+"""
+
+
+@click.group(
+    cls=LazyGroup,
+    name="vidsparse",
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    members={
+        "generate": (
+            "vidsparse.apps.generate_command:generate",
+            "make a video of every prompt in a file",
+        ),
+        "compare": (
+            "vidsparse.apps.compare_command:compare",
+            "measure sparse videos against dense ones",
+        ),
+        "doctor": ("vidsparse.apps.doctor:doctor", "check this machine"),
+        "methods": ("vidsparse.apps.catalog:methods", "list the sparse attention methods"),
+        "models": ("vidsparse.apps.catalog:models", "list bundled models and supported families"),
+        "bench": ("vidsparse.apps.cli:bench", "measure speed and quality"),
+    },
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+@verbosity_options
+def main() -> None:
+    """Sparse attention for video diffusion: faster videos, and a report of what it cost."""

@@ -1,0 +1,82 @@
+"""From a prompt file and options to checked jobs: everything that can be wrong is found here.
+
+Nothing heavy runs and nothing is written before all prompts and options have been looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vidsparse.apps.console import Session
+from vidsparse.apps.options import build_request
+from vidsparse.apps.prompts import Prompt, PromptFile
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.models import LoadedPipeline, ModelRef
+    from vidsparse.pipelines.request import GenerateRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One prompt and its request with every default filled in."""
+
+    prompt: Prompt
+    request: GenerateRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Jobs:
+    """The jobs of one file, all with one model and one set of settings; at least one."""
+
+    model: ModelRef
+    jobs: tuple[Job, ...]
+
+    @property
+    def request(self) -> GenerateRequest:
+        """The settings that all jobs share; only its prompt is the first job's own."""
+        return self.jobs[0].request
+
+    def load(self, session: Session) -> LoadedPipeline:
+        """Load the model, once for all jobs.
+
+        Raises:
+            VidsparseError: the model cannot be loaded.
+        """
+        from vidsparse.pipelines.models import load
+
+        request = self.request
+        session.say(f"Loading {request.model} on {request.device} ...")
+        return load(
+            self.model,
+            device=request.device,
+            dtype=request.dtype,
+            offload=request.offload,
+            lora=request.lora,
+            compile=request.compile,
+        )
+
+
+def prepare(source: PromptFile, options: Mapping[str, Any], session: Session) -> Jobs:
+    """Check every prompt against the options and the model, and warn of words it never learned.
+
+    Raises:
+        VidsparseError: an option, a combination or the model cannot be used.
+    """
+    from vidsparse.pipelines.models import resolve_model, unknown_words
+    from vidsparse.pipelines.request import resolve
+
+    requests = [build_request(prompt.text, options) for prompt in source.prompts]
+    model = resolve_model(requests[0].model)
+    jobs = []
+    for prompt, request in zip(source.prompts, requests, strict=True):
+        jobs.append(Job(prompt=prompt, request=resolve(request, model.defaults)))
+        unknown = unknown_words(model, prompt.text)
+        if unknown:
+            words = ", ".join(unknown)
+            session.warn(
+                f"prompt {prompt.number}: the model {request.model} never learned {words}. "
+                "Hint: `vidsparse models` lists the words it knows."
+            )
+    return Jobs(model=model, jobs=tuple(jobs))

@@ -1,0 +1,332 @@
+"""Command line options shared by ``generate`` and ``compare``, and the request they make.
+
+Options of the methods come from the methods' own declarations, so that a new method needs no line
+here. Help lists options in groups, each method's under its own name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from vidsparse.errors import OptionError
+from vidsparse.methods import METHODS
+from vidsparse.order import ORDERS
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.request import GenerateRequest
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+VIDEO, SPARSITY, RUNNING = "What to make", "What to skip", "How to run"
+
+# a prefix of its own keeps a method's `--steps` from ever shadowing the request's.
+_METHOD_PREFIX = "method_option_"
+
+
+class GroupedOption(click.Option):
+    """An option that help lists under a heading."""
+
+    def __init__(self, *args: Any, group: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+
+class MethodOption(click.Option):
+    """An option declared by one or more methods; help lists it under each of them."""
+
+    def __init__(self, flag: str, fields: Mapping[str, dataclasses.Field[Any]]) -> None:
+        first = next(iter(fields.values()))
+        super().__init__(
+            [flag, _METHOD_PREFIX + flag.lstrip("-").replace("-", "_")],
+            metavar=first.metadata["metavar"],
+            help=first.metadata["help"],
+            default=None,
+        )
+        self.flag = flag
+        self.fields = fields
+
+    def record_for(self, method: str) -> tuple[str, str]:
+        """The line of help under ``method``'s heading."""
+        field = self.fields[method]
+        return (
+            f"{self.flag} {field.metadata['metavar']}",
+            f"{field.metadata['help']}  [default: {default_text(field)}]",
+        )
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """A method option's default as one types it."""
+    value = field.default
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+class GroupedCommand(click.Command):
+    """A command whose help lists its options in groups, and each method's own ones apart."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the groups in the order of their first option, methods before the last one."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        rest: list[tuple[str, str]] = []
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, MethodOption):
+                for method in parameter.fields:
+                    title = f"Options of --method {method} ({METHODS[method].title})"
+                    groups.setdefault(title, []).append(parameter.record_for(method))
+                continue
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            if isinstance(parameter, GroupedOption):
+                groups.setdefault(parameter.group, []).append(record)
+            else:
+                rest.append(record)
+        for title, records in [*groups.items(), ("Other", rest)]:
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class _Amount(click.ParamType):
+    """A share written with a point (0.24) or a whole count (12)."""
+
+    name = "N|SHARE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return int(value) if value.strip().lstrip("+-").isdecimal() else float(value)
+        except ValueError:
+            self.fail(
+                f"{value!r} is neither a count (12) nor a share (0.24).", param=param, ctx=ctx
+            )
+
+
+class _Rate(click.ParamType):
+    """A number that stays whole where it is: 16 and 16.0 are one setting."""
+
+    name = "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            number = float(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a number.", param=param, ctx=ctx)
+        return int(number) if number.is_integer() else number
+
+
+class _Size(click.ParamType):
+    """WIDTHxHEIGHT in pixels."""
+
+    name = "WIDTHxHEIGHT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        parts = value.lower().split("x")
+        if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+            self.fail(
+                f"{value!r} is not a size. Hint: write WIDTHxHEIGHT, such as 256x256.",
+                param=param,
+                ctx=ctx,
+            )
+        return int(parts[0]), int(parts[1])
+
+
+def _option(group: str, *names: str, **attributes: Any) -> Callable[[Function], Function]:
+    return click.option(*names, cls=GroupedOption, group=group, **attributes)
+
+
+def _method_options() -> list[MethodOption]:
+    flags: dict[str, dict[str, dataclasses.Field[Any]]] = {}
+    for name, cls in METHODS.items():
+        for field in dataclasses.fields(cls):
+            flags.setdefault(field.metadata["flag"], {})[name] = field
+    return [MethodOption(flag, fields) for flag, fields in flags.items()]
+
+
+def _names(values: Any) -> str:
+    return ", ".join(values)
+
+
+def request_options(function: Function) -> Function:
+    """Add every option of a ``GenerateRequest`` to a command."""
+    amount = _Amount()
+    decorators = [
+        _option(
+            VIDEO,
+            "--model",
+            metavar="MODEL",
+            default="shapes",
+            show_default=True,
+            help="A bundled model, a diffusers folder or a hub id.",
+        ),
+        _option(VIDEO, "--frames", type=int, help="Frames, 4k+1.  [default: the model's]"),
+        _option(VIDEO, "--size", type=_Size(), help="Pixels.  [default: the model's]"),
+        _option(VIDEO, "--steps", type=int, help="Denoising steps.  [default: the model's]"),
+        _option(
+            VIDEO,
+            "--guidance",
+            type=float,
+            help="Classifier-free guidance scale.  [default: the model's]",
+        ),
+        _option(VIDEO, "--negative-prompt", metavar="TEXT", default="", help="What not to show."),
+        _option(
+            VIDEO,
+            "--seed",
+            type=int,
+            default=0,
+            show_default=True,
+            help="The same for every prompt, wherever it stands in the file.",
+        ),
+        _option(VIDEO, "--fps", type=_Rate(), help="Frames a second.  [default: the model's]"),
+        _option(
+            VIDEO,
+            "--lora",
+            metavar="PATH",
+            help="A LoRA file, folder or hub id to load into the model.",
+        ),
+        _option(
+            SPARSITY,
+            "--method",
+            metavar="NAME",
+            default="fg-attn",
+            show_default=True,
+            help=f"One of {_names(METHODS)}; see `vidsparse methods`.",
+        ),
+        _option(
+            SPARSITY,
+            "--order",
+            metavar="NAME",
+            default="hilbert",
+            show_default=True,
+            help=f"Token order before tiles are cut: {_names(ORDERS)}.",
+        ),
+        _option(
+            SPARSITY,
+            "--dense-steps",
+            type=amount,
+            default=0.24,
+            show_default=True,
+            help="First steps kept dense: a share rounded up (0.24) or a count (12).",
+        ),
+        _option(
+            SPARSITY,
+            "--dense-last-steps",
+            type=amount,
+            default=0,
+            show_default=True,
+            help="Last steps kept dense.",
+        ),
+        _option(
+            SPARSITY,
+            "--dense-layers",
+            type=amount,
+            default=0,
+            show_default=True,
+            help="First transformer layers kept dense.",
+        ),
+        _option(
+            SPARSITY,
+            "--dense-last-layers",
+            type=amount,
+            default=0,
+            show_default=True,
+            help="Last transformer layers kept dense.",
+        ),
+        _option(
+            SPARSITY,
+            "--reuse",
+            type=int,
+            default=1,
+            show_default=True,
+            help="Steps that one plan serves before it is made anew.",
+        ),
+        _add_method_options,
+        _option(
+            RUNNING, "--device", metavar="DEVICE", help="cpu, cuda or cuda:N.  [default: the best]"
+        ),
+        _option(
+            RUNNING, "--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.  [default: the device's]"
+        ),
+        _option(
+            RUNNING,
+            "--offload",
+            metavar="MODE",
+            default="none",
+            show_default=True,
+            help="Keep unused weights in the host's memory: none, model, group.",
+        ),
+        _option(RUNNING, "--compile", is_flag=True, help="Run the transformer by torch.compile."),
+        _option(
+            RUNNING,
+            "--implementation",
+            metavar="NAME",
+            default="auto",
+            show_default=True,
+            help="Kernel to run; never replaced quietly. See `vidsparse doctor`.",
+        ),
+    ]
+    for decorator in reversed(decorators):
+        function = decorator(function)
+    return function
+
+
+def _add_method_options(function: Function) -> Function:
+    for option in reversed(_method_options()):
+        # the same list click.option keeps; there is no decorator for a ready-made option.
+        params: list[click.Parameter] = function.__dict__.setdefault("__click_params__", [])
+        params.append(option)
+    return function
+
+
+def method_values(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the method options among ``given`` (parameter name to text) to the method's values.
+
+    Options of other methods pass through unconverted: building the request refuses them by name.
+
+    Raises:
+        OptionError: a value cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for option in _method_options():
+        text = given.get(option.name or "")
+        if text is None:
+            continue
+        field = option.fields.get(method)
+        if field is None:
+            values[next(iter(option.fields.values())).name] = text
+            continue
+        try:
+            values[field.name] = field.metadata["convert"](text)
+        except OptionError:
+            raise
+        except ValueError:
+            raise OptionError(
+                f"{option.flag} needs {field.metadata['help']}, got {text!r}. "
+                f"Hint: {default_text(field)}."
+            ) from None
+    return values
+
+
+def build_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
+    """The request of one prompt from a command's parameters.
+
+    Raises:
+        OptionError: a value, or a combination of values, is not valid.
+    """
+    from vidsparse.pipelines.request import GenerateRequest
+
+    own = {k: v for k, v in options.items() if not k.startswith(_METHOD_PREFIX) and k != "size"}
+    width, height = options["size"] or (None, None)
+    return GenerateRequest(
+        prompt=prompt,
+        width=width,
+        height=height,
+        method_options=method_values(options["method"], options),
+        **own,
+    )
