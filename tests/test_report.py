@@ -22,7 +22,7 @@ def _facts(seconds: float, computed: float | None) -> RunFacts:
         selected=None if computed is None else computed / 2,
         computed=computed,
         dense_step_share=1.0 if computed is None else 0.25,
-        implementation=None if computed is None else "torch",
+        implementation="torch",
         # a host's scheduler config may hold what JSON cannot.
         record={"scheduler": {"sigma_max": float("inf"), "nested": [float("nan"), 1.0]}},
     )

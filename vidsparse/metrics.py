@@ -138,8 +138,8 @@ def flicker(reference: Frames, other: Frames) -> float | None:
     for a, b in zip(reference, other, strict=True):
         error = a.astype(np.int16) - b.astype(np.int16)
         if previous is not None:
-            change = (error - previous).astype(np.int64).ravel()
-            total += int(change @ change)
+            change = error - previous
+            total += _sum_of_squares(change)
             count += change.size
         previous = error
     return _decibel(total / count) if count else None
@@ -202,7 +202,8 @@ def amplified_difference(reference: Frames, other: Frames, gain: int = 4) -> Fra
     """``|reference - other| * gain``, clipped to 8 bits: what a viewer looks at, not a measure."""
     _check(reference, other)
     difference = np.abs(reference.astype(np.int16) - other.astype(np.int16)) * gain
-    return np.minimum(difference, 255).astype(np.uint8)
+    clipped: Frames = np.minimum(difference, 255).astype(np.uint8)
+    return clipped
 
 
 def _check(reference: NDArray[Any], other: NDArray[Any], dimensions: int | None = None) -> None:
@@ -222,12 +223,17 @@ def _check(reference: NDArray[Any], other: NDArray[Any], dimensions: int | None 
 
 
 def _squared_error(reference: Frames, other: Frames) -> int:
-    # exact integers: a float32 mean over millions of pixels would lose the smallest errors. a frame
-    # at a time keeps the 64-bit copy small.
+    # a frame at a time keeps the wider copies small.
     if reference.ndim == 4:
         return sum(_squared_error(a, b) for a, b in zip(reference, other, strict=True))
-    error = (reference.astype(np.int64) - other.astype(np.int64)).ravel()
-    return int(error @ error)
+    return _sum_of_squares(reference.astype(np.int16) - other)
+
+
+def _sum_of_squares(values: NDArray[np.int16]) -> int:
+    # float64 holds these integers exactly up to 2^53, and its dot product is BLAS: ten times the
+    # speed of an integer one. a float32 mean would lose the smallest errors.
+    wide = values.astype(np.float64).ravel()
+    return int(wide @ wide)
 
 
 def _decibel(mean_squared_error: float) -> float | None:

@@ -52,7 +52,7 @@ class RunFacts:
         selected: share of tiles chosen over the sparse steps, None for a dense run.
         computed: share of query-key pairs multiplied over the sparse steps, None for a dense run.
         dense_step_share: share of the denoising steps that ran dense.
-        implementation: what ran the sparse attention, None for a dense run.
+        implementation: what ran the attention.
         record: everything else that is known about the run, JSON-able.
     """
 
@@ -60,7 +60,7 @@ class RunFacts:
     selected: float | None
     computed: float | None
     dense_step_share: float | None
-    implementation: str | None
+    implementation: str
     record: Mapping[str, Any]
 
 
