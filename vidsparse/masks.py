@@ -85,7 +85,9 @@ def self_similarity(x: Tensor, size: int) -> Tensor:
     Cauchy-Schwarz the largest pair is the longest token with itself.
     """
     tiles, _ = _tiles(x, size)
-    longest = tiles.float().square().sum(-1).amax(3)
+    # the norm runs in fp32 without an fp32 copy of the tokens.
+    work = torch.promote_types(x.dtype, torch.float32)
+    longest = torch.linalg.vector_norm(tiles, dim=-1, dtype=work).amax(3).square().float()
     pairs = pooled_mean(x, size).square().sum(-1)
     # a tile of zeros is as similar to itself as can be.
     return torch.where(longest > 0, pairs / longest.clamp_min(1e-38), torch.ones_like(pairs))
@@ -110,8 +112,9 @@ def top_p_mask(probabilities: Tensor, top_p: float) -> Tensor:
     if top_p >= 1:
         return torch.ones_like(probabilities, dtype=torch.bool)
     ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
-    before = ordered.cumsum(-1) - ordered
+    # a tile is kept while the tiles before it have not reached the share.
+    before = F.pad(ordered.cumsum(-1)[..., :-1], (1, 0))
     kept = before < top_p * probabilities.sum(-1, keepdim=True)
-    # rounding of the subtraction must not cost a row its largest tile.
+    # a row of zeros or NaN reaches nothing, and keeps its first tile all the same.
     kept[..., 0] = True
     return torch.zeros_like(kept).scatter_(-1, index, kept)
