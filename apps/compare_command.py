@@ -68,6 +68,7 @@ Files, in outputs/<file>-compare-<method>-<hash of settings>/:
 @click.option(
     "--batch",
     type=int,
+    metavar="N",
     default=1,
     show_default=True,
     help="Prompts made at once, for a GPU with room.",

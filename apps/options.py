@@ -78,7 +78,8 @@ class GroupedCommand(click.Command):
                     groups.setdefault(title, []).append(parameter.record_for(method))
                 continue
             record = parameter.get_help_record(ctx)
-            if record is None:
+            # the argument stands in the usage line and the text already.
+            if record is None or isinstance(parameter, click.Argument):
                 continue
             if isinstance(parameter, GroupedOption):
                 groups.setdefault(parameter.group, []).append(record)
@@ -165,13 +166,24 @@ def request_options(function: Function) -> Function:
             show_default=True,
             help="A bundled model, a diffusers folder or a hub id.",
         ),
-        _option(VIDEO, "--frames", type=int, help="Frames, 4k+1.  [default: the model's]"),
-        _option(VIDEO, "--size", type=_Size(), help="Pixels.  [default: the model's]"),
-        _option(VIDEO, "--steps", type=int, help="Denoising steps.  [default: the model's]"),
+        _option(
+            VIDEO, "--frames", type=int, metavar="N", help="Frames, 4k+1.  [default: the model's]"
+        ),
+        _option(
+            VIDEO,
+            "--size",
+            type=_Size(),
+            metavar="WIDTHxHEIGHT",
+            help="Pixels.  [default: the model's]",
+        ),
+        _option(
+            VIDEO, "--steps", type=int, metavar="N", help="Denoising steps.  [default: the model's]"
+        ),
         _option(
             VIDEO,
             "--guidance",
             type=float,
+            metavar="SCALE",
             help="Classifier-free guidance scale.  [default: the model's]",
         ),
         _option(VIDEO, "--negative-prompt", metavar="TEXT", default="", help="What not to show."),
@@ -179,6 +191,7 @@ def request_options(function: Function) -> Function:
             VIDEO,
             "--seed",
             type=int,
+            metavar="N",
             default=0,
             show_default=True,
             help="The same for every prompt, wherever it stands in the file.",
@@ -242,6 +255,7 @@ def request_options(function: Function) -> Function:
             SPARSITY,
             "--reuse",
             type=int,
+            metavar="N",
             default=1,
             show_default=True,
             help="Steps that one plan serves before it is made anew.",
@@ -287,28 +301,30 @@ def _add_method_options(function: Function) -> Function:
 def method_values(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the method options among ``given`` (parameter name to text) to the method's values.
 
-    Options of other methods pass through unconverted: building the request refuses them by name.
-
     Raises:
-        OptionError: a value cannot be read.
+        OptionError: an option of another method, or a value that cannot be read.
     """
     values: dict[str, Any] = {}
     for option in _method_options():
         text = given.get(option.name or "")
-        if text is None:
+        # an unknown method owns nothing: building the request names the ones there are.
+        if text is None or method not in METHODS:
             continue
         field = option.fields.get(method)
         if field is None:
-            values[next(iter(option.fields.values())).name] = text
-            continue
+            owners = " and ".join(option.fields)
+            raise OptionError(
+                f"{option.flag} is an option of {owners}, not of {method}. "
+                f"Hint: add --method {next(iter(option.fields))}, or leave {option.flag} out."
+            )
         try:
             values[field.name] = field.metadata["convert"](text)
         except OptionError:
             raise
         except ValueError:
             raise OptionError(
-                f"{option.flag} needs {field.metadata['help']}, got {text!r}. "
-                f"Hint: {default_text(field)}."
+                f"{option.flag} cannot be {text!r} ({field.metadata['help']}). "
+                f"Hint: {default_text(field)} is the default."
             ) from None
     return values
 

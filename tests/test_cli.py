@@ -1,0 +1,558 @@
+"""The command line: what it writes, what it skips, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from filelock import FileLock
+from tiny_pipelines import save_tiny_wan
+
+from vidsparse.apps.cli import main
+from vidsparse.apps.prompts import SLUG_CHARACTERS, slug
+from vidsparse.pipelines import generate as generating
+from vidsparse.pipelines import models as modelling
+from vidsparse.pipelines.generate import Generated
+
+PROMPTS = "# a comment\n\na red circle that moves right\n  a blue square that moves left  \n"
+SMALL = ("--frames", "5", "--size", "32x32", "--steps", "2", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "two.txt"
+    path.write_text(PROMPTS, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "videos"
+
+
+class _Machine:
+    """Stands in for the model: remembers what was asked for, and draws noise."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.loads = 0
+        self.fail_on = ""
+
+    def load(self, ref: Any, **options: Any) -> Any:
+        self.loads += 1
+        return ref
+
+    def generate(self, loaded: Any, request: Any, progress: Any = None) -> Generated:
+        if self.fail_on and self.fail_on in request.prompt:
+            raise RuntimeError("the kernel\nfell over")
+        self.made.append(request.prompt)
+        for step in range(1, request.steps + 1):
+            progress(step, request.steps, 0.1)
+        shape = (request.frames, request.height, request.width, 3)
+        frames = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
+        record = {
+            "prompt": request.prompt,
+            "selected": 0.25,
+            "computed": 0.5,
+            "times": {"total": 1.5},
+        }
+        return Generated(frames=frames, record=record)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
+    stand_in = _Machine()
+    monkeypatch.setattr(modelling, "load", stand_in.load)
+    monkeypatch.setattr(generating, "generate", stand_in.generate)
+    return stand_in
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def generate(tiny_model: Path, prompts: Path, out: Path) -> Run:
+    def run(*options: str, file: str | None = None, stdin: bytes | None = None) -> Result:
+        arguments = ["generate", file or str(prompts), "--model", str(tiny_model), *SMALL]
+        return CliRunner().invoke(main, [*arguments, "--out", str(out), *options], input=stdin)
+
+    return run
+
+
+def _videos(out: Path) -> list[str]:
+    return sorted(path.name for path in out.rglob("*.mp4"))
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "--help"], []])
+def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from vidsparse.apps.cli import main\n"
+        "try:\n"
+        f"    main({arguments!r})\n"
+        "except SystemExit as stop:\n"
+        "    heavy = {'torch', 'diffusers', 'rich', 'numpy', 'jinja2'} & set(sys.modules)\n"
+        "    sys.exit(str(heavy) if heavy else stop.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_module_and_version() -> None:
+    command = [sys.executable, "-m", "vidsparse", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("vidsparse ")
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_help_groups_options_by_method_and_shows_examples(command: str) -> None:
+    text = CliRunner().invoke(main, [command, "--help"], terminal_width=100).output
+    fg, rest = text.split("Options of --method spargeattn (SpargeAttn)")
+    fg = fg.split("Options of --method fg-attn (FG-Attn)")[1]
+    sparge = rest.split("How to run")[0]
+    assert "--top-p" in fg
+    assert "16x16" in fg
+    assert "--tau" in sparge
+    assert "128x64" in sparge
+    assert "--top-p" not in sparge
+    assert f"vidsparse {command} prompts.txt" in text
+
+
+def test_every_option_of_the_issue_is_there() -> None:
+    text = CliRunner().invoke(main, ["generate", "--help"], terminal_width=100).output
+    flags = (
+        "--model --method --top-p --tile --order --dense-steps --dense-last-steps --dense-layers "
+        "--dense-last-layers --reuse --merge --steps --frames --size --fps --guidance "
+        "--negative-prompt --seed --device --dtype --offload --compile --lora --implementation "
+        "--out --overwrite --tau --theta --verbose --quiet"
+    )
+    assert [flag for flag in flags.split() if flag not in text] == []
+
+
+def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, out: Path) -> None:
+    done = generate()
+    assert done.exit_code == 0, done.output
+    names = ["0001-a-red-circle-that-moves-right", "0002-a-blue-square-that-moves-left"]
+    assert _videos(out) == [f"{name}.mp4" for name in names]
+    (folder,) = out.iterdir()
+    assert folder.name.startswith("two-fg-attn-")
+    from vidsparse.pipelines.video import read_video
+
+    for name, prompt in zip(names, PROMPTS.split("\n")[2:], strict=False):
+        record = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        assert record["prompt"] == prompt.strip()
+        assert record["options"]["method_options"] == {
+            "top_p": 0.9,
+            "tile": "16x16",
+            "merge": "xor",
+        }
+        assert 0 < record["selected"] <= record["computed"] <= 1
+        assert read_video(folder / f"{name}.mp4").shape == (5, 32, 32, 3)
+    assert str(folder / f"{names[0]}.mp4") in done.stdout
+
+
+def test_a_rerun_makes_nothing_and_loads_nothing(
+    generate: Run, machine: _Machine, out: Path
+) -> None:
+    assert generate().exit_code == 0
+    assert (machine.loads, len(machine.made)) == (1, 2)
+    again = generate()
+    assert again.exit_code == 0
+    assert (machine.loads, len(machine.made)) == (1, 2)
+    assert again.stdout.count("already there") == 2
+
+
+def test_overwrite_makes_everything_again(generate: Run, machine: _Machine) -> None:
+    generate()
+    assert generate("--overwrite").exit_code == 0
+    assert len(machine.made) == 4
+
+
+def test_other_settings_get_another_folder(generate: Run, machine: _Machine, out: Path) -> None:
+    generate()
+    generate("--seed", "1")
+    generate("--method", "spargeattn", "--tau", "0.5")
+    assert len(machine.made) == 6
+    assert len(list(out.iterdir())) == 3
+
+
+def test_a_missing_video_or_record_is_made_again(
+    generate: Run, machine: _Machine, out: Path
+) -> None:
+    generate()
+    next(out.rglob("0001-*.mp4")).unlink()
+    next(out.rglob("0002-*.json")).write_text("{ broken", encoding="utf-8")
+    generate()
+    assert machine.made[2:] == machine.made[:2]
+
+
+def test_an_edited_line_is_made_under_its_new_name_and_the_old_file_stays(
+    generate: Run, machine: _Machine, prompts: Path, out: Path
+) -> None:
+    generate()
+    prompts.write_text(PROMPTS.replace("red circle", "red square"), encoding="utf-8")
+    generate()
+    assert machine.made[2:] == ["a red square that moves right"]
+    assert [name[:16] for name in _videos(out)] == [
+        "0001-a-red-circl",
+        "0001-a-red-squar",
+        "0002-a-blue-squa",
+    ]
+
+
+def test_an_edit_behind_the_end_of_the_name_keeps_both_files(
+    generate: Run, machine: _Machine, prompts: Path, out: Path
+) -> None:
+    long = "a red circle that moves right over a plain and very grey background"
+    prompts.write_text(f"{long} slowly", encoding="utf-8")
+    generate()
+    prompts.write_text(f"{long} quickly", encoding="utf-8")
+    generate()
+    generate()
+    assert machine.made == [f"{long} slowly", f"{long} quickly"]
+    assert len(_videos(out)) == 2
+
+
+def test_a_prompt_that_fails_costs_the_others_nothing(
+    generate: Run, machine: _Machine, out: Path
+) -> None:
+    machine.fail_on = "red"
+    done = generate()
+    assert done.exit_code == 1
+    assert "prompt 0001 failed: RuntimeError: the kernel fell over" in done.stderr
+    assert "run the same command again" in done.stderr
+    assert "Traceback" not in done.output
+    assert _videos(out) == ["0002-a-blue-square-that-moves-left.mp4"]
+    machine.fail_on = ""
+    assert generate().exit_code == 0
+    assert machine.made == ["a blue square that moves left", "a red circle that moves right"]
+
+
+def test_quiet_prints_paths_only(generate: Run, machine: _Machine, out: Path) -> None:
+    done = generate("-q")
+    assert [Path(line).name for line in done.stdout.splitlines()] == _videos(out)
+    assert done.stderr == ""
+
+
+def test_standard_input(generate: Run, machine: _Machine, out: Path) -> None:
+    done = generate(file="-", stdin="a red circle\r\nein grüner Ring".encode())
+    assert done.exit_code == 0, done.output
+    assert machine.made == ["a red circle", "ein grüner Ring"]
+    assert next(out.iterdir()).name.startswith("stdin-fg-attn-")
+
+
+def test_a_second_run_in_one_folder_is_refused(generate: Run, machine: _Machine, out: Path) -> None:
+    generate()
+    (folder,) = out.iterdir()
+    with FileLock(folder / ".vidsparse.lock"):
+        done = generate("--overwrite")
+    assert done.exit_code == 2
+    assert str(folder) in done.stderr
+    assert len(machine.made) == 2
+
+
+def test_words_the_model_lacks_are_named(
+    machine: _Machine, tiny_model: Path, tmp_path: Path, prompts: Path, out: Path
+) -> None:
+    model = tmp_path / "worded"
+    model.symlink_to(tiny_model)
+    card = {"vocabulary": ["a", "red", "blue", "circle", "that", "moves", "left", "right"]}
+    (tiny_model / "vidsparse.json").write_text(json.dumps(card), encoding="utf-8")
+    try:
+        done = CliRunner().invoke(
+            main, ["generate", str(prompts), "--model", str(model), *SMALL, "--out", str(out)]
+        )
+    finally:
+        (tiny_model / "vidsparse.json").unlink()
+    assert done.exit_code == 0
+    assert "prompt 2" in done.stderr
+    assert "square" in done.stderr
+    assert "prompt 1" not in done.stderr
+
+
+def test_the_bar_counts_steps_on_a_terminal(
+    generate: Run, machine: _Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # rich takes this for a terminal.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    text = generate().stderr
+    assert "a red circle that moves right" in text
+    assert "decoding" in text
+
+
+def _assert_refused(done: Result, out: Path, words: str) -> None:
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith("Error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.output
+    assert words in done.stderr
+    assert done.stdout == ""
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "holds no prompt"),
+        (b"# only\n\n   \n# comments", "holds no prompt"),
+        (b"a red circle\n\xff\xfe broken", "not UTF-8 text (line 2"),
+        ("a red circle".encode("utf-16"), "not UTF-8"),
+        (b"fine\n" + b"x" * 10_001, "line 2"),
+        (b"nul \0 inside", "NUL"),
+    ],
+)
+def test_bad_prompt_files(
+    generate: Run, prompts: Path, out: Path, content: bytes, words: str
+) -> None:
+    prompts.write_bytes(content)
+    _assert_refused(generate(), out, words)
+
+
+def test_a_prompt_of_just_ten_thousand_characters_is_taken(
+    generate: Run, machine: _Machine, prompts: Path
+) -> None:
+    prompts.write_text("x" * 10_000, encoding="utf-8")
+    assert generate().exit_code == 0
+
+
+def test_missing_prompt_file(generate: Run, out: Path, tmp_path: Path) -> None:
+    _assert_refused(generate(file=str(tmp_path / "none.txt")), out, "there is no prompt file")
+
+
+def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) -> None:
+    _assert_refused(generate(file=str(tmp_path)), out, "is a folder")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--frames 8", "Hint: use 9"),
+        ("--size 32x33", "multiple of 16"),
+        ("--size 32", "WIDTHxHEIGHT"),
+        ("--size 0x32", "at least 1"),
+        ("--steps 0", "steps must be at least 1"),
+        ("--seed abc", "not a valid integer"),
+        ("--seed -1", "seed must be"),
+        ("--fps 0", "fps must be above 0"),
+        ("--fps fast", "not a number"),
+        ("--guidance -1", "guidance"),
+        ("--method nearest", "fg-attn, spargeattn"),
+        ("--method nearest --tau 0.5", "unknown method"),
+        ("--tile 5x16", "Hint: 16x16"),
+        ("--tile big", "MxN"),
+        ("--top-p 0", "(0, 1]"),
+        ("--top-p 1.5", "(0, 1]"),
+        ("--top-p nan", "(0, 1]"),
+        ("--top-p most", "cannot be 'most'"),
+        ("--tau 0.5", "option of spargeattn, not of fg-attn"),
+        ("--method spargeattn --top-p 0.5", "option of fg-attn, not of spargeattn"),
+        ("--method dense --tile 16x16", "option of fg-attn and spargeattn, not of dense"),
+        ("--merge nicely", "xor"),
+        ("--order spiral", "hilbert"),
+        ("--dense-steps 1.5", "dense_steps"),
+        ("--dense-steps few", "neither a count"),
+        ("--reuse 0", "reuse"),
+        ("--device tpu", "cpu, cuda"),
+        ("--dtype fp64", "fp32"),
+        ("--dtype fp16", "fp32 or bf16"),
+        ("--offload disk", "none, model, group"),
+        ("--implementation magic", "auto"),
+        ("--nonsense", "No such option"),
+        ("--model nowhere", "there is no model"),
+    ],
+)
+def test_bad_options(generate: Run, out: Path, options: str, words: str) -> None:
+    _assert_refused(generate(*options.split()), out, words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3"])
+def test_cuda_asked_for_and_absent(generate: Run, out: Path, device: str) -> None:
+    _assert_refused(generate("--device", device), out, "no CUDA device")
+
+
+@pytest.mark.parametrize("index", [None, "not json", "[]", '{"_class_name": "FluxPipeline"}'])
+def test_a_folder_without_a_known_pipeline(
+    generate: Run, out: Path, tmp_path: Path, index: str | None
+) -> None:
+    folder = tmp_path / "strange"
+    folder.mkdir()
+    if index is not None:
+        (folder / "model_index.json").write_text(index, encoding="utf-8")
+    _assert_refused(generate("--model", str(folder)), out, "")
+
+
+def test_an_output_folder_that_cannot_be(generate: Run, machine: _Machine, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way", encoding="utf-8")
+    _assert_refused(generate("--out", str(blocked)), blocked / "x", "cannot be written to")
+    assert machine.loads == 0
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_output_folder(generate: Run, machine: _Machine, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    _assert_refused(generate("--out", str(closed)), closed / "x", "cannot be written to")
+
+
+def test_a_model_that_does_not_load_leaves_nothing(
+    generate: Run, tiny_model: Path, tmp_path: Path, out: Path
+) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    next((broken / "transformer").glob("*.safetensors")).write_bytes(b"no weights")
+    done = generate("--model", str(broken))
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].startswith("Error: ")
+    assert list(out.iterdir()) == []
+
+
+def test_no_command_of_that_name() -> None:
+    done = CliRunner().invoke(main, ["genrate"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr == "Error: there is no command 'genrate'. Hint: did you mean generate?\n"
+
+
+def test_defects_say_how_to_get_a_traceback(
+    generate: Run, machine: _Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fall_over(*_: Any, **__: Any) -> None:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(modelling, "load", fall_over)
+    done = generate()
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1] == (
+        "Error: KeyError: 'surprise'. Hint: run with -vv for the traceback."
+    )
+    assert "Traceback" not in done.output
+    assert "Traceback" in generate("-vv").stderr
+
+
+def test_verbose_shows_the_traceback_of_bad_input_too(generate: Run) -> None:
+    done = generate("--steps", "0", "-v", "-v")
+    assert done.exit_code == 2
+    assert "Traceback" in done.stderr
+
+
+def test_exit_code_of_the_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vidsparse", "generate", str(tmp_path / "none.txt")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_ctrl_c_keeps_finished_videos_and_leaves_no_partial_file(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "many.txt").write_text("a red circle\n" * 200, encoding="utf-8")
+    command = [sys.executable, "-m", "vidsparse", "generate", "many.txt", "--out", "o"]
+    command += ["--model", str(tiny_model), *SMALL]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("o/*/0002-*.json")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert stderr.rstrip().endswith("Interrupted; finished videos are kept.")
+    assert "Traceback" not in stderr
+    (folder,) = (tmp_path / "o").iterdir()
+    files = {path.name for path in folder.iterdir()} - {".vidsparse.lock"}
+    assert all(name.endswith((".mp4", ".json")) and not name.startswith(".") for name in files)
+    assert {f"{name[:4]}" for name in files} >= {"0001", "0002"}
+    for record in folder.glob("*.json"):
+        json.loads(record.read_text(encoding="utf-8"))
+        assert record.with_suffix(".mp4").stat().st_size > 0
+    # the signal may fall between a record and its line.
+    assert 0 <= len(list(folder.glob("*.json"))) - stdout.count(".mp4") <= 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ("A Red/Circle: moves... right!", "a-red-circle-moves-right"),
+        ("../../etc/passwd", "etc-passwd"),
+        ("ein grüner Ring", "ein-grüner-ring"),
+        ("?!", "prompt"),
+        ("x" * 500, "x" * SLUG_CHARACTERS),
+        ("word " * 50, "-".join(["word"] * 9)),
+    ],
+)
+def test_slugs(prompt: str, name: str) -> None:
+    assert slug(prompt) == name
+
+
+@pytest.fixture
+def bundled(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny model in place of the bundled one."""
+    import shutil
+
+    folder = tmp_path / "bundled"
+    shutil.copytree(tiny_model, folder)
+    card = {
+        "description": "draws moving shapes",
+        "license": "CC0",
+        "vocabulary": ["red", "circle"],
+        "example_prompts": ["a red circle"],
+    }
+    (folder / "vidsparse.json").write_text(json.dumps(card), encoding="utf-8")
+    monkeypatch.setattr(modelling, "MODELS", {"shapes": folder})
+    return folder
+
+
+def test_doctor_finds_what_runs_and_why_the_rest_does_not(bundled: Path) -> None:
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 0, done.output
+    assert "generate will work here." in done.output
+    for words in ("torch", "ffmpeg", "Kernels on cpu", "fp32", "bf16", "not triton", "shapes"):
+        assert words in done.output
+
+
+def test_doctor_without_a_model_says_so_and_fails(bundled: Path) -> None:
+    (bundled / "model_index.json").unlink()
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 1
+    assert "Problem: the files of the bundled model" in done.output
+
+
+def test_methods_lists_papers_and_defaults() -> None:
+    done = CliRunner().invoke(main, ["methods"])
+    assert done.exit_code == 0
+    for words in ("fg-attn", "spargeattn", "--top-p P", "[default: 16x16]", "2502.18137"):
+        assert words in done.output
+
+
+def test_models_lists_words_prompts_and_families(bundled: Path) -> None:
+    done = CliRunner().invoke(main, ["models"])
+    assert done.exit_code == 0, done.output
+    for words in ("draws moving shapes", "red, circle", "a red circle", "WanPipeline", "CC0"):
+        assert words in done.output

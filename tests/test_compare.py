@@ -1,0 +1,127 @@
+"""``vidsparse compare`` on a tiny pipeline: the same seeds on both sides, and a full report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tiny_pipelines import save_tiny_wan
+
+from vidsparse.apps.cli import main
+from vidsparse.pipelines.video import read_video
+
+FILES = ["report.html", "report.json", "report.md"]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "pair.txt"
+    path.write_text("a red circle\na <b>blue</b> square | moves\n", encoding="utf-8")
+    return path
+
+
+def _compare(model: Path, prompts: Path, *options: str) -> Result:
+    # 32 latent tokens a frame of 3: two tiles of 16 for every 128-row block to choose from.
+    arguments = ["--model", str(model), "--frames", "9", "--size", "64x64", "--steps", "4"]
+    out = prompts.parent / "o"
+    return CliRunner().invoke(
+        main, ["compare", str(prompts), *arguments, "--device", "cpu", "--out", str(out), *options]
+    )
+
+
+def _document(prompts: Path) -> dict:
+    (path,) = (prompts.parent / "o").glob("*/report.json")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def test_compare_reports_what_sparsity_cost(tiny_model: Path, prompts: Path) -> None:
+    done = _compare(tiny_model, prompts, "--top-p", "0.3", "--dense-steps", "1")
+    assert done.exit_code == 0, done.output
+    (folder,) = (prompts.parent / "o").iterdir()
+    assert folder.name.startswith("pair-compare-fg-attn-")
+    videos = ["0001-a-red-circle.mp4", "0002-a-b-blue-b-square-moves.mp4"]
+    assert sorted(path.name for path in folder.iterdir() if path.name[0] != ".") == videos + FILES
+    # dense, sparse and difference next to each other.
+    assert read_video(folder / videos[0]).shape == (9, 64, 192, 3)
+
+    document = _document(prompts)
+    summary = document["summary"]
+    assert summary["prompts"] == 2
+    assert 0 < summary["selected"] <= summary["computed"] < 1
+    assert summary["dense_step_share"] == 0.25
+    assert 5 < summary["psnr"]["mean"] < 90
+    assert summary["psnr"]["count"] == 2
+    assert [len(each["frames"]) for each in document["prompts"]] == [9, 9]
+    # one dense step of four, two layers.
+    assert [len(row) for row in document["density_map"]] == [2] * 4
+    assert document["density_map"][0] == [1.0, 1.0]
+    assert document["density_map"][1][0] < 1
+    for each in document["prompts"]:
+        assert each["seed"] == each["dense"]["seed"] == each["sparse"]["seed"] == 0
+        assert each["dense"]["options"]["method"] == "dense"
+        assert each["seconds"]["dense"]["denoise"] > 0
+    assert f"PSNR       {summary['psnr']['mean']:.2f}" in done.stdout
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("data:video/mp4;base64,") == 2
+    assert "http://" not in page
+    assert "https://" not in page
+
+
+def test_a_full_mask_costs_rounding_only(tiny_model: Path, prompts: Path) -> None:
+    assert _compare(tiny_model, prompts, "--top-p", "1", "--dense-steps", "0").exit_code == 0
+    summary = _document(prompts)["summary"]
+    assert summary["computed"] == 1.0
+    assert summary["identical"] == 2 or summary["psnr"]["mean"] > 60
+
+
+def test_dense_against_dense_is_identical_and_says_so(tiny_model: Path, prompts: Path) -> None:
+    done = _compare(tiny_model, prompts, "--method", "dense")
+    assert done.exit_code == 0, done.output
+    document = _document(prompts)
+    assert document["summary"]["identical"] == 2
+    assert [(each["psnr"], each["identical"]) for each in document["prompts"]] == [(None, True)] * 2
+    assert "identical" in done.stdout
+
+
+def test_a_batch_measures_the_same(tiny_model: Path, prompts: Path) -> None:
+    options = ("--top-p", "0.3", "--dense-steps", "1")
+    _compare(tiny_model, prompts, *options)
+    single = _document(prompts)["summary"]
+    done = _compare(tiny_model, prompts, *options, "--batch", "2")
+    assert done.exit_code == 0, done.output
+    batched = _document(prompts)["summary"]
+    assert batched["psnr"]["mean"] == pytest.approx(single["psnr"]["mean"], abs=0.5)
+    assert batched["ssim"]["mean"] == pytest.approx(single["ssim"]["mean"], abs=0.01)
+
+
+def test_quiet_prints_the_reports_only(tiny_model: Path, prompts: Path) -> None:
+    done = _compare(tiny_model, prompts, "-q")
+    assert sorted(Path(line).name for line in done.stdout.splitlines()) == FILES
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("--batch 0", "batch must be"), ("--frames 10", "Hint: use 9"), ("--overwrite", "No such")],
+)
+def test_bad_options_write_nothing(
+    tiny_model: Path, prompts: Path, options: str, words: str
+) -> None:
+    done = _compare(tiny_model, prompts, *options.split())
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (prompts.parent / "o").exists()
