@@ -40,6 +40,8 @@ def _triton_attention() -> Implementation:
 def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     if device.type != "cuda":
         return f"runs on CUDA devices, not on {device.type}"
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and PyTorch finds none"
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -138,4 +140,6 @@ def sparse_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     name = choose(implementation, q.device, q.dtype, q.shape[-1])
-    return _LOADERS[name]()(q, k, v, q_tiles, kv_count, kv_index, tile=tile, scale=scale)
+    # a kernel keeps scores in fp32 where it says so, whatever the caller's autocast.
+    with torch.autocast(q.device.type, enabled=False):
+        return _LOADERS[name]()(q, k, v, q_tiles, kv_count, kv_index, tile=tile, scale=scale)

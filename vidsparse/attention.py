@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.grid import TokenGrid
-from vidsparse.kernels.dispatch import choose, sparse_attention
+from vidsparse.kernels.dispatch import IMPLEMENTATIONS, choose, sparse_attention
 from vidsparse.methods import Method, SparseMethod, make_method
 from vidsparse.order import check_order, token_order
 from vidsparse.plan import SparsePlan, make_plan
@@ -21,8 +21,12 @@ from vidsparse.trace import Cell, Trace
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+# layer, branch, and all else that a plan depends on: grid, batch, heads, device.
+PlanKey = tuple[int, str, TokenGrid, int, int, torch.device]
+
 # tiles of all heads that a mask may hold at once. Sorting them takes about 30 bytes a tile, so this
-# bounds the extra memory of a mask at 2 GB on a GPU; longer sequences go by chunks of heads.
+# bounds the extra memory of a mask at 2 GB on a GPU; longer sequences go by chunks of heads. One
+# head is the least: 16x1 tiles at 75,600 tokens are 357 million a head.
 MASK_TILES = 64_000_000
 
 
@@ -78,7 +82,7 @@ class AttentionEngine:
         self.check_finite = check_finite
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
-        self._plans: dict[tuple[int, str], SparsePlan] = {}
+        self._plans: dict[PlanKey, SparsePlan] = {}
 
     def begin_run(self, steps: int) -> None:
         """Start a run of ``steps`` denoising steps: new trace, no plans kept."""
@@ -137,21 +141,19 @@ class AttentionEngine:
                 f"dense: a grid of {g.frames}x{g.height}x{g.width} video and {g.text} text tokens "
                 f"does not match {q.shape[2]} tokens"
             )
-        plan = self._plans.get((site.layer, site.branch))
-        # a plan of another batch or length cannot serve; planning anew is always right.
-        fits = (
-            plan is not None
-            and plan.tokens == q.shape[2]
-            and plan.kv_count.shape[:2] == q.shape[:2]
-        )
-        return action.value if fits else Action.REPLAN.value
+        # without a plan made for just such a call, planning anew is always right.
+        return action.value if _plan_key(q, site) in self._plans else Action.REPLAN.value
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, cell: Cell) -> Tensor:
         assert isinstance(self.method, SparseMethod)
+        asked, kind = q.dtype, q.device.type
+        if torch.is_autocast_enabled(kind):
+            # as autocast does for stock attention; planning and kernels choose their own precision.
+            q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
         cell.implementation = self.implementation_for(q.device, q.dtype, q.shape[-1])
         order = token_order(self.order, site.grid, q.device)
         q, k, v = order.apply(q), order.apply(k), order.apply(v)
-        key = (site.layer, site.branch)
+        key = _plan_key(q, site)
         if cell.action == Action.REPLAN.value:
             plan = plan_attention(self.method, q, k, site.grid)
             if self.schedule.reuse > 1:
@@ -169,7 +171,11 @@ class AttentionEngine:
             tile=plan.tile,
             implementation=cell.implementation,
         )
-        return order.undo(out)
+        return order.undo(out).to(asked)
+
+
+def _plan_key(q: Tensor, site: CallSite) -> PlanKey:
+    return site.layer, site.branch, site.grid, q.shape[0], q.shape[1], q.device
 
 
 def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) -> SparsePlan:
@@ -183,12 +189,14 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) 
     tiles = -(-tokens // rows) * -(-tokens // keys) * q.shape[0]
     chunk = max(1, MASK_TILES // tiles)
     plans = []
-    for h in range(0, q.shape[1], chunk):
-        mask = method.select(q[:, h : h + chunk], k[:, h : h + chunk])
-        if grid.text:
-            mask[:, :, grid.video // rows :] = True
-            mask[:, :, :, grid.video // keys :] = True
-        plans.append(make_plan(mask, method.tile, tokens, method.merge))
+    # autocast would round scores and counts to 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        for h in range(0, q.shape[1], chunk):
+            mask = method.select(q[:, h : h + chunk], k[:, h : h + chunk])
+            if grid.text:
+                mask[:, :, grid.video // rows :] = True
+                mask[:, :, :, grid.video // keys :] = True
+            plans.append(make_plan(mask, method.tile, tokens, method.merge))
     if len(plans) == 1:
         return plans[0]
     return SparsePlan(
@@ -238,8 +246,6 @@ def attend(
 
 
 def _check_implementation(name: str) -> None:
-    from vidsparse.kernels.dispatch import IMPLEMENTATIONS
-
     if name not in ("auto", *IMPLEMENTATIONS):
         raise OptionError(
             f"unknown implementation {name!r}. "

@@ -59,7 +59,7 @@ def _tiles(x: Tensor, size: int) -> tuple[Tensor, int]:
     padding = tile_count(x.shape[2], size) * size - x.shape[2]
     if padding:
         x = F.pad(x, (0, 0, 0, padding))
-    return x.unflatten(2, (-1, size)), padding
+    return torch.unflatten(x, 2, (-1, size)), padding
 
 
 def pooled_mean(x: Tensor, size: int) -> Tensor:
