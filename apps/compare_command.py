@@ -82,7 +82,7 @@ Files, in outputs/<file>-compare-<method>-<hash of settings>/:
 )
 @verbosity_options
 @click.pass_obj
-def compare(session: Session, prompts_file: str, batch: int, out: str, **options: Any) -> None:
+def compare(session: Session, /, prompts_file: str, batch: int, out: str, **options: Any) -> None:
     """Make every prompt of PROMPTS.txt dense and sparse, and report how far apart they are.
 
     PSNR, SSIM and flicker are taken on 8-bit frames before encoding, with the same seeds and the

@@ -46,7 +46,9 @@ A rerun with the same settings makes only what is missing; other settings get an
 @click.option("--overwrite", is_flag=True, help="Make finished videos again.")
 @verbosity_options
 @click.pass_obj
-def generate(session: Session, prompts_file: str, out: str, overwrite: bool, **options: Any) -> int:
+def generate(
+    session: Session, /, prompts_file: str, out: str, overwrite: bool, **options: Any
+) -> int:
     """Make a video of every prompt in PROMPTS.txt with sparse attention.
 
     One prompt a line; blank lines and lines that start with # are skipped; - reads standard input.
@@ -101,6 +103,7 @@ def _make(
     from vidsparse.pipelines.generate import generate as run
     from vidsparse.pipelines.video import write_video
 
+    assert job.request.fps is not None
     with step_bar(session, label) as progress:
         made = run(loaded, job.request, progress=progress)
     # the old record goes first: an interrupted overwrite must not pass for a finished video.

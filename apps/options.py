@@ -91,51 +91,31 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-class _Amount(click.ParamType):
-    """A share written with a point (0.24) or a whole count (12)."""
-
-    name = "N|SHARE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return int(value) if value.strip().lstrip("+-").isdecimal() else float(value)
-        except ValueError:
-            self.fail(
-                f"{value!r} is neither a count (12) nor a share (0.24).", param=param, ctx=ctx
-            )
+def _amount(text: str) -> int | float:
+    """A whole count (12), or a share written with a point (0.24)."""
+    try:
+        return int(text) if text.strip().lstrip("+-").isdecimal() else float(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a count (12) nor a share (0.24).") from None
 
 
-class _Rate(click.ParamType):
+def _rate(text: str) -> int | float:
     """A number that stays whole where it is: 16 and 16.0 are one setting."""
-
-    name = "N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            number = float(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a number.", param=param, ctx=ctx)
-        return int(number) if number.is_integer() else number
+    try:
+        number = float(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a number. Hint: 16.") from None
+    return int(number) if number.is_integer() else number
 
 
-class _Size(click.ParamType):
+def _size(text: str) -> tuple[int, int]:
     """WIDTHxHEIGHT in pixels."""
-
-    name = "WIDTHxHEIGHT"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        parts = value.lower().split("x")
-        if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
-            self.fail(
-                f"{value!r} is not a size. Hint: write WIDTHxHEIGHT, such as 256x256.",
-                param=param,
-                ctx=ctx,
-            )
-        return int(parts[0]), int(parts[1])
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+        raise click.BadParameter(
+            f"{text!r} is not a size. Hint: write WIDTHxHEIGHT, such as 256x256."
+        )
+    return int(parts[0]), int(parts[1])
 
 
 def _option(group: str, *names: str, **attributes: Any) -> Callable[[Function], Function]:
@@ -156,7 +136,6 @@ def _names(values: Any) -> str:
 
 def request_options(function: Function) -> Function:
     """Add every option of a ``GenerateRequest`` to a command."""
-    amount = _Amount()
     decorators = [
         _option(
             VIDEO,
@@ -172,7 +151,7 @@ def request_options(function: Function) -> Function:
         _option(
             VIDEO,
             "--size",
-            type=_Size(),
+            type=_size,
             metavar="WIDTHxHEIGHT",
             help="Pixels.  [default: the model's]",
         ),
@@ -196,7 +175,9 @@ def request_options(function: Function) -> Function:
             show_default=True,
             help="The same for every prompt, wherever it stands in the file.",
         ),
-        _option(VIDEO, "--fps", type=_Rate(), help="Frames a second.  [default: the model's]"),
+        _option(
+            VIDEO, "--fps", type=_rate, metavar="N", help="Frames a second.  [default: the model's]"
+        ),
         _option(
             VIDEO,
             "--lora",
@@ -222,32 +203,36 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-steps",
-            type=amount,
-            default=0.24,
+            type=_amount,
+            metavar="N|SHARE",
+            default="0.24",
             show_default=True,
             help="First steps kept dense: a share rounded up (0.24) or a count (12).",
         ),
         _option(
             SPARSITY,
             "--dense-last-steps",
-            type=amount,
-            default=0,
+            type=_amount,
+            metavar="N|SHARE",
+            default="0",
             show_default=True,
             help="Last steps kept dense.",
         ),
         _option(
             SPARSITY,
             "--dense-layers",
-            type=amount,
-            default=0,
+            type=_amount,
+            metavar="N|SHARE",
+            default="0",
             show_default=True,
             help="First transformer layers kept dense.",
         ),
         _option(
             SPARSITY,
             "--dense-last-layers",
-            type=amount,
-            default=0,
+            type=_amount,
+            metavar="N|SHARE",
+            default="0",
             show_default=True,
             help="Last transformer layers kept dense.",
         ),
