@@ -224,11 +224,14 @@ def _denoising_position(pipe: Any) -> tuple[int, int, Any]:
             "Hint: use a flow-matching Euler or UniPC scheduler."
         )
     timesteps = scheduler.timesteps
-    # video-to-video starts part of the way down the list; its own first step counts as 0.
-    begin = getattr(scheduler, "begin_index", None) or 0
-    steps = max(1, len(timesteps) - begin)
+    total = len(timesteps)
+    steps = total
+    if getattr(pipe, "current_timestep", None) is not None:
+        # within a call of the pipeline. video-to-video runs the end of the list only, and its
+        # first step counts as 0; outside a call this number is left over from the last one.
+        steps = min(total, getattr(pipe, "num_timesteps", total))
     index = scheduler.step_index
-    step = 0 if index is None else int(index) - begin
+    step = 0 if index is None else int(index) - (total - steps)
     return min(max(step, 0), steps - 1), steps, timesteps
 
 
