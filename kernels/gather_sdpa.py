@@ -21,21 +21,30 @@ from torch import Tensor
 BLOCKS_AT_ONCE = 2
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> list[Tensor]:
-    """Attention and its log-sum-exp: ``[P, 1, R, D]`` queries, ``[P, 1, L, D]`` keys."""
-    if q.device.type == "cpu":
+def _has_flash(device: torch.device) -> bool:
+    # pytorch's fused kernels that report a log-sum-exp differ by device and build, and speed is
+    # not the point off the CPU: two products and a softmax run everywhere.
+    return device.type == "cpu"
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> list[Tensor]:
+    """Attention and its log-sum-exp: ``[P, 1, R, D]`` queries, ``[P, 1, L, D]`` keys.
+
+    All with a last stride of 1: the CPU's kernel takes it for granted.
+    """
+    if _has_flash(q.device):
         mask = None if bias is None else bias.expand(q.shape[0], 1, q.shape[2], k.shape[2])
         return list(
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, attn_mask=mask, scale=scale
             )
         )
-    # pytorch's fused kernels that report a log-sum-exp differ by device and build, and speed is
-    # not the point off the CPU: two products and a softmax run everywhere.
-    scores = (q @ k.transpose(-1, -2)).float() * scale
+    # in fp32: scores rounded to the inputs' 16 bits would cost more than all the rest.
+    work = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(work) @ k.to(work).transpose(-1, -2)) * scale
     if bias is not None:
         scores = scores + bias
-    return [(scores.softmax(-1).to(v.dtype)) @ v, scores.logsumexp(-1)]
+    return [(scores.softmax(-1) @ v.to(work)).to(q.dtype), scores.logsumexp(-1)]
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
@@ -102,12 +111,14 @@ def _one_head(
     short = (last + 1) * keys - tokens
 
     full = 0
-    while full < blocks and counts[full] == last + 1:
-        full += 1
+    if _has_flash(q.device):
+        # elsewhere the scores of all these rows would be held at once.
+        while full < blocks and counts[full] == last + 1:
+            full += 1
     if full:
         # [1, 1, full * rows, D]: a view, since the blocks lie one behind the other.
         whole = grouped[:full].view(1, 1, full * block_rows, dim)
-        o, s = _flash(whole, k[None, None], v[None, None], None, scale)
+        o, s = _attend(whole, k.contiguous()[None, None], v.contiguous()[None, None], None, scale)
         result[:full] = o.reshape(full, 1, block_rows, dim)
         sums[:full] = s.reshape(full, block_rows)
 
@@ -115,10 +126,9 @@ def _one_head(
         h = min(g + BLOCKS_AT_ONCE, blocks)
         length = max(counts[g:h])
         if length == 0:
-            # longest first: nothing but empty blocks follows.
-            result[g:] = 0
-            sums[g:] = -torch.inf
-            break
+            result[g:h] = 0
+            sums[g:h] = -torch.inf
+            continue
         chosen = kv_index[g:h, :length]
         ragged = min(counts[g:h]) < length
         bias = None
@@ -136,7 +146,7 @@ def _one_head(
         flat = chosen.reshape(-1)
         kk = k_chunks.index_select(0, flat).view(h - g, 1, length * keys, dim)
         vv = v_chunks.index_select(0, flat).view(h - g, 1, length * keys, dim)
-        o, s = _flash(grouped[g:h], kk, vv, bias, scale)
+        o, s = _attend(grouped[g:h], kk, vv, bias, scale)
         for i in range(h - g):
             # an empty block beside one with keys is all masked, which is no softmax.
             result[g + i] = o[i] if counts[g + i] else 0

@@ -1,0 +1,187 @@
+"""How far a kernel may be from the truth, and plans to try it on.
+
+The yardstick is ``reference_attention`` in fp64 on the very inputs the kernel got, so the rounding
+of the inputs is nobody's fault. What precision a dtype allows is then read off the attention that
+users have today: ``F.scaled_dot_product_attention`` with the plan's token mask, in the same dtype,
+against the same yardstick. A kernel may be wrong by twice that, in the largest error and in RMS:
+once for the roundings it shares with stock attention (weights before the second product, the
+output), once for adding in another order. Both are taken over the whole tensor, for one element of
+stock attention can be exact by luck.
+
+The floor covers calls in which stock attention is exact or nearly so (one key, fp32): an output
+that is off by a few units in the last place of the largest value is still right. Rounding alone
+costs half a unit; each of the two products, the exponential and the division may cost as much again
+in a kernel that works in the dtype itself, hence 4 units at most and 1 in RMS.
+
+The log-sum-exp is used as exp(lse - other lse) to weigh outputs against each other, so an absolute
+error of it is a relative error of an output. A quarter of a unit in the last place of the inputs'
+dtype is half of what rounding the output costs anyway: no one can see less. In fp32, where sums of
+S terms dominate, the allowance is 8 units in the last place of the largest value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vidsparse.kernels.reference import reference_attention, token_mask
+
+TIMES_STOCK = 2.0
+FLOOR_MAX_ULPS = 4.0
+FLOOR_RMS_ULPS = 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """The plan half of a kernel's arguments."""
+
+    q_tiles: Tensor
+    kv_count: Tensor
+    kv_index: Tensor
+    tile: tuple[int, int]
+    tokens: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_tiles, self.kv_count, self.kv_index
+
+    def mask(self) -> Tensor:
+        return token_mask(*self.tensors, self.tile, self.tokens)
+
+    def to(self, device: str) -> Work:
+        return Work(*(t.to(device) for t in self.tensors), self.tile, self.tokens)
+
+
+def random_work(
+    tokens: int,
+    tile: tuple[int, int],
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    share: float = 0.4,
+    counts: list[int] | None = None,
+    longest_first: bool = True,
+    seed: int = 0,
+) -> Work:
+    """Blocks of shuffled query tiles with ragged random key lists.
+
+    ``counts`` gives the list lengths of every head (cycled, cut to the chunks there are) instead of
+    lengths around ``share``. What lies behind a list's end is a number no chunk has: a kernel
+    that reads it fails.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    rows, keys = tile
+    per_block = 128 // rows
+    q_count, k_count = -(-tokens // rows), -(-tokens // keys)
+    blocks = -(-q_count // per_block)
+    q_tiles = torch.full((batch, heads, blocks * per_block), -1, dtype=torch.int32)
+    kv_index = torch.full((batch, heads, blocks, k_count), 2**30, dtype=torch.int32)
+    kv_count = torch.zeros(batch, heads, blocks, dtype=torch.int32)
+    for b in range(batch):
+        for h in range(heads):
+            q_tiles[b, h, :q_count] = torch.randperm(q_count, generator=gen)
+            if counts is None:
+                drawn = torch.rand(blocks, generator=gen) * 2 * share * k_count
+                lengths = [min(k_count, max(1, round(x))) for x in drawn.tolist()]
+            else:
+                lengths = [min(k_count, counts[(g + h) % len(counts)]) for g in range(blocks)]
+            if longest_first:
+                lengths.sort(reverse=True)
+            for g, length in enumerate(lengths):
+                kv_count[b, h, g] = length
+                chosen = torch.randperm(k_count, generator=gen)[:length].sort().values
+                kv_index[b, h, g, :length] = chosen
+    return Work(q_tiles.view(batch, heads, blocks, per_block), kv_count, kv_index, tile, tokens)
+
+
+def random_qkv(
+    tokens: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    spread: float = 1.5,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal q, k, v ``[B, H, S, D]``; scores spread over ``spread ** 2`` standard deviations."""
+    gen = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, tokens, dim)
+    q, k = (torch.randn(shape, generator=gen) * spread for _ in range(2))
+    v = torch.randn(shape, generator=gen)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp in fp64, on the CPU."""
+    q, k, v = (x.cpu().double() for x in (q, k, v))
+    return reference_attention(q, k, v, *work.to("cpu").tensors, tile=work.tile, scale=scale)
+
+
+def stock(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """PyTorch's attention under a token mask in the inputs' dtype, zeros where nothing is kept."""
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.masked_fill(~mask.any(-1, keepdim=True), 0)
+
+
+def errors(got: Tensor, true: Tensor) -> tuple[float, float]:
+    """Largest and RMS error."""
+    difference = got.cpu().double() - true
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()
+
+
+def allowed(stock_out: Tensor, true: Tensor) -> tuple[float, float]:
+    """The budget for the largest and the RMS error of an output in ``stock_out``'s dtype."""
+    largest, rms = errors(stock_out, true)
+    unit = torch.finfo(stock_out.dtype).eps * true.abs().max().item()
+    return (
+        max(TIMES_STOCK * largest, FLOOR_MAX_ULPS * unit),
+        max(TIMES_STOCK * rms, FLOOR_RMS_ULPS * unit),
+    )
+
+
+def allowed_lse(true_lse: Tensor, dtype: torch.dtype) -> float:
+    """The budget for the largest error of a log-sum-exp of inputs in ``dtype``."""
+    finite = true_lse[true_lse.isfinite()]
+    top = finite.abs().max().item() if finite.numel() else 0.0
+    return max(torch.finfo(dtype).eps / 4, 8 * torch.finfo(torch.float32).eps * max(1.0, top))
+
+
+def check_output(got: Tensor, stock_out: Tensor, true: Tensor, what: str = "output") -> None:
+    """Assert that ``got`` stays inside the budget."""
+    assert got.dtype == stock_out.dtype, f"{what} is {got.dtype}, not {stock_out.dtype}"
+    assert bool(got.isfinite().all()), f"{what} holds NaN or Inf"
+    largest, rms = errors(got, true)
+    most, most_rms = allowed(stock_out, true)
+    assert largest <= most, f"{what}: largest error {largest:.3g}, budget {most:.3g}"
+    assert rms <= most_rms, f"{what}: RMS error {rms:.3g}, budget {most_rms:.3g}"
+
+
+def check_lse(got: Tensor, true: Tensor, dtype: torch.dtype) -> None:
+    """Assert that a log-sum-exp stays inside the budget, and is -inf exactly where it must be."""
+    got = got.cpu()
+    empty = true == -torch.inf
+    assert torch.equal(got == -torch.inf, empty), "-inf stands in the wrong rows"
+    kept = ~empty
+    if bool(kept.any()):
+        largest, _ = errors(got[kept], true[kept])
+        most = allowed_lse(true, dtype)
+        assert largest <= most, f"log-sum-exp: largest error {largest:.3g}, budget {most:.3g}"
+
+
+def check_kernel(
+    kernel: object, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float | None = None
+) -> None:
+    """Run ``kernel`` (the shared signature) and hold its output and log-sum-exp to the budget."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = kernel(q, k, v, *work.tensors, tile=work.tile, scale=scale)  # type: ignore[operator]
+    assert out.shape == q.shape
+    assert lse.shape == q.shape[:3]
+    true, true_lse = truth(q, k, v, work, scale)
+    check_output(out, stock(q, k, v, work.mask(), scale), true)
+    check_lse(lse, true_lse, q.dtype)
+    kept = work.mask().any(-1).cpu()
+    assert not bool(out.cpu()[~kept].any()), "a row without keys is not zero"
