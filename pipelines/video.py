@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,13 @@ def read_video(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
     if not Path(path).is_file():
         raise OptionError(f"there is no video file {os.fspath(path)}")
     try:
-        reader = imageio_ffmpeg.read_frames(os.fspath(path), pix_fmt="rgb24")
-        facts: dict[str, Any] = next(reader)
-        width, height = facts["size"]
-        data = b"".join(reader)
+        with warnings.catch_warnings():
+            # the reader leaves its pipes for the garbage collector to close.
+            warnings.simplefilter("ignore", ResourceWarning)
+            reader = imageio_ffmpeg.read_frames(os.fspath(path), pix_fmt="rgb24")
+            facts: dict[str, Any] = next(reader)
+            width, height = facts["size"]
+            data = b"".join(reader)
     except (OSError, RuntimeError) as error:
         raise OptionError(f"{os.fspath(path)} holds no video that can be read: {error}") from error
     return np.frombuffer(data, np.uint8).reshape(-1, height, width, 3)

@@ -1,0 +1,601 @@
+"""Requests, models, generation and video files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_pipelines import WORDS, save_tiny_wan, tiny_wan
+
+from vidsparse.errors import ModelError, OptionError, OutputError, UnsupportedError, VidsparseError
+from vidsparse.pipelines import models, sparsify
+from vidsparse.pipelines.families import WAN
+from vidsparse.pipelines.generate import Generated, GenerationCancelled, generate, generate_batch
+from vidsparse.pipelines.models import LoadedPipeline, describe, load, resolve_model, unknown_words
+from vidsparse.pipelines.request import GenerateRequest, check_device, resolve, settings_hash
+from vidsparse.pipelines.video import read_video, write_video
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CARD = {
+    "name": "tiny",
+    "description": "A tiny model for tests.",
+    "license": "Apache-2.0",
+    "frames": 5,
+    "size": "48x32",
+    "steps": 3,
+    "guidance": 2.0,
+    "fps": 8,
+    "vocabulary": list(WORDS),
+    "example_prompts": ["a red circle"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_tiny_wan(tmp_path_factory.mktemp("models") / "tiny")
+    (path / "vidsparse.json").write_text(json.dumps(CARD), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedPipeline:
+    return load(folder, device="cpu")
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copied"))
+
+
+def a_request(**changes: Any) -> GenerateRequest:
+    return GenerateRequest(**{"prompt": "a red circle that moves right", **changes})
+
+
+def rewrite_index(folder: Path, **changes: Any) -> None:
+    path = folder / "model_index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# requests
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": "x" * 10_001}, "prompt must have at most 10,000 characters, got 10,001"),
+        ({"negative_prompt": "x" * 10_001}, "negative_prompt must have at most"),
+        ({"prompt": None}, "prompt must be text, got NoneType"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 2.5}, "steps must be a whole number, got 2.5"),
+        ({"frames": -4}, "frames must be at least 1, got -4"),
+        ({"width": True}, "width must be a whole number, got True"),
+        ({"fps": 0}, "fps must be above 0, got 0"),
+        ({"fps": float("nan")}, "fps must be a number, got nan"),
+        ({"guidance": -1.0}, "guidance must be at least 0, got -1"),
+        ({"guidance": "high"}, "guidance must be a number, got 'high'"),
+        ({"seed": "lucky"}, "seed must be a whole number .* got 'lucky'"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 2.63 - 1, got -1"),
+        ({"seed": 2**63}, "seed must be"),
+        ({"method": "magic"}, "unknown method 'magic'. Hint: choose from fg-attn"),
+        ({"method_options": {"top_p": 0}}, r"top_p must lie in \(0, 1\], got 0"),
+        ({"method_options": {"top_p": 1.01}}, "top_p must lie in"),
+        ({"method_options": {"tau": 0.5}}, "fg-attn has no option 'tau': it belongs to sparge"),
+        ({"method_options": {"tile": "17x16"}}, "tile"),
+        ({"order": "zigzag"}, "unknown token order 'zigzag'"),
+        ({"dense_steps": -1}, "dense_steps"),
+        ({"dense_layers": 1.5}, "dense_layers"),
+        ({"reuse": 0}, "reuse"),
+        ({"device": "tpu"}, "unknown device 'tpu'. Hint: use cpu, cuda"),
+        ({"dtype": "fp8"}, "unknown dtype 'fp8'. Hint: choose from fp32, bf16, fp16"),
+        ({"offload": "disk"}, "unknown offload 'disk'. Hint: choose from none, model, group"),
+        ({"implementation": "magic"}, "unknown implementation 'magic'"),
+    ],
+)
+def test_bad_values_are_refused_in_one_sentence(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as caught:
+        a_request(**changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"frames": 80}, r"^frames must be 4k\+1 for Wan, got 80\. Hint: use 81\.$"),
+        ({"frames": 2}, "Hint: use 1"),
+        ({"width": 250}, "^width must be a multiple of 16 for Wan, got 250. Hint: use 256.$"),
+        ({"height": 8}, "height must be a multiple of 16 for Wan, got 8. Hint: use 16"),
+    ],
+)
+def test_sizes_follow_the_models_units(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        resolve(a_request(**changes), WAN.defaults)
+
+
+def test_resolving_fills_what_is_open_and_keeps_what_is_given() -> None:
+    resolved = resolve(a_request(frames=17, guidance=1.0, device="cpu"), WAN.defaults)
+    assert (resolved.frames, resolved.width, resolved.height) == (17, 832, 480)
+    assert (resolved.steps, resolved.guidance, resolved.fps) == (50, 1.0, 16)
+    assert resolved.dtype == "fp32"
+    assert resolve(resolved, WAN.defaults) == resolved
+
+
+def test_cuda_asked_for_and_absent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match=r"cuda was asked for, .* no CUDA device .* use cpu"):
+        check_device("cuda")
+    assert check_device(None) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert check_device(None) == "cuda"
+    assert check_device("cuda:0") == "cuda:0"
+    with pytest.raises(OptionError, match="cuda:1 was asked for, but PyTorch finds 1 CUDA device"):
+        check_device("cuda:1")
+
+
+def test_half_precision_is_refused_on_the_cpu() -> None:
+    with pytest.raises(OptionError, match=r"fp16 does not run on the CPU. Hint: use fp32 or bf16"):
+        resolve(a_request(dtype="fp16", device="cpu"), WAN.defaults)
+
+
+def test_equal_options_are_equal_requests_however_written() -> None:
+    short = a_request(method_options={"tile": "16x16"})
+    assert short == a_request(method_options={"tile": (16, 16), "top_p": 0.9})
+    assert json.loads(json.dumps(short.options()))["method_options"]["tile"] == "16x16"
+
+
+def test_the_settings_hash_tells_settings_apart_but_not_prompts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = a_request(model=str(folder), device="cpu")
+    monkeypatch.chdir(folder.parent)
+    same = [
+        replace(base, prompt="a blue square"),
+        replace(base, model="tiny"),
+        replace(base, model="./tiny/"),
+        replace(base, steps=3),
+        replace(base, method_options={"top_p": 0.9}),
+    ]
+    assert {settings_hash(request) for request in same} == {settings_hash(base)}
+    other = [
+        replace(base, seed=1),
+        replace(base, steps=4),
+        replace(base, dense_steps=0.5),
+        replace(base, negative_prompt="blue"),
+        replace(base, method_options={"top_p": 0.8}),
+        replace(base, method="dense", method_options={}),
+        replace(base, fps=9),
+    ]
+    assert len({settings_hash(request) for request in [base, *other]}) == 1 + len(other)
+
+
+# finding models
+
+
+def test_a_folder_brings_its_own_settings_and_words(folder: Path) -> None:
+    ref = resolve_model(folder)
+    assert (ref.source, ref.pipeline_class) == ("folder", "WanPipeline")
+    assert (ref.defaults.frames, ref.defaults.width, ref.defaults.height) == (5, 48, 32)
+    assert (ref.defaults.steps, ref.defaults.guidance, ref.defaults.fps) == (3, 2.0, 8)
+    assert describe(str(folder))["size"] == "48x32"
+    assert describe(str(folder))["license"] == "Apache-2.0"
+
+
+def test_a_folder_without_a_card_has_the_familys_settings(copied: Path) -> None:
+    (copied / "vidsparse.json").unlink()
+    ref = resolve_model(copied)
+    assert ref.defaults == WAN.defaults
+    assert unknown_words(ref, "anything at all") == []
+
+
+def test_units_come_from_the_models_own_configuration(copied: Path) -> None:
+    path = copied / "vae" / "config.json"
+    config = {**json.loads(path.read_text()), "scale_factor_spatial": 16}
+    path.write_text(json.dumps(config))
+    assert resolve_model(copied).defaults.size_factor == 32
+
+
+def test_unknown_words_are_named_once_in_order(folder: Path) -> None:
+    ref = resolve_model(folder)
+    prompt = "A RED dragon, that moves right; a dragon breathing fire!"
+    assert unknown_words(ref, prompt) == ["dragon", "breathing", "fire"]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./no/such/folder", "/no/such/folder", ""])
+def test_a_model_that_is_not_there_is_an_error(name: str) -> None:
+    with pytest.raises(ModelError, match=r"Hint: .*shapes"):
+        resolve_model(name or "no such model")
+
+
+def test_a_file_is_no_model(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"is a file. Hint: give the folder"):
+        resolve_model(folder / "model_index.json")
+
+
+def test_a_folder_without_index_names_the_supported_pipelines(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model_index.json. Hint: .* WanPipeline"):
+        resolve_model(tmp_path)
+
+
+def test_another_pipeline_names_the_supported_ones(copied: Path) -> None:
+    rewrite_index(copied, _class_name="StableDiffusionPipeline")
+    with pytest.raises(ModelError, match=r"StableDiffusionPipeline, which cannot .* WanPipeline"):
+        resolve_model(copied)
+
+
+def test_code_that_comes_with_a_model_is_refused(copied: Path) -> None:
+    rewrite_index(copied, transformer=["my_code", "WanTransformer3DModel"])
+    with pytest.raises(ModelError, match="transformer from 'my_code'; only components of"):
+        load(copied, device="cpu")
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", None])
+def test_a_damaged_index_is_an_error(copied: Path, damage: str | None) -> None:
+    if damage is None:
+        (copied / "vae" / "config.json").unlink()
+    else:
+        (copied / "model_index.json").write_text(damage)
+    with pytest.raises(ModelError):
+        resolve_model(copied)
+
+
+def test_pickled_weights_are_refused(copied: Path) -> None:
+    weights = copied / "text_encoder" / "model.safetensors"
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    with pytest.raises(ModelError, match=r"text_encoder in pytorch_model.bin, which can run code"):
+        load(copied, device="cpu")
+
+
+@pytest.mark.parametrize("cut", [0, 100])
+def test_damaged_weights_are_an_error(copied: Path, cut: int) -> None:
+    weights = copied / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:cut])
+    with pytest.raises(ModelError, match="could not be loaded as WanPipeline"):
+        load(copied, device="cpu")
+
+
+def test_missing_weights_are_an_error(copied: Path) -> None:
+    (copied / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="could not be loaded as WanPipeline"):
+        load(copied, device="cpu")
+
+
+def test_a_hub_id_without_connection_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"not in the local hub cache.*Hint: connect once"):
+        resolve_model("nobody/such-model")
+
+
+def test_a_hub_model_is_read_from_its_snapshot(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
+    import huggingface_hub
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    def fetch(hub_id: str, name: str) -> str:
+        assert hub_id == "owner/tiny"
+        if not (folder / name).is_file():
+            raise RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError)
+        return str(folder / name)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "download", lambda *a, **k: str(folder))
+    ref = resolve_model("owner/tiny")
+    assert (ref.source, ref.location, ref.defaults.frames) == ("hub", "owner/tiny", 5)
+    assert load(ref, device="cpu").weights_hash == models.weights_hash(folder)
+
+
+# loading
+
+
+def test_loading_gives_the_saved_weights(folder: Path, loaded: LoadedPipeline) -> None:
+    fresh = tiny_wan()
+    for name, weight in loaded.pipe.transformer.state_dict().items():
+        assert torch.equal(weight, fresh.transformer.state_dict()[name]), name
+    assert (loaded.device, loaded.dtype, loaded.offload) == ("cpu", "fp32", "none")
+    assert loaded.load_seconds > 0
+
+
+def test_the_vae_stays_in_fp32(folder: Path) -> None:
+    pipe = load(folder, device="cpu", dtype="bf16").pipe
+    assert pipe.transformer.dtype == pipe.text_encoder.dtype == torch.bfloat16
+    assert pipe.vae.dtype == torch.float32
+
+
+def test_the_weights_hash_follows_the_weights(copied: Path, folder: Path) -> None:
+    before = models.weights_hash(copied)
+    assert before == models.weights_hash(folder)
+    weights = copied / "vae" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert models.weights_hash(copied) != before
+
+
+def test_offload_without_cuda_is_an_error(folder: Path) -> None:
+    with pytest.raises(OptionError, match="offload model needs a CUDA device"):
+        load(folder, device="cpu", offload="model")
+
+
+def test_compiling_without_a_compiler_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"needs a C\+\+ compiler"):
+        load(folder, device="cpu", compile=True)
+
+
+def test_a_lora_changes_the_video(folder: Path, loaded: LoadedPipeline, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from diffusers import WanPipeline
+
+    pipe = tiny_wan()
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    pipe.transformer.add_adapter(config)
+    layers = peft.get_peft_model_state_dict(pipe.transformer)
+    WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=layers)
+    (file,) = tmp_path.glob("*.safetensors")
+    with_lora = load(folder, device="cpu", lora=str(file))
+    request = a_request(method="dense")
+    changed = generate(with_lora, request)
+    assert not np.array_equal(changed.frames, generate(loaded, request).frames)
+    assert changed.record["options"]["lora"] == str(file)
+
+
+@pytest.mark.parametrize("lora", ["nowhere.safetensors", "folder", "file.bin", "other"])
+def test_a_lora_that_does_not_fit_is_an_error(folder: Path, tmp_path: Path, lora: str) -> None:
+    pytest.importorskip("peft")
+    from safetensors.torch import save_file
+
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file.bin").touch()
+    save_file({"unrelated.weight": torch.zeros(2)}, tmp_path / "other")
+    (tmp_path / "other").rename(tmp_path / "other.safetensors")
+    path = tmp_path / (f"{lora}.safetensors" if lora == "other" else lora)
+    with pytest.raises(ModelError, match="LoRA"):
+        load(folder, device="cpu", lora=str(path))
+
+
+# generating
+
+
+def stock_frames(loaded: LoadedPipeline, **changes: Any) -> np.ndarray:
+    call = {
+        "prompt": a_request().prompt,
+        "num_frames": 5,
+        "width": 48,
+        "height": 32,
+        "num_inference_steps": 3,
+        "guidance_scale": 2.0,
+        "generator": torch.Generator("cpu").manual_seed(0),
+    }
+    frames = loaded.pipe(**{**call, **changes}).frames[0]
+    return (frames * 255).round().astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "call"),
+    [
+        ({}, {}),
+        ({"frames": 1, "width": 16, "height": 112}, {"num_frames": 1, "width": 16, "height": 112}),
+        ({"guidance": 1.0}, {"guidance_scale": 1.0}),
+        ({"negative_prompt": "blue"}, {"negative_prompt": "blue"}),
+        ({"seed": 3}, {"generator": torch.Generator("cpu").manual_seed(3)}),
+    ],
+)
+def test_dense_frames_are_the_stock_pipelines(
+    loaded: LoadedPipeline, changes: dict[str, Any], call: dict[str, Any]
+) -> None:
+    made = generate(loaded, a_request(method="dense", **changes))
+    assert np.array_equal(made.frames, stock_frames(loaded, **call))
+    assert made.frames.dtype == np.uint8
+    assert made.record["times"]["attention"] is None
+    assert made.record["implementation"] == "the stock pipeline"
+
+
+@pytest.mark.parametrize("method", ["fg-attn", "spargeattn"])
+def test_sparse_frames_are_those_of_a_pipeline_made_sparse(
+    loaded: LoadedPipeline, method: str
+) -> None:
+    made = generate(loaded, a_request(method=method, dense_steps=1))
+    with sparsify(loaded.pipe, method, dense_steps=1) as handle:
+        assert np.array_equal(made.frames, stock_frames(loaded))
+        assert made.record["computed"] == handle.summary().computed
+
+
+def test_the_pipeline_is_untouched_after_generating(loaded: LoadedPipeline) -> None:
+    before = dict(loaded.pipe.transformer.attn_processors)
+    stock = stock_frames(loaded)
+    generate(loaded, a_request())
+    assert loaded.pipe.transformer.attn_processors == before
+    assert not loaded.pipe.transformer._forward_pre_hooks
+    assert np.array_equal(stock_frames(loaded), stock)
+
+
+def test_bf16_runs_on_the_cpu(folder: Path) -> None:
+    made = generate(load(folder, device="cpu", dtype="bf16"), a_request(dense_steps=0))
+    assert made.frames.shape == (5, 32, 48, 3)
+    assert made.record["options"]["dtype"] == "bf16"
+
+
+def test_a_batch_equals_single_runs_wherever_a_prompt_stands(loaded: LoadedPipeline) -> None:
+    prompts = ["a red circle", "a blue square that moves left", "a red circle"]
+    requests = [a_request(prompt=prompt, dense_steps=1) for prompt in prompts]
+    batch = generate_batch(loaded, requests)
+    assert [made.record["prompt"] for made in batch] == prompts
+    assert [made.record["batch"] for made in batch] == [3, 3, 3]
+    for made, request in zip(batch, requests, strict=True):
+        single = generate(loaded, request)
+        difference = np.abs(made.frames.astype(int) - single.frames)
+        assert difference.max() <= 1
+    assert np.abs(batch[0].frames.astype(int) - batch[2].frames).max() <= 1
+    assert generate_batch(loaded, []) == []
+
+
+def test_a_batch_of_different_settings_is_refused(loaded: LoadedPipeline) -> None:
+    with pytest.raises(OptionError, match="these differ in steps, seed"):
+        generate_batch(loaded, [a_request(), a_request(steps=2, seed=4)])
+
+
+def test_a_request_for_another_device_or_format_is_refused(loaded: LoadedPipeline) -> None:
+    with pytest.raises(OptionError, match=r"dtype bf16 was asked for, .* loaded with fp32"):
+        generate(loaded, a_request(dtype="bf16"))
+
+
+def test_the_record_says_how_the_video_was_made(loaded: LoadedPipeline) -> None:
+    made = generate(loaded, a_request(prompt="a red dragon", dense_steps=1))
+    record = made.record
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+    assert record["options"] == {
+        **a_request(dense_steps=1).options(),
+        "model": loaded.ref.name,
+        "frames": 5,
+        "width": 48,
+        "height": 32,
+        "steps": 3,
+        "guidance": 2.0,
+        "fps": 8,
+        "device": "cpu",
+        "dtype": "fp32",
+    }
+    assert record["scheduler"]["class"] == "UniPCMultistepScheduler"
+    assert record["model"]["weights_hash"] == loaded.weights_hash
+    assert record["unknown_words"] == ["dragon"]
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["device"]["threads"] == 1
+    assert 0 < record["selected"] <= record["computed"] <= 1
+    assert record["dense_step_share"] == pytest.approx(1 / 3)
+    assert np.shape(record["density_map"]) == (3, 2)
+    times = record["times"]
+    assert times["attention"] < times["denoise"] < times["total"]
+    phases = times["encode_text"] + times["denoise"] + times["decode"]
+    assert phases == pytest.approx(times["total"])
+    assert min(times.values()) > 0
+
+
+def test_progress_is_told_after_every_step(loaded: LoadedPipeline) -> None:
+    told: list[tuple[int, int]] = []
+
+    def progress(step: int, steps: int, seconds: float) -> None:
+        assert seconds > 0
+        told.append((step, steps))
+
+    generate(loaded, a_request(), progress=progress)
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_cancelling_stops_and_leaves_the_pipeline_as_it_was(loaded: LoadedPipeline) -> None:
+    steps: list[int] = []
+    with pytest.raises(GenerationCancelled, match="after step 2 of 3"):
+        generate(
+            loaded,
+            a_request(),
+            progress=lambda step, *_: steps.append(step),
+            cancel=lambda: len(steps) == 2,
+        )
+    assert steps == [1, 2]
+    assert issubclass(GenerationCancelled, VidsparseError)
+    assert not loaded.pipe.transformer._forward_pre_hooks
+    assert isinstance(generate(loaded, a_request()), Generated)
+
+
+def test_the_hosts_are_quiet_inside_and_as_before_after(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    diffusers_logging.set_verbosity_info()
+    made = load(folder, device="cpu")
+    made.pipe.set_progress_bar_config(leave=False)
+    capfd.readouterr()
+    try:
+        load(folder, device="cpu")
+        generate(made, a_request())
+        out, err = capfd.readouterr()
+        assert (out, err) == ("", "")
+        assert diffusers_logging.get_verbosity() == diffusers_logging.INFO
+        assert diffusers_logging.is_progress_bar_enabled()
+        assert transformers_logging.is_progress_bar_enabled()
+        assert made.pipe._progress_bar_config == {"leave": False}
+    finally:
+        diffusers_logging.set_verbosity_warning()
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_video(folder: Path, loaded: LoadedPipeline) -> None:
+    torch._dynamo.reset()
+    compiled = load(folder, device="cpu", compile=True)
+    request = a_request(dense_steps=1)
+    difference = generate(compiled, request).frames.astype(int) - generate(loaded, request).frames
+    assert np.abs(difference).max() <= 2
+    torch._dynamo.reset()
+
+
+# video files
+
+
+def ramp(frames: int, height: int, width: int) -> np.ndarray:
+    """Smooth colours that differ everywhere: what a codec should keep almost exactly."""
+    t, y, x = np.meshgrid(*(np.linspace(0, 1, n) for n in (frames, height, width)), indexing="ij")
+    return (np.stack([x, y, (t + x) / 2], -1) * 200 + 20).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [(5, 64, 48), (1, 32, 32), (3, 33, 47)])
+def test_a_video_comes_back_as_it_was(tmp_path: Path, size: tuple[int, int, int]) -> None:
+    frames = ramp(*size)
+    write_video(frames, tmp_path / "clip.mp4", fps=8)
+    back = read_video(tmp_path / "clip.mp4")[:, : size[1], : size[2]]
+    assert back.shape == frames.shape
+    assert np.abs(back.astype(int) - frames).mean() < 2.5
+    assert [p.name for p in tmp_path.iterdir()] == ["clip.mp4"]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot be written"):
+        write_video(ramp(1, 16, 16), tmp_path / "missing" / "clip.mp4", fps=8)
+
+
+def test_a_failure_midway_keeps_the_old_file_and_leaves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import imageio_ffmpeg
+
+    path = tmp_path / "clip.mp4"
+    write_video(ramp(2, 16, 16), path, fps=8)
+    before = path.read_bytes()
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        yield None
+        raise OSError("disk full")
+
+    monkeypatch.setattr(imageio_ffmpeg, "write_frames", broken)
+    with pytest.raises(OutputError, match="disk full"):
+        write_video(ramp(5, 16, 16), path, fps=8)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["clip.mp4"]
+
+
+@pytest.mark.parametrize("frames", [np.zeros((2, 8, 8)), np.zeros((2, 8, 8, 4), np.uint8)])
+def test_frames_of_another_kind_are_refused(tmp_path: Path, frames: np.ndarray) -> None:
+    with pytest.raises(OptionError, match="frames must be uint8"):
+        write_video(frames, tmp_path / "clip.mp4", fps=8)
+
+
+def test_reading_what_is_no_video_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "text.mp4").write_text("no video")
+    for name in ("text.mp4", "missing.mp4"):
+        with pytest.raises(OptionError, match="video"):
+            read_video(tmp_path / name)
