@@ -11,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vidsparse.pipelines.handle import SparseHandle, restore, sparsify
+    from vidsparse.pipelines.handle import SparseHandle, is_sparse, restore, sparsify
 
-__all__ = ["SparseHandle", "restore", "sparsify"]
+__all__ = ["SparseHandle", "is_sparse", "restore", "sparsify"]
 
 
 def __getattr__(name: str) -> Any:

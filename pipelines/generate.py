@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from vidsparse._version import __version__
-from vidsparse.errors import OptionError, VidsparseError
-from vidsparse.pipelines.handle import SparseHandle, sparsify
-from vidsparse.pipelines.models import LoadedPipeline, unknown_words
+from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
+from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify
+from vidsparse.pipelines.models import LoadedPipeline, memory_hint, unknown_words
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.request import GenerateRequest, resolve
 
@@ -64,6 +64,7 @@ def generate(
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
             the model was loaded with.
+        UnsupportedError: the GPU's memory is too small, or the implementation cannot run here.
         GenerationCancelled: ``cancel`` answered True.
     """
     return generate_batch(loaded, [request], progress, cancel)[0]
@@ -97,7 +98,12 @@ def generate_batch(
                 f"{', '.join(differing)}. Hint: generate them one after the other."
             )
     clock = _Clock(loaded.device)
-    with quiet_hosts(), _maybe_sparse(loaded, first) as handle:
+    with (
+        quiet_hosts(),
+        memory_hint(),
+        _on_device(loaded.device),
+        _maybe_sparse(loaded, first) as handle,
+    ):
         frames = _run(loaded, settings, clock, progress, cancel)
         total = clock.now()
         record = _shared_record(loaded, first, handle)
@@ -121,6 +127,13 @@ def generate_batch(
         )
         for one, video in zip(settings, frames, strict=True)
     ]
+
+
+@contextmanager
+def _on_device(device: str) -> Iterator[None]:
+    """Make ``device`` the current one: kernels and timing events belong to the current device."""
+    with torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+        yield
 
 
 class _Clock:
@@ -185,6 +198,11 @@ def _maybe_sparse(
     loaded: LoadedPipeline, request: GenerateRequest
 ) -> Iterator[SparseHandle | None]:
     if request.method == "dense":
+        if is_sparse(loaded.pipe):
+            raise UnsupportedError(
+                "method dense runs the stock pipeline, but this one is sparse. "
+                "Hint: call remove() on its handle first."
+            )
         yield None
         return
     with sparsify(

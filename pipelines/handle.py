@@ -163,16 +163,29 @@ def restore(pipe: Any) -> bool:
     Raises:
         UnsupportedError: the pipeline's class is not supported.
     """
+    modules = _sparse_modules(pipe)
+    for session in {module.processor.session for module in modules}:
+        _detach(session, modules)
+    return bool(modules)
+
+
+def is_sparse(pipe: Any) -> bool:
+    """Whether ``sparsify`` is in effect on ``pipe``.
+
+    Raises:
+        UnsupportedError: the pipeline's class is not supported.
+    """
+    return bool(_sparse_modules(pipe))
+
+
+def _sparse_modules(pipe: Any) -> list[Any]:
     adapter = find_adapter(pipe)
-    modules = [
+    return [
         module
         for transformer in _transformers(pipe, adapter)
         for name, module in transformer.named_modules()
         if adapter.attention.fullmatch(name) and isinstance(module.processor, SparseProcessor)
     ]
-    for session in {module.processor.session for module in modules}:
-        _detach(session, modules)
-    return bool(modules)
 
 
 def _detach(session: Session, modules: Iterable[Any]) -> None:

@@ -165,7 +165,7 @@ def load(
     Raises:
         ModelError: it is not there, or its files cannot be loaded.
         OptionError: a device or format that cannot be had.
-        UnsupportedError: LoRA or compilation without what it needs.
+        UnsupportedError: LoRA or compilation without what it needs, or too little GPU memory.
     """
     began = time.perf_counter()
     device = check_device(device)
@@ -180,9 +180,10 @@ def load(
         raise UnsupportedError("a LoRA needs peft. Hint: pip install 'vidsparse[lora]'.")
 
     ref = model if isinstance(model, ModelRef) else resolve_model(model)
-    with quiet_hosts():
-        folder = _folder_of(ref)
-        _check_weight_files(ref, folder)
+    # outside the quiet: a download of many gigabytes should show its progress.
+    folder = _folder_of(ref)
+    _check_weight_files(ref, folder)
+    with quiet_hosts(), memory_hint():
         pipe = _from_folder(ref, folder, dtype)
         if lora is not None:
             _put_lora(pipe, lora)
@@ -207,6 +208,20 @@ def load(
     )
     logger.info("loaded %s in %.1f s on %s (%s)", ref.name, loaded.load_seconds, device, dtype)
     return loaded
+
+
+@contextmanager
+def memory_hint() -> Iterator[None]:
+    """Turn a GPU that has run out of memory into a sentence that says what to do."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UnsupportedError(
+            "the GPU's memory is too small for this. Hint: use --offload model or group, fewer "
+            "frames, or a smaller size."
+        ) from None
 
 
 def unknown_words(ref: ModelRef, prompt: str) -> list[str]:

@@ -424,6 +424,20 @@ def test_the_pipeline_is_untouched_after_generating(loaded: LoadedPipeline) -> N
     assert np.array_equal(stock_frames(loaded), stock)
 
 
+def test_dense_on_a_pipeline_made_sparse_is_refused(loaded: LoadedPipeline) -> None:
+    with sparsify(loaded.pipe), pytest.raises(UnsupportedError, match="but this one is sparse"):
+        generate(loaded, a_request(method="dense"))
+
+
+def test_running_out_of_gpu_memory_says_what_to_do(loaded: LoadedPipeline) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(UnsupportedError, match=r"memory is too small.*--offload model"):
+        generate(loaded, a_request(), progress=full)
+    assert not loaded.pipe.transformer._forward_pre_hooks
+
+
 def test_bf16_runs_on_the_cpu(folder: Path) -> None:
     made = generate(load(folder, device="cpu", dtype="bf16"), a_request(dense_steps=0))
     assert made.frames.shape == (5, 32, 48, 3)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.methods import make_method
-from vidsparse.pipelines import restore, sparsify
+from vidsparse.pipelines import is_sparse, restore, sparsify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,6 +141,27 @@ def test_lora_weights_take_part() -> None:
         torch.testing.assert_close(latents_of(pipe), stock, rtol=1e-4, atol=1e-4)
         pipe.transformer.disable_adapters()
         assert not torch.allclose(latents_of(pipe), stock, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
+def test_group_offload_works_beside_it(kind: str) -> None:
+    pipe = tiny_wan()
+    stock = latents_of(pipe)
+    with sparsify(pipe, top_p=1.0, dense_steps=0):
+        pipe.transformer.enable_group_offload(
+            onload_device=torch.device("cpu"), offload_type=kind, num_blocks_per_group=1
+        )
+        torch.testing.assert_close(latents_of(pipe), stock, rtol=1e-4, atol=1e-4)
+
+
+def test_layerwise_casting_works_beside_it() -> None:
+    pipe = tiny_wan()
+    pipe.transformer.enable_layerwise_casting(
+        storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32
+    )
+    stock = latents_of(pipe)
+    with sparsify(pipe, top_p=1.0, dense_steps=0):
+        torch.testing.assert_close(latents_of(pipe), stock, rtol=1e-4, atol=1e-4)
 
 
 def test_first_block_cache_works_beside_it() -> None:
@@ -418,7 +439,9 @@ def test_restore_undoes_it_where_the_handle_was_lost() -> None:
     pipe = tiny_wan()
     before = state_of(pipe)
     sparsify(pipe)
+    assert is_sparse(pipe)
     assert restore(pipe)
+    assert not is_sparse(pipe)
     assert state_of(pipe) == before
     assert not restore(pipe)
 
