@@ -337,20 +337,17 @@ def _runnable() -> str:
 
 def _fetch_configs(hub_id: str) -> Path:
     """The hub's configuration files for a model; a few kilobytes, cached by the hub's client."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub import snapshot_download
 
+    names = ["model_index.json", "vae/config.json", "transformer/config.json", CARD]
     with _hub_errors(hub_id):
-        index = Path(hf_hub_download(hub_id, "model_index.json"))
-        for name in ("vae/config.json", "transformer/config.json", CARD):
-            try:
-                hf_hub_download(hub_id, name)
-            except LocalEntryNotFoundError:
-                # no connection: what has been loaded once has its configuration in the cache.
-                logger.debug("%s of %s is not in the hub cache", name, hub_id)
-            except EntryNotFoundError:
-                logger.debug("%s has no %s", hub_id, name)
-    return index.parent
+        folder = Path(snapshot_download(hub_id, allow_patterns=names))
+    if not (folder / "model_index.json").is_file():
+        raise ModelError(
+            f"{hub_id} is no diffusers model: it has no model_index.json. "
+            "Hint: many models have a second repository whose name ends in -Diffusers."
+        )
+    return folder
 
 
 @contextmanager
@@ -369,11 +366,6 @@ def _hub_errors(hub_id: str) -> Iterator[None]:
         raise ModelError(
             f"there is no model {hub_id!r}, neither as a folder here nor on the hub. "
             "Hint: check the spelling; a private one needs 'hf auth login'."
-        ) from None
-    except errors.RemoteEntryNotFoundError:
-        raise ModelError(
-            f"{hub_id} is no diffusers model: it has no model_index.json. "
-            "Hint: many models have a second repository whose name ends in -Diffusers."
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         raise ModelError(

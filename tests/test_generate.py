@@ -282,19 +282,46 @@ def test_a_hub_model_is_read_from_its_snapshot(
 ) -> None:
     import diffusers
     import huggingface_hub
-    from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    def fetch(hub_id: str, name: str) -> str:
-        assert hub_id == "owner/tiny"
-        if not (folder / name).is_file():
-            raise RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError)
-        return str(folder / name)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
-    monkeypatch.setattr(diffusers.DiffusionPipeline, "download", lambda *a, **k: str(folder))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, **_: str(folder))
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "download", lambda *_, **__: str(folder))
     ref = resolve_model("owner/tiny")
     assert (ref.source, ref.location, ref.defaults.frames) == ("hub", "owner/tiny", 5)
     assert load(ref, device="cpu").weights_hash == models.weights_hash(folder)
+
+
+def test_a_hub_model_in_another_format_is_told_where_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, **_: str(tmp_path))
+    with pytest.raises(ModelError, match="ends in -Diffusers"):
+        resolve_model("owner/original")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        ("GatedRepoError", "must be granted first. Hint: accept its terms"),
+        ("RepositoryNotFoundError", "neither as a folder here nor on the hub"),
+        ("LocalEntryNotFoundError", "Hint: connect once"),
+        ("OfflineModeIsEnabled", "Hint: connect once"),
+    ],
+)
+def test_the_hubs_refusals_say_what_to_do(
+    error: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    kind = getattr(huggingface_hub.errors, error)
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ModelError, match=message):
+        resolve_model("owner/model")
 
 
 # loading
