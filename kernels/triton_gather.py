@@ -165,27 +165,29 @@ def triton_attention(
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     blocks = q_tiles.shape[2]
     rows = q_tiles.shape[3] * tile[0]
-    gather_attention_kernel[(blocks * batch * heads,)](
-        q,
-        k,
-        v,
-        out,
-        lse,
-        q_tiles.contiguous(),
-        kv_count.contiguous(),
-        kv_index.contiguous(),
-        tokens,
-        blocks,
-        kv_index.shape[-1],
-        batch * heads,
-        scale * LOG2_E,
-        D=dim,
-        BLOCK_D=triton.next_power_of_2(dim),
-        M=tile[0],
-        N=tile[1],
-        BLOCK_M=rows,
-        BLOCK_N=block_n(q.device),
-        STAGES=STAGES,
-        num_warps=WARPS,
-    )
+    # triton launches on the current device, which need not be the one that holds the tensors.
+    with torch.cuda.device_of(q):
+        gather_attention_kernel[(blocks * batch * heads,)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            q_tiles.contiguous(),
+            kv_count.contiguous(),
+            kv_index.contiguous(),
+            tokens,
+            blocks,
+            kv_index.shape[-1],
+            batch * heads,
+            scale * LOG2_E,
+            D=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
+            M=tile[0],
+            N=tile[1],
+            BLOCK_M=rows,
+            BLOCK_N=block_n(q.device),
+            STAGES=STAGES,
+            num_warps=WARPS,
+        )
     return out, lse

@@ -74,9 +74,10 @@ class Trace:
         if device.type == "cuda":
             start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            start.record()
+            # the tensors' own device, which need not be the current one.
+            start.record(torch.cuda.current_stream(device))
             yield cell
-            end.record()
+            end.record(torch.cuda.current_stream(device))
             self._events.append((cell, start, end))
         else:
             began = time.perf_counter()
@@ -85,12 +86,11 @@ class Trace:
         self.cells.append(cell)
 
     def resolve(self) -> None:
-        """Wait for the device once, and bring times and densities to the host."""
-        if self._events:
-            torch.cuda.synchronize()
-            for cell, start, end in self._events:
-                cell.seconds = start.elapsed_time(end) / 1000
-            self._events.clear()
+        """Wait for what is still running, and bring times and densities to the host."""
+        for cell, start, end in self._events:
+            end.synchronize()
+            cell.seconds = start.elapsed_time(end) / 1000
+        self._events.clear()
         for cell in self.cells:
             if cell.selected is not None and cell.computed is not None:
                 cell.selected, cell.computed = cell.selected.cpu(), cell.computed.cpu()

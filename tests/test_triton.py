@@ -1,0 +1,235 @@
+"""The Triton kernel: interpreted, compiled ahead of time, and on a GPU where there is one.
+
+The interpreter is chosen by an environment variable when Triton is first imported, so it runs in a
+process of its own: this file as a script. It tries every case and prints one JSON object, and each
+test below reads its case's answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from budget import Work, check_kernel, random_qkv, random_work
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+HERE = Path(__file__).parent
+CHUNKS = [1, 8, 16, 32, 64, 128]
+HEAD_DIMS = [64, 96, 128]
+# bf16 products are wrong in the interpreter (Triton 3.6 to 3.9), so bf16 is the GPU's.
+DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+# lengths of the lists of a head's three blocks, of at most 19 chunks of 16 tokens.
+LISTS = {
+    "all empty": [0],
+    "one chunk or none": [1, 0],
+    "full, some, none": [19, 7, 0],
+    "any order": [0, 3, 19],
+}
+
+
+def triton_kernel() -> Callable[..., object]:
+    from vidsparse.kernels.triton_gather import triton_attention
+
+    return triton_attention
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def interpreted_cases() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Name and body of every case that the interpreter runs."""
+
+    def case(
+        tokens: int,
+        dim: int,
+        dtype: torch.dtype,
+        tile: tuple[int, int],
+        *,
+        layout: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+        batch: int = 1,
+        heads: int = 1,
+        counts: list[int] | None = None,
+        longest_first: bool = True,
+    ) -> Callable[[], None]:
+        def body() -> None:
+            q, k, v = (layout(x) for x in random_qkv(tokens, dim, dtype, batch=batch, heads=heads))
+            work = random_work(
+                tokens, tile, batch=batch, heads=heads, counts=counts, longest_first=longest_first
+            )
+            check_kernel(triton_kernel(), q, k, v, work)
+
+        return body
+
+    for name, dtype in DTYPES.items():
+        for dim in HEAD_DIMS:
+            for keys in CHUNKS:
+                yield f"D={dim} N={keys} {name}", case(300, dim, dtype, (16, keys))
+        for tokens in (1, 127, 128, 129):
+            yield f"S={tokens} {name}", case(tokens, 64, dtype, (32, 16))
+        for lists, counts in LISTS.items():
+            yield (
+                f"{lists} {name}",
+                case(300, 64, dtype, (128, 16), counts=counts, longest_first=False),
+            )
+    for rows in (16, 32, 64, 128):
+        yield f"M={rows}", case(300, 64, torch.float16, (rows, 8))
+    yield "batch 2", case(200, 64, torch.float16, (16, 16), batch=2, heads=2)
+    yield "strided", case(200, 64, torch.float16, (16, 16), batch=2, heads=2, layout=strided)
+
+
+CASES = [name for name, _ in interpreted_cases()]
+
+
+def main() -> None:
+    """Try all cases; print ``{name: what went wrong or null}``."""
+    torch.set_num_threads(1)
+    answers: dict[str, str | None] = {}
+    for name, body in interpreted_cases():
+        try:
+            body()
+            answers[name] = None
+        except Exception as error:
+            answers[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(answers))
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh Python, without the interpreter's flag unless it is given."""
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str | None]:
+    done = run(str(HERE / "test_triton.py"), TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name: str, answers: dict[str, str | None]) -> None:
+    assert answers[name] is None
+
+
+@pytest.fixture(scope="module")
+def compiled() -> str:
+    done = run(str(HERE / "compile_ahead.py"), "--head-dim", "128")
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("cc", [80, 89, 90, 100])
+def test_it_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str) -> None:
+    found = re.findall(rf"^sm_{cc} .*: (\d+) registers, (\d+) bytes spilled.*$", compiled, re.M)
+    print(*re.findall(rf"^sm_{cc} .*$", compiled, re.M), sep="\n")
+    assert len(found) == 4
+    # 26 to 28 registers of a thread on Ampere and Ada, none on Hopper and Blackwell.
+    assert max(int(stack) for _, stack in found) <= (128 if cc < 90 else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+class TestOnGpu:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("dim", HEAD_DIMS)
+    @pytest.mark.parametrize("keys", CHUNKS)
+    @pytest.mark.parametrize("tokens", [129, 1000])
+    def test_random_plans_stay_in_the_budget(
+        self, tokens: int, keys: int, dim: int, dtype: torch.dtype
+    ) -> None:
+        for rows in (16, 64, 128):
+            q, k, v = (x.cuda() for x in random_qkv(tokens, dim, dtype, batch=2))
+            work = random_work(tokens, (rows, keys), batch=2, seed=rows).to("cuda")
+            check_kernel(triton_kernel(), q, k, v, work)
+
+    @pytest.mark.parametrize("counts", LISTS.values(), ids=LISTS)
+    def test_ragged_lists(self, counts: list[int]) -> None:
+        q, k, v = (x.cuda() for x in random_qkv(300, 128, torch.bfloat16))
+        work = random_work(300, (128, 16), counts=counts, longest_first=False).to("cuda")
+        check_kernel(triton_kernel(), q, k, v, work)
+
+    @pytest.mark.parametrize("implementation", ["torch", "reference"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_the_other_implementations_stay_in_the_budget_too(
+        self, implementation: str, dtype: torch.dtype
+    ) -> None:
+        from vidsparse.kernels.dispatch import _LOADERS
+
+        q, k, v = (x.cuda() for x in random_qkv(500, 64, dtype))
+        work = random_work(500, (16, 16)).to("cuda")
+        check_kernel(_LOADERS[implementation](), q, k, v, work)
+
+    def test_large_scores_do_not_overflow(self) -> None:
+        q, k, v = (x.cuda() for x in random_qkv(300, 128, torch.bfloat16, spread=20))
+        check_kernel(triton_kernel(), q, k, v, random_work(300, (16, 16)).to("cuda"))
+
+    def test_nothing_waits_for_the_gpu_between_q_and_output(self) -> None:
+        from vidsparse.attention import AttentionEngine, CallSite
+        from vidsparse.grid import TokenGrid
+        from vidsparse.methods import make_method
+        from vidsparse.schedule import Schedule
+
+        grid = TokenGrid(3, 20, 20, text=30)
+        q, k, v = (x.cuda() for x in random_qkv(grid.tokens, 64, torch.bfloat16, batch=2))
+        for method in ("fg-attn", "spargeattn"):
+            for merge in ("xor", "xor-window", "consecutive"):
+                engine = AttentionEngine(
+                    make_method(method, merge=merge),
+                    schedule=Schedule(dense_steps=0, reuse=2),
+                    layers=1,
+                )
+                engine.begin_run(3)
+                # compiles the kernel and copies the order to the GPU.
+                engine.attend(q, k, v, CallSite(0, 0, 0.0, grid))
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    for step in (1, 2):
+                        engine.attend(q, k, v, CallSite(0, step, 0.0, grid))
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                assert [c.action for c in engine.trace.cells] == ["replan", "reuse", "replan"]
+
+    def test_offsets_beyond_32_bits(self) -> None:
+        # 2.2e9 elements a tensor; every block of every head attends the last two chunks.
+        heads, tokens, dim = 231, 75_600, 128
+        if torch.cuda.mem_get_info()[0] < 24e9:
+            pytest.skip("needs 24 GB of free GPU memory")
+        q = torch.zeros(1, heads, tokens, dim, dtype=torch.bfloat16, device="cuda")
+        k, v = torch.zeros_like(q), torch.zeros_like(q)
+        for x, source in zip((q, k, v), random_qkv(512, dim, q.dtype, heads=1), strict=True):
+            x[:, -1, -512:] = source[0]
+        blocks, chunks = -(-tokens // 128), -(-tokens // 64)
+        work = Work(
+            torch.arange(blocks, device="cuda").int().expand(1, heads, blocks)[..., None],
+            torch.full((1, heads, blocks), 2, dtype=torch.int32, device="cuda"),
+            torch.tensor([chunks - 2, chunks - 1], device="cuda").int().expand(1, heads, blocks, 2),
+            (128, 64),
+            tokens,
+        )
+        out, _ = triton_kernel()(q, k, v, *work.tensors, tile=work.tile, scale=0.1)  # type: ignore[misc]
+        # 75,600 is 16 into chunk 1181: the two last chunks hold 80 tokens.
+        last = [x[:, -1:, -80:].double() for x in (k, v)]
+        rows = q[:, -1:, -80:].double()
+        expected = (rows @ last[0].mT * 0.1).softmax(-1) @ last[1]
+        torch.testing.assert_close(out[:, -1:, -80:].double(), expected, rtol=0.02, atol=0.02)
+        assert not bool(out[:, 0].any())
+
+
+if __name__ == "__main__":
+    main()
