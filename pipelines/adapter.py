@@ -11,8 +11,8 @@ is the same for all families is here:
   grid, the step and the guidance branch, which the operator reads when it runs.
 - ``SparseProcessor``, the base of the families' processors.
 
-Nothing is stored on classes or modules of the host; a session lives as long as the processors that
-point to it.
+No class and no Python module of the host is changed: only this pipeline's transformers are, and
+removal takes all of it back. A session lives as long as the processors that point to it.
 """
 
 from __future__ import annotations
