@@ -1,0 +1,130 @@
+"""Methods as sets of options: values, errors that name the owner, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+import vidsparse
+from vidsparse.methods import METHODS, Dense, FgAttn, SpargeAttn, SparseMethod, make_method
+
+
+def test_the_methods_and_their_default_come_in_order() -> None:
+    assert list(METHODS) == ["fg-attn", "spargeattn", "dense"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_found_by_its_own_name_and_describes_itself(name: str) -> None:
+    method = make_method(name)
+    assert method.name == name
+    assert method.title
+    assert method.summary
+    assert isinstance(method, METHODS[name])
+
+
+def test_defaults_are_the_papers() -> None:
+    assert make_method("fg-attn") == FgAttn(top_p=0.9, tile=(16, 16), merge="xor")
+    sparge = make_method("spargeattn")
+    assert isinstance(sparge, SpargeAttn)
+    assert (sparge.tau, sparge.tile) == (0.9, (128, 64))
+    assert make_method("dense") == Dense()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_options_survive_json(name: str) -> None:
+    method = make_method(name)
+    stored = json.loads(json.dumps(method.options()))
+    assert make_method(name, **stored) == method
+
+
+def test_a_tile_is_written_as_on_the_command_line() -> None:
+    assert make_method("fg-attn", tile=(32, 8)).options() == {
+        "top_p": 0.9,
+        "tile": "32x8",
+        "merge": "xor",
+    }
+
+
+@pytest.mark.parametrize("tile", [(32, 8), [32, 8], "32x8"])
+def test_a_tile_may_be_a_pair_or_text(tile: object) -> None:
+    assert make_method("fg-attn", tile=tile) == FgAttn(tile=(32, 8))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_fields_carry_what_a_command_line_needs(name: str) -> None:
+    for field in dataclasses.fields(METHODS[name]):
+        assert set(field.metadata) == {"help", "flag", "metavar", "convert"}
+        assert field.metadata["flag"] == "--" + field.name.replace("_", "-")
+        written = make_method(name).options()[field.name]
+        read = field.metadata["convert"](str(written))
+        assert make_method(name, **{field.name: read}) == make_method(name)
+
+
+def test_options_are_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FgAttn().top_p = 0.5
+    with pytest.raises(TypeError):
+        FgAttn(0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sparge", {}, r"unknown method 'sparge'\. Hint: choose from fg-attn, spargeattn, dense"),
+        ("fg-attn", {"tau": 0.5}, r"no option 'tau': it belongs to spargeattn\. Hint: .*top_p"),
+        ("spargeattn", {"top_p": 0.5}, r"no option 'top_p': it belongs to fg-attn\. Hint: .*tau"),
+        ("dense", {"tile": "16x16"}, r"it belongs to fg-attn and spargeattn.*takes no options"),
+        ("fg-attn", {"topp": 0.5}, r"no option 'topp': no method has it"),
+    ],
+)
+def test_an_option_of_another_method_names_its_owner(
+    name: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(vidsparse.OptionError, match=message):
+        make_method(name, **options)
+
+
+@pytest.mark.parametrize("bad", [0, 0.0, -0.1, 1.01, math.nan, math.inf, "0.9", True, None])
+@pytest.mark.parametrize(("name", "option"), [("fg-attn", "top_p"), ("spargeattn", "tau")])
+def test_a_share_lies_above_0_up_to_1(name: str, option: str, bad: object) -> None:
+    with pytest.raises(vidsparse.OptionError, match=rf"{option} must lie in \(0, 1\], got"):
+        make_method(name, **{option: bad})
+
+
+@pytest.mark.parametrize("bad", [-1.01, 1.01, math.nan, "0.5", True, None])
+def test_theta_lies_between_minus_1_and_1(bad: object) -> None:
+    with pytest.raises(vidsparse.OptionError, match=r"theta must lie in \[-1, 1\], got"):
+        SpargeAttn(theta=bad)
+    assert SpargeAttn(theta=-1).theta == -1
+    assert SpargeAttn(theta=1.0).theta == 1.0
+
+
+@pytest.mark.parametrize("bad", [(8, 16), (16, 2), (16,), (16, 16, 16), 16, None, (16.0, 16), "x"])
+@pytest.mark.parametrize("name", ["fg-attn", "spargeattn"])
+def test_a_tile_that_no_kernel_has_is_refused(name: str, bad: object) -> None:
+    with pytest.raises(vidsparse.OptionError, match="tile must"):
+        make_method(name, tile=bad)
+
+
+@pytest.mark.parametrize("name", ["fg-attn", "spargeattn"])
+def test_an_unknown_merge_is_refused(name: str) -> None:
+    with pytest.raises(vidsparse.OptionError, match="unknown merge 'hash'"):
+        make_method(name, merge="hash")
+
+
+@pytest.mark.parametrize("name", [n for n, cls in METHODS.items() if issubclass(cls, SparseMethod)])
+@pytest.mark.parametrize("tile", [(16, 16), (128, 1), (32, 64)])
+def test_a_selection_has_a_row_of_key_tiles_for_every_query_tile(
+    name: str, tile: tuple[int, int]
+) -> None:
+    q, k = torch.randn(2, 3, 100, 16), torch.randn(2, 3, 100, 16)
+    method = make_method(name, tile=tile)
+    assert isinstance(method, SparseMethod)
+    mask = method.select(q, k)
+    assert mask.dtype == torch.bool
+    assert mask.shape == (2, 3, -(-100 // tile[0]), -(-100 // tile[1]))
+    assert bool(mask.any(-1).all())
