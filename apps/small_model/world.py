@@ -1,0 +1,403 @@
+"""Captioned procedural clips: shaded bodies that move over quiet backgrounds.
+
+A scene is a value: the same scene renders at any size and length, on any device, to the same
+picture up to sampling. Lengths are in half short sides of the frame, so that the short side runs
+from -1 to 1; x points right, y down; time runs from 0 to 1 over the clip.
+
+Tensors: clips are [B, 3, T, H, W] in [-1, 1].
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+COLOURS: dict[str, tuple[float, float, float]] = {
+    "red": (0.90, 0.13, 0.16),
+    "orange": (1.00, 0.50, 0.06),
+    "yellow": (0.98, 0.85, 0.12),
+    "green": (0.15, 0.70, 0.26),
+    "cyan": (0.12, 0.80, 0.88),
+    "blue": (0.16, 0.32, 0.95),
+    "purple": (0.60, 0.20, 0.85),
+    "white": (0.95, 0.95, 0.95),
+}
+BACKGROUNDS: dict[str, tuple[float, float, float]] = {
+    "black": (0.05, 0.05, 0.06),
+    "gray": (0.46, 0.47, 0.49),
+    "navy": (0.07, 0.10, 0.30),
+    "brown": (0.38, 0.26, 0.18),
+    "pink": (0.92, 0.70, 0.77),
+    "teal": (0.06, 0.31, 0.33),
+    "cream": (0.93, 0.89, 0.78),
+}
+# half extents, in half short sides of the frame
+SIZES: dict[str, float] = {"small": 0.18, "medium": 0.26, "large": 0.35}
+SHAPES: tuple[str, ...] = ("ball", "square", "ring", "triangle", "star", "heart")
+STRAIGHT_MOTIONS: tuple[str, ...] = ("moves right", "moves left", "moves up", "moves down")
+MOTIONS: tuple[str, ...] = (
+    *STRAIGHT_MOTIONS,
+    "bounces",
+    "orbits",
+    "spins",
+    "grows",
+    "shrinks",
+    "stays still",
+)
+TEXTURES: tuple[str, ...] = ("plain", "gradient", "striped", "checkered", "dotted")
+
+# width of the rounded rim as a share of the half extent; 1 makes the disc a sphere
+_BEVELS: dict[str, float] = {
+    "ball": 1.0,
+    "square": 0.34,
+    "ring": 0.27,
+    "triangle": 0.34,
+    "star": 0.26,
+    "heart": 0.50,
+}
+# a turning ball or ring looks the same all the way round
+_TURNABLE: frozenset[str] = frozenset({"square", "triangle", "star", "heart"})
+_LOW_CONTRAST: frozenset[tuple[str, str]] = frozenset({("white", "cream"), ("yellow", "cream")})
+
+# unit direction towards the light in the picture plane (up and left), and its height
+_LIGHT_PLANE = (-0.6, -0.8)
+_LIGHT_SLOPE, _LIGHT_HEIGHT = 0.62, 0.78
+# the half-way vector between that light and a viewer straight above
+_HALF_SLOPE, _HALF_HEIGHT = 0.33, 0.944
+_SHADOW_SHIFT = (0.06, 0.085)
+_SHADOW_SOFTNESS = 0.05
+_SHADOW_DEPTH = 0.45
+
+
+@dataclass(frozen=True, kw_only=True)
+class Body:
+    """One moving object: what it is, how it moves, and where its motion is anchored.
+
+    ``x`` and ``y`` lie in [-1, 1] and are shares of the room that the motion leaves, so that no
+    body leaves the frame; ``phase`` in [0, 1) is where on its circle an orbit starts.
+    """
+
+    shape: str
+    colour: str
+    size: str
+    motion: str
+    x: float = 0.0
+    y: float = 0.0
+    phase: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("shape", self.shape, SHAPES),
+            ("colour", self.colour, tuple(COLOURS)),
+            ("size", self.size, tuple(SIZES)),
+            ("motion", self.motion, MOTIONS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """One or two bodies on a background."""
+
+    bodies: tuple[Body, ...]
+    texture: str
+    background: str
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.bodies) <= 2:
+            raise ValueError(f"`bodies` must hold one or two bodies, got {len(self.bodies)}.")
+        if self.texture not in TEXTURES:
+            raise ValueError(f"`texture` must be one of {TEXTURES}, got {self.texture!r}.")
+        if self.background not in BACKGROUNDS:
+            raise ValueError(
+                f"`background` must be one of {tuple(BACKGROUNDS)}, got {self.background!r}."
+            )
+
+
+def _held_out_triples() -> tuple[tuple[str, str, str], ...]:
+    # every colour three times, every shape four times, every direction six times
+    colours = tuple(COLOURS)
+    return tuple(
+        (colours[i // 3], SHAPES[i % 6], STRAIGHT_MOTIONS[(i + i // 6) % 4]) for i in range(24)
+    )
+
+
+HELD_OUT: tuple[tuple[str, str, str], ...] = _held_out_triples()
+"""24 (colour, shape, motion) triples that training never draws."""
+
+
+def _contrasts(colour: str, background: str) -> bool:
+    return (colour, background) not in _LOW_CONTRAST
+
+
+def _sample_body(rng: random.Random, background: str, taken: Sequence[Body]) -> Body:
+    while True:
+        shape = rng.choice(SHAPES)
+        colour = rng.choice(tuple(COLOURS))
+        motion = rng.choice(MOTIONS)
+        if (colour, shape, motion) in HELD_OUT or not _contrasts(colour, background):
+            continue
+        if motion == "spins" and shape not in _TURNABLE:
+            continue
+        # two bodies that differ in neither colour nor shape would make the caption ambiguous
+        if any(colour == other.colour or shape == other.shape for other in taken):
+            continue
+        return Body(
+            shape=shape,
+            colour=colour,
+            size=rng.choice(tuple(SIZES)),
+            motion=motion,
+            x=rng.uniform(-1, 1),
+            y=rng.uniform(-1, 1),
+            phase=rng.random(),
+        )
+
+
+def _clearance(first: Body, second: Body) -> float:
+    """Mean distance between two bodies over a square clip, less their extents."""
+    time = np.linspace(0, 1, 9)
+    a, b = track(first, time), track(second, time)
+    return float(np.mean(np.hypot(a[0] - b[0], a[1] - b[1]) - a[2] - b[2]))
+
+
+def sample_scene(rng: random.Random) -> Scene:
+    """Draw a training scene; two bodies in 40 % of scenes, never a triple of ``HELD_OUT``."""
+    background = rng.choice(tuple(BACKGROUNDS))
+    bodies = [_sample_body(rng, background, ())]
+    if rng.random() < 0.4:
+        # of a few candidates keep the one that overlaps the first body least
+        candidates = [_sample_body(rng, background, bodies) for _ in range(6)]
+        bodies.append(max(candidates, key=lambda body: _clearance(bodies[0], body)))
+    return Scene(bodies=tuple(bodies), texture=rng.choice(TEXTURES), background=background)
+
+
+def held_out_scenes() -> tuple[Scene, ...]:
+    """The 24 test scenes: one body of ``HELD_OUT`` each, in straight motion."""
+    scenes = []
+    for i, (colour, shape, motion) in enumerate(HELD_OUT):
+        background = next(
+            name
+            for name in (tuple(BACKGROUNDS)[(i + k) % len(BACKGROUNDS)] for k in range(2))
+            if _contrasts(colour, name)
+        )
+        body = Body(
+            shape=shape,
+            colour=colour,
+            size=tuple(SIZES)[i % 3],
+            motion=motion,
+            x=((i * 7) % 11) / 5 - 1,
+            y=((i * 5) % 11) / 5 - 1,
+        )
+        scenes.append(Scene(bodies=(body,), texture=TEXTURES[i % 5], background=background))
+    return tuple(scenes)
+
+
+def track(
+    body: Body, time: np.ndarray, aspect: tuple[float, float] = (1.0, 1.0)
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Position x, y, half extent and rotation (radians) of a body, each [T], at ``time`` [T].
+
+    ``aspect`` is the half width and half height of the frame.
+    """
+    extent = SIZES[body.size]
+    widest = extent * (1.45 if body.motion in ("grows", "shrinks") else 1.0)
+    room_x, room_y = aspect[0] - 1.06 * widest, aspect[1] - 1.06 * widest
+    one = np.ones_like(time)
+    x, y = 0.85 * room_x * body.x * one, 0.85 * room_y * body.y * one
+    scale, angle = extent * one, 0.0 * one
+    sweep = 2 * time - 1
+    turns = 2 * math.pi * (body.phase + time)
+    match body.motion:
+        case "moves right":
+            x = room_x * sweep
+        case "moves left":
+            x = -room_x * sweep
+        case "moves down":
+            y = room_y * sweep
+        case "moves up":
+            y = -room_y * sweep
+        case "bounces":
+            y = room_y - 1.6 * room_y * np.abs(np.sin(2 * math.pi * time))
+        case "orbits":
+            radius = min(0.5, room_x, room_y)
+            x, y = radius * np.cos(turns), radius * np.sin(turns)
+        case "spins":
+            angle = 2 * math.pi * time
+        case "grows":
+            scale = extent * (0.55 + 0.9 * time)
+        case "shrinks":
+            scale = extent * (1.45 - 0.9 * time)
+    return x, y, scale, angle
+
+
+def _rounded_polygon(planes: torch.Tensor, sharpness: float) -> torch.Tensor:
+    # a smooth maximum rounds the corners and softens the creases of the bevel
+    return torch.logsumexp(planes * sharpness, dim=0) / sharpness
+
+
+def _distance(shape: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Signed distance to a shape of half extent about 1, negative inside, any broadcast shape."""
+    if shape == "ball":
+        return torch.hypot(x, y) - 1.0
+    if shape == "ring":
+        return (torch.hypot(x, y) - 0.73).abs() - 0.27
+    if shape == "square":
+        corner = 0.18
+        u, v = x.abs() - (0.86 - corner), y.abs() - (0.86 - corner)
+        outside = torch.hypot(u.clamp_min(0), v.clamp_min(0))
+        return outside + torch.maximum(u, v).clamp_max(0) - corner
+    if shape == "triangle":
+        y = y - 0.18
+        planes = [y, -0.5 * y + 0.866 * x, -0.5 * y - 0.866 * x]
+        return _rounded_polygon(torch.stack(planes), 9.0) - 0.60
+    if shape == "star":
+        # fold the plane ten times over onto one edge of a five-pointed star
+        angle = torch.atan2(x, -y)
+        sector = 2 * math.pi / 5
+        folded = (torch.remainder(angle + sector / 2, sector) - sector / 2).abs()
+        radius = torch.hypot(x, y)
+        u, v = radius * torch.sin(folded), radius * torch.cos(folded)
+        tip, waist = 1.0, 0.5
+        inner_u, inner_v = waist * math.sin(sector / 2), waist * math.cos(sector / 2)
+        edge_u, edge_v = inner_u, inner_v - tip
+        length_squared = edge_u**2 + edge_v**2
+        along = ((u * edge_u + (v - tip) * edge_v) / length_squared).clamp(0, 1)
+        gap = torch.hypot(u - along * edge_u, v - tip - along * edge_v)
+        inside = u * -edge_v + (v - tip) * edge_u < 0
+        return torch.where(inside, -gap, gap) - 0.06
+    # heart: two arcs above, a corner below; its own frame has y up and the tip at the origin
+    u, v = 0.62 * x.abs(), 0.62 * -y + 0.56
+    lobe = torch.hypot(u - 0.25, v - 0.75) - math.sqrt(2) / 4
+    foot = 0.5 * (u + v).clamp_min(0)
+    gap = torch.minimum(torch.hypot(u, v - 1), torch.hypot(u - foot, v - foot))
+    return torch.where(u + v > 1, lobe, torch.where(u > v, gap, -gap)) / 0.62 - 0.03
+
+
+def _pattern(texture: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Brightness [H, W] of a texture, about -1 to 1, on the grid ``x`` [1, W], ``y`` [H, 1].
+
+    A caption names a texture completely: its place is fixed, so that the model need not guess it.
+    """
+    if texture == "gradient":
+        return 1.5 * y + 0.0 * x
+    if texture == "striped":
+        return torch.tanh(2.0 * torch.sin(2 * math.pi * (x + y) / 0.58))
+    if texture == "checkered":
+        return torch.tanh(3.0 * torch.sin(math.pi * x / 0.33) * torch.sin(math.pi * y / 0.33))
+    if texture == "dotted":
+        near_x = torch.remainder(x / 0.40, 1.0) - 0.5
+        near_y = torch.remainder(y / 0.40, 1.0) - 0.5
+        return torch.tanh((0.27 - torch.hypot(near_x, near_y)) / 0.07)
+    return torch.zeros_like(x + y)
+
+
+def _background(
+    scenes: Sequence[Scene], x: torch.Tensor, y: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Backgrounds [B, 3, 1, H, W] in [0, 1] of the grid ``x`` [1, W], ``y`` [H, 1]."""
+    bases = torch.tensor([BACKGROUNDS[scene.background] for scene in scenes], device=device)
+    base = bases.view(-1, 3, 1, 1, 1)
+    patterns = {texture: _pattern(texture, x, y) for texture in {s.texture for s in scenes}}
+    pattern = torch.stack([patterns[scene.texture] for scene in scenes])[:, None, None]
+    # dark colours need an absolute step, light ones a relative step, to look alike
+    picture = base + (0.035 + 0.075 * base) * pattern
+    return picture * (1.0 - 0.08 * (x**2 + y**2))
+
+
+def _layer(
+    bodies: Sequence[Body],
+    frames: int,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    aspect: tuple[float, float],
+    pixel: float,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Colour [B, 3, T, H, W], coverage [B, 1, T, H, W] and shadow [B, 1, T, H, W] of one body each.
+
+    ``pixel`` is the size of one pixel.
+    """
+    time = np.arange(frames) / max(frames - 1, 1)
+    tracks = np.stack([np.stack(track(body, time, aspect)) for body in bodies])
+    table = torch.tensor(tracks, dtype=torch.float32, device=device)[..., None, None]
+    centre_x, centre_y, scale, angle = table.unbind(1)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    size = (len(bodies), frames, y.shape[0], x.shape[1])
+    distance, slope, shadow = (torch.empty(size, device=device) for _ in range(3))
+    probe = 0.02
+    for shape in {body.shape for body in bodies}:
+        rows = [i for i, body in enumerate(bodies) if body.shape == shape]
+        index = torch.tensor(rows, device=device)
+        c, s, k = cos[index], sin[index], scale[index]
+        dx, dy = x - centre_x[index], y - centre_y[index]
+
+        def at(
+            shift_x: float,
+            shift_y: float,
+            *,
+            shape: str = shape,
+            dx: torch.Tensor = dx,
+            dy: torch.Tensor = dy,
+            c: torch.Tensor = c,
+            s: torch.Tensor = s,
+            k: torch.Tensor = k,
+        ) -> torch.Tensor:
+            u, v = dx + shift_x, dy + shift_y
+            return k * _distance(shape, (c * u + s * v) / k, (c * v - s * u) / k)
+
+        here = at(0.0, 0.0)
+        distance[index] = here
+        # the directional derivative towards the light stands in for the surface normal
+        slope[index] = (at(probe * _LIGHT_PLANE[0], probe * _LIGHT_PLANE[1]) - here) / probe
+        shadow[index] = at(-_SHADOW_SHIFT[0], -_SHADOW_SHIFT[1])
+    bevel = torch.tensor([_BEVELS[body.shape] for body in bodies], device=device)
+    depth = (-distance / (bevel.view(-1, 1, 1, 1) * scale)).clamp(0, 1)
+    tilt = 1 - depth
+    upright = (1 - tilt**2).clamp_min(0).sqrt()
+    lean = tilt * slope.clamp(-1, 1)
+    light = 0.50 + 0.55 * (lean * _LIGHT_SLOPE + upright * _LIGHT_HEIGHT).clamp_min(0)
+    gloss = 0.55 * (lean * _HALF_SLOPE + upright * _HALF_HEIGHT).clamp(0, 1) ** 48
+    colours = torch.tensor([COLOURS[body.colour] for body in bodies], device=device)
+    picture = colours.view(-1, 3, 1, 1, 1) * light.unsqueeze(1) + gloss.unsqueeze(1)
+    coverage = torch.sigmoid(-distance / (0.45 * pixel)).unsqueeze(1)
+    shade = (_SHADOW_DEPTH * torch.sigmoid(-shadow / _SHADOW_SOFTNESS)).unsqueeze(1)
+    return picture.clamp(0, 1), coverage, shade
+
+
+@torch.no_grad()
+def render(
+    scenes: Sequence[Scene],
+    frames: int,
+    height: int,
+    width: int,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Render scenes as clips [B, 3, T, H, W] in [-1, 1], fp32, antialiased."""
+    device = torch.device(device)
+    short = min(height, width)
+    pixel = 2.0 / short
+    aspect = (width / short, height / short)
+    x = ((torch.arange(width, device=device) + 0.5) * pixel - aspect[0]).view(1, width)
+    y = ((torch.arange(height, device=device) + 0.5) * pixel - aspect[1]).view(height, 1)
+    clip = _background(scenes, x, y, device).expand(-1, -1, frames, -1, -1).clone()
+    for level in range(max(len(scene.bodies) for scene in scenes)):
+        rows = [i for i, scene in enumerate(scenes) if len(scene.bodies) > level]
+        index = torch.tensor(rows, device=device)
+        bodies = [scenes[i].bodies[level] for i in rows]
+        picture, coverage, shade = _layer(bodies, frames, x, y, aspect, pixel, device)
+        below = clip[index] * (1 - shade)
+        clip[index] = torch.lerp(below, picture, coverage)
+    return clip.clamp_(0, 1).mul_(2).sub_(1)
+
+
+def centres(scene: Scene, frames: int) -> np.ndarray:
+    """Positions [bodies, T, 2] as shares (x, y) of a square frame; (0, 0) is top left."""
+    time = np.arange(frames) / max(frames - 1, 1)
+    places = [np.stack(track(body, time)[:2], axis=-1) for body in scene.bodies]
+    return np.asarray((np.stack(places) + 1) / 2)
