@@ -108,7 +108,7 @@ def _rate(text: str) -> int | float:
     return int(number) if number.is_integer() else number
 
 
-def _size(text: str) -> tuple[int, int]:
+def pixel_size(text: str) -> tuple[int, int]:
     """WIDTHxHEIGHT in pixels."""
     parts = text.lower().split("x")
     if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
@@ -151,7 +151,7 @@ def request_options(function: Function) -> Function:
         _option(
             VIDEO,
             "--size",
-            type=_size,
+            type=pixel_size,
             metavar="WIDTHxHEIGHT",
             help="Pixels.  [default: the model's]",
         ),

@@ -1,0 +1,155 @@
+"""What a method does to single attention calls: the columns of SpargeAttn's Tables 4 and 9.
+
+``record_calls`` keeps the q, k and v of chosen calls while a pipeline runs; ``measure_call`` then
+asks what another method or token order would have done with them. The same calls for every order:
+nothing but the order differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from vidsparse.attention import (
+    AttentionEngine,
+    CallSite,
+    DenseAttention,
+    attend,
+    plan_attention,
+)
+from vidsparse.masks import self_similarity
+from vidsparse.methods import SparseMethod
+from vidsparse.order import token_order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedCall:
+    """The input of one attention call, ``[B, H, S, D]`` each, in the pipeline's token order."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    site: CallSite
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallStatistics:
+    """Means over batch, heads and calls.
+
+    Args:
+        sim_q: self-similarity of the query tiles (Sim-q).
+        sim_k: self-similarity of the key tiles (Sim-k).
+        l1: relative L1 distance to dense attention, ``sum|O - O'| / sum|O|``.
+        selected: share of tiles that the method chose; SpargeAttn's sparsity is 1 - selected.
+        computed: share of query-key pairs that the kernel multiplied.
+    """
+
+    sim_q: float
+    sim_k: float
+    l1: float
+    selected: float
+    computed: float
+
+
+@contextmanager
+def record_calls(
+    engine: AttentionEngine,
+    *,
+    steps: Collection[int],
+    layers: Collection[int],
+    rows: int,
+    branch: str = "conditional",
+) -> Iterator[list[RecordedCall]]:
+    """Keep the inputs of the calls at ``steps`` and ``layers`` while the block runs.
+
+    Args:
+        engine: the engine of a handle; untouched when the block has ended.
+        steps: denoising steps to keep, from 0.
+        layers: transformer layers to keep, from 0.
+        rows: at most this many rows of the batch are kept.
+        branch: the guidance branch to keep.
+    """
+    calls: list[RecordedCall] = []
+    original = engine.attend
+
+    def recording(
+        q: Tensor, k: Tensor, v: Tensor, site: CallSite, dense: DenseAttention | None = None
+    ) -> Tensor:
+        if site.step in steps and site.layer in layers and site.branch == branch:
+            kept = (x[:rows].detach().clone() for x in (q, k, v))
+            calls.append(RecordedCall(**dict(zip("qkv", kept, strict=True)), site=site))
+        return original(q, k, v, site, dense)
+
+    # on this one instance only: the class and every other pipeline stay as they are.
+    instance: dict[str, Any] = vars(engine)
+    instance["attend"] = recording
+    try:
+        yield calls
+    finally:
+        del instance["attend"]
+
+
+def measure_call(
+    call: RecordedCall, method: SparseMethod, order: str, implementation: str = "auto"
+) -> CallStatistics:
+    """What ``method`` in ``order`` does to one call, against dense attention.
+
+    Raises:
+        OptionError: unknown order or implementation.
+        UnsupportedError: the implementation cannot run on these tensors.
+    """
+    grid = call.site.grid
+    permutation = token_order(order, grid, call.q.device)
+    q, k = permutation.apply(call.q), permutation.apply(call.k)
+    plan = plan_attention(method, q, k, grid)
+    dense = F.scaled_dot_product_attention(call.q, call.k, call.v).float()
+    sparse = attend(
+        call.q, call.k, call.v, grid, method, order=order, implementation=implementation
+    ).float()
+    return CallStatistics(
+        sim_q=self_similarity(q, method.tile[0]).mean().item(),
+        sim_k=self_similarity(k, method.tile[1]).mean().item(),
+        l1=((sparse - dense).abs().sum() / dense.abs().sum()).item(),
+        selected=plan.selected.float().mean().item(),
+        computed=plan.computed.float().mean().item(),
+    )
+
+
+def measure_calls(
+    calls: Sequence[RecordedCall], method: SparseMethod, order: str, implementation: str = "auto"
+) -> CallStatistics:
+    """The mean of ``measure_call`` over ``calls``; at least one.
+
+    Raises:
+        OptionError: unknown order or implementation.
+        UnsupportedError: the implementation cannot run on these tensors.
+    """
+    each = [measure_call(call, method, order, implementation) for call in calls]
+    return CallStatistics(
+        **{
+            name: math.fsum(getattr(one, name) for one in each) / len(each)
+            for name in CallStatistics.__slots__
+        }
+    )
+
+
+def computed_density(calls: Sequence[RecordedCall], method: SparseMethod, order: str) -> float:
+    """Mean computed density of ``method`` over ``calls``; plans only, no attention is run.
+
+    Raises:
+        OptionError: unknown order.
+    """
+    densities = []
+    for call in calls:
+        permutation = token_order(order, call.site.grid, call.q.device)
+        plan = plan_attention(
+            method, permutation.apply(call.q), permutation.apply(call.k), call.site.grid
+        )
+        densities.append(plan.computed.float().mean().item())
+    return math.fsum(densities) / len(densities)
