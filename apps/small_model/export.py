@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from diffusers import (
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
-from . import text
+from . import card, text
 
 FLOW_SHIFT = 3.0
 """Of the training times and of the shipped scheduler."""
@@ -56,20 +57,42 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def export(checkpoints: Path, folder: Path) -> None:
-    """Write ``folder`` for ``WanPipeline.from_pretrained`` from the fp32 ``checkpoints``.
+    """Write the complete ``folder`` for ``WanPipeline.from_pretrained`` from fp32 ``checkpoints``.
 
-    The transformer and the text encoder are stored in bfloat16, the autoencoder in float16, which
-    keeps three more bits of its weights.
+    The transformer and the text encoder are stored in bfloat16, but for the small modules that
+    diffusers computes in fp32; the autoencoder in float16, which keeps three more bits of its
+    weights. The card says what ``card.MEASURED`` beside the checkpoints says.
     """
-    pipeline = WanPipeline(
-        tokenizer=build_tokenizer(),
-        text_encoder=UMT5EncoderModel.from_pretrained(checkpoints / "text_encoder").to(
-            torch.bfloat16
-        ),
-        vae=AutoencoderKLWan.from_pretrained(checkpoints / "vae").to(torch.float16),
-        transformer=WanTransformer3DModel.from_pretrained(checkpoints / "transformer").to(
-            torch.bfloat16
-        ),
-        scheduler=build_scheduler(),
+    transformer = WanTransformer3DModel.from_pretrained(
+        checkpoints / "transformer", torch_dtype=torch.bfloat16
     )
-    pipeline.save_pretrained(folder)
+    encoder = UMT5EncoderModel.from_pretrained(checkpoints / "text_encoder", dtype=torch.bfloat16)
+    vae = AutoencoderKLWan.from_pretrained(checkpoints / "vae", torch_dtype=torch.float16)
+    for model in (transformer, vae):
+        # diffusers would keep the path that they were loaded from
+        model.register_to_config(_name_or_path=card.NAME)
+    WanPipeline(
+        tokenizer=build_tokenizer(),
+        text_encoder=encoder,
+        vae=vae,
+        transformer=transformer,
+        scheduler=build_scheduler(),
+    ).save_pretrained(folder)
+    _write_json(folder / "vidsparse.json", card.settings())
+    readme = card.readme(
+        transformer,
+        encoder,
+        vae,
+        shift=FLOW_SHIFT,
+        measured=card.read_measured(checkpoints),
+    )
+    (folder / "README.md").write_text(readme, encoding="utf-8")
+    licence = card.license_text()
+    if licence is None:
+        warnings.warn(
+            f"{folder} has no LICENSE, because vidsparse is not installed here. "
+            "Hint: install it and export again before you pass the folder on.",
+            stacklevel=2,
+        )
+    else:
+        (folder / "LICENSE").write_text(licence, encoding="utf-8")
