@@ -53,13 +53,13 @@ def _greedy(distance: Tensor, per_block: int, present: Tensor) -> Tensor:
     free = torch.ones(problems, tiles, dtype=torch.bool, device=distance.device)
     blocks = []
     for _ in range(tiles // per_block):
-        # the first free real tile leads the block; its distance to itself is 0, and forcing its
-        # key below all others keeps it in front even of identical tiles before it.
+        # the first free real tile leads the block: its distance to itself is 0, and tiles identical
+        # to it that are still free stand behind it.
         rank = torch.where(free, position + tiles * (~present), never)
         leader = rank.argmin(-1, keepdim=True)
         row = key.gather(1, leader.unsqueeze(-1).expand(-1, -1, tiles)).squeeze(1)
         row = torch.where(present, row, never - 1 - tiles + position)
-        row = torch.where(free, row, never).scatter(1, leader, -1)
+        row = torch.where(free, row, never)
         members = row.topk(per_block, dim=-1, largest=False, sorted=True).indices
         free = free.scatter(1, members, False)
         blocks.append(members)

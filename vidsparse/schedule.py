@@ -73,7 +73,7 @@ class Schedule:
         """The steps that may be sparse, of ``steps`` in all."""
         first = share_or_count(self.dense_steps, steps, "dense_steps")
         last = share_or_count(self.dense_last_steps, steps, "dense_last_steps")
-        return range(first, max(first, steps - last))
+        return range(first, steps - last)
 
     def decide(self, step: int, steps: int, layer: int, layers: int) -> Action:
         """Decide for one call: dense, make a plan, or reuse the layer's last one."""
