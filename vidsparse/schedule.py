@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from vidsparse.errors import OptionError
 
 
-class Action(Enum):
+class Action(StrEnum):
     """What one attention call does."""
 
     DENSE = "dense"
