@@ -139,7 +139,7 @@ $fidelity_rows
 ## Limits
 
 - It draws its own world only: no other subjects, no styles, no camera motion.
-- It was trained at $trained_sizes.
+- It is made for $trained_sizes.
   Other sizes and lengths run; how well was not measured.
 - It has seen one or two objects in a clip, never more, and never two of one shape or one colour.
 - Its attention maps come from a world of flat backgrounds and few objects. How much quality a
