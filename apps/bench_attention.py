@@ -84,9 +84,9 @@ def sampled_errors(
             chunk = plan.kv_index[0, head, block, : plan.kv_count[0, head, block]].long()
             token = (chunk.unsqueeze(1) * keys + torch.arange(keys, device=q.device)).flatten()
             token = token[token < plan.tokens]
-            parts = [q[:, head, row], k[:, head, token], v[:, head, token]]
-            exact = F.scaled_dot_product_attention(*[x.double() for x in parts])
-            stock = F.scaled_dot_product_attention(*parts)
+            qs, ks, vs = q[:, head, row], k[:, head, token], v[:, head, token]
+            exact = F.scaled_dot_product_attention(qs.double(), ks.double(), vs.double())
+            stock = F.scaled_dot_product_attention(qs, ks, vs)
             difference += (out[:, head, row] - exact).square().sum().item()
             stock_difference += (stock - exact).square().sum().item()
             norm += exact.square().sum().item()
@@ -166,9 +166,9 @@ def measure(
         UnsupportedError: an implementation cannot run here, or its output is not right.
     """
     import torch
-    from vidsparse.kernels.dispatch import choose, sparse_attention
 
     from vidsparse.errors import UnsupportedError
+    from vidsparse.kernels.dispatch import choose, sparse_attention
     from vidsparse.masks import tile_count
     from vidsparse.methods import FgAttn
     from vidsparse.plan import make_plan
@@ -186,8 +186,8 @@ def measure(
     for asked in implementations:
         try:
             name = choose(asked, device, dtype, head_dim)
-        except ValueError as error:
-            raise UnsupportedError(str(error)) from None
+        except ValueError as reason:
+            raise UnsupportedError(str(reason)) from None
 
         def kernel(name: str = name) -> torch.Tensor:
             return sparse_attention(

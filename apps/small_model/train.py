@@ -28,6 +28,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from . import text
 from .export import export
+from .muon import Muon
 from .vae import (
     CLIP_SIZES,
     CROPS,
@@ -82,6 +83,18 @@ def build_text_encoder() -> UMT5EncoderModel:
     return UMT5EncoderModel(config)
 
 
+def hidden_matrices(
+    transformer: WanTransformer3DModel, encoder: UMT5EncoderModel
+) -> list[torch.Tensor]:
+    """The weights that Muon updates: the projections inside the blocks of both models."""
+    return [
+        module.weight
+        for model in (transformer, encoder)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "block" in name
+    ]
+
+
 def embed_prompts(encoder: UMT5EncoderModel, ids: torch.Tensor) -> torch.Tensor:
     """Embeddings [B, 512, 256] of padded ids [B, L], zero beyond each prompt as in the pipeline."""
     mask = (ids != text.PAD_ID).long()
@@ -107,8 +120,10 @@ class LatentPlan:
     batches: int
 
 
-# 56 small clips for 24 large ones: 70 % and 30 %
+# of the two sizes that the model is made for, 70 % small clips and 30 % large ones. Quarter-size
+# clips cost almost nothing and only serve the first minutes of training.
 LATENT_PLANS: tuple[LatentPlan, ...] = (
+    LatentPlan(size=ClipSize(frames=33, side=128), batch=56, batches=1),
     LatentPlan(size=CLIP_SIZES[0], batch=28, batches=2),
     LatentPlan(size=CLIP_SIZES[1], batch=8, batches=3),
 )
@@ -175,19 +190,22 @@ def normalise(vae: AutoencoderKLWan, drawn: list[Latents]) -> None:
 class StepPlan:
     """Which latents a training step takes, how many, and in what share of the steps.
 
-    ``begins`` is the share of the training time after which the plan joins in.
+    The plan is active from ``begins`` to ``ends``, shares of the training time.
     """
 
     source: int
     batch: int
     share: float
     begins: float = 0.0
+    ends: float = 1.0
 
 
-# the small clips teach the world, at a third of the price; the large ones join for the second half
+# what words mean and how things move is learnt from quarter-size clips, where a step is cheap and
+# attention is short; then the real sizes, the large one for the second half
 STEP_PLANS: tuple[StepPlan, ...] = (
-    StepPlan(source=0, batch=32, share=0.6),
-    StepPlan(source=1, batch=10, share=0.4, begins=0.45),
+    StepPlan(source=0, batch=128, share=1.0, ends=0.24),
+    StepPlan(source=1, batch=32, share=0.6, begins=0.24),
+    StepPlan(source=2, batch=10, share=0.4, begins=0.58),
 )
 
 
@@ -202,9 +220,14 @@ def train_transformer(
     log: Log,
     save: Callable[[], None],
     plans: tuple[StepPlan, ...] = STEP_PLANS,
-    learning_rate: float = 1.2e-3,
+    learning_rate: float,
+    muon_rate: float,
 ) -> float:
-    """Flow matching for a wall-clock time; returns the running loss, averaged weights in place."""
+    """Flow matching for a wall-clock time; returns the running loss, averaged weights in place.
+
+    ``learning_rate`` is AdamW's, for embeddings, norms, first and last layers; ``muon_rate`` is for
+    the matrices inside the blocks. Both warm up and fall together.
+    """
     rng = random.Random(seed)
     torch.manual_seed(seed)
     transformer.to(device).train()
@@ -215,8 +238,15 @@ def train_transformer(
     parameters = [*transformer.parameters(), *encoder.parameters()]
     count = sum(p.numel() for p in transformer.parameters()) / 1e6
     log(f"transformer: {count:.2f} M parameters, {len(parameters)} tensors with its encoder")
+    hidden = hidden_matrices(transformer, encoder)
+    chosen = {id(p) for p in hidden}
+    muon = Muon(hidden, weight_decay=0.01)
     optimizer = torch.optim.AdamW(
-        parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=cuda
+        [p for p in parameters if id(p) not in chosen],
+        lr=learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        fused=cuda,
     )
     average = Average(parameters, 0.999)
     # cuDNN's attention is the fastest on recent GPUs, forwards and backwards
@@ -228,11 +258,12 @@ def train_transformer(
     running: list[torch.Tensor | None] = [None] * len(drawn)
     step = 0
     while (progress := (time.monotonic() - start) / seconds) < 1:
-        ready = [p for p in plans if progress >= p.begins]
+        ready = [p for p in plans if p.begins <= progress < p.ends]
         plan = rng.choices(ready, [p.share for p in ready])[0]
         source = drawn[plan.source]
+        factor = schedule(progress, step, 300)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * schedule(progress, step, 300)
+            group["lr"] = learning_rate * factor
         pick = torch.randint(0, len(source.values), (plan.batch,), device=device)
         clean = source.values[pick].float()
         variant = torch.randint(0, CAPTIONS_PER_CLIP, (plan.batch,), device=device)
@@ -255,16 +286,18 @@ def train_transformer(
             loss = (predicted.float() - (noise - clean)).square().mean()
             loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
+        muon.step(muon_rate * factor)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for parameter in parameters:
+            parameter.grad = None
         average.update()
         step += 1
         seen, before = loss.detach(), running[plan.source]
         running[plan.source] = seen if before is None else torch.lerp(before, seen, 0.02)
         if step % 250 == 0 or step == 10:
             losses = ", ".join("-" if r is None else f"{r.item():.4f}" for r in running)
-            rate = step / (time.monotonic() - start)
-            log(f"transformer step {step} loss {losses} {rate:.1f} it/s")
+            speed = step / (time.monotonic() - start)
+            log(f"transformer step {step} loss {losses} {speed:.1f} it/s")
         if time.monotonic() - saved > 60:
             saved = time.monotonic()
             average.swap()
@@ -304,6 +337,8 @@ class Settings:
     latent_plans: tuple[LatentPlan, ...] = LATENT_PLANS
     step_plans: tuple[StepPlan, ...] = STEP_PLANS
     check_clips: int = 8
+    learning_rate: float = 1.2e-3
+    muon_rate: float = 3e-3
 
 
 # a few seconds on one CPU core: proves that every phase runs, learns nothing
@@ -384,6 +419,8 @@ def train(
         log=log,
         save=save,
         plans=settings.step_plans,
+        learning_rate=settings.learning_rate,
+        muon_rate=settings.muon_rate,
     )
 
 
@@ -401,6 +438,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--vae-minutes", type=float, default=defaults.vae_minutes)
     parser.add_argument("--latent-minutes", type=float, default=defaults.latent_minutes)
     parser.add_argument("--transformer-minutes", type=float, default=defaults.transformer_minutes)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--muon-rate", type=float, default=defaults.muon_rate)
     parser.add_argument(
         "--start",
         choices=("vae", "latents", "transformer", "export"),
@@ -423,6 +462,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             vae_minutes=options.vae_minutes,
             latent_minutes=options.latent_minutes,
             transformer_minutes=options.transformer_minutes,
+            learning_rate=options.learning_rate,
+            muon_rate=options.muon_rate,
         )
     if options.start != "export":
         train(

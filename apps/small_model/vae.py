@@ -201,6 +201,7 @@ CLIP_SIZES: tuple[ClipSize, ClipSize] = (
     ClipSize(frames=33, side=256),
     ClipSize(frames=49, side=384),
 )
+"""The sizes that the model is made for."""
 
 
 class ClipPool:
@@ -291,7 +292,7 @@ def train_vae(
     sizes: tuple[ClipSize, ...] = CLIP_SIZES,
     pool_clips: tuple[int, ...] = (1024, 320),
     learning_rate: float = 2e-3,
-    divergence_weight: float = 1e-3,
+    divergence_weight: float = 3e-4,
 ) -> None:
     """Train for a wall-clock time; averaged weights are in place at the end and at each save."""
     rng = random.Random(seed)
