@@ -55,6 +55,27 @@ def _chunks(x: Tensor, size: int) -> Tensor:
     return x.reshape(-1, size * x.shape[1])
 
 
+def _padded_lists(
+    counts: list[int], kv_index: Tensor, keys: int, last: int, short: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Key lists that are safe to read in full, and what hides their dead tokens.
+
+    Chunk numbers ``[G, C]``, 0 past the end of a list, and a bias ``[G, 1, 1, C * keys]``: -inf on
+    the tokens of such chunks and on the ``short`` tokens that the ``last`` chunk lacks. Made once a
+    head: a dozen small operations for each pair would cost as much as its gather.
+    """
+    place = torch.arange(kv_index.shape[-1], device=kv_index.device)
+    beyond = place >= torch.tensor(counts, device=kv_index.device).unsqueeze(1)
+    chosen = kv_index.masked_fill(beyond, 0)
+    dead = beyond.unsqueeze(-1).expand(-1, -1, keys)
+    if short:
+        missing = torch.arange(keys, device=kv_index.device) >= keys - short
+        dead = dead | ((chosen == last).unsqueeze(-1) & missing)
+    bias = torch.zeros(dead.shape, dtype=dtype, device=kv_index.device)
+    bias.masked_fill_(dead, -torch.inf)
+    return chosen, bias.view(len(counts), 1, 1, -1)
+
+
 def gather_attention(
     q: Tensor,
     k: Tensor,
@@ -122,35 +143,33 @@ def _one_head(
         result[:full] = o.reshape(full, 1, block_rows, dim)
         sums[:full] = s.reshape(full, block_rows)
 
+    # written anew by every pair: fresh memory for each would spend more time in page faults than
+    # in copying.
+    most = BLOCKS_AT_ONCE * max(counts[full:], default=0)
+    k_room, v_room = k_chunks.new_empty(2, most, k_chunks.shape[1])
+    chosen, bias = _padded_lists(counts, kv_index, keys, last, short, q.dtype)
     for g in range(full, blocks, BLOCKS_AT_ONCE):
-        h = min(g + BLOCKS_AT_ONCE, blocks)
-        length = max(counts[g:h])
+        pair = slice(g, min(g + BLOCKS_AT_ONCE, blocks))
+        length = max(counts[pair])
         if length == 0:
-            result[g:h] = 0
-            sums[g:h] = -torch.inf
+            result[pair] = 0
+            sums[pair] = -torch.inf
             continue
-        chosen = kv_index[g:h, :length]
-        ragged = min(counts[g:h]) < length
-        bias = None
-        if ragged or short:
-            # keys past a shorter list and past the end of the sequence.
-            place = torch.arange(length, device=q.device)
-            count = torch.tensor(counts[g:h], device=q.device).unsqueeze(1)
-            chosen = torch.where(place < count, chosen, 0)
-            dead = (place >= count).unsqueeze(-1).expand(-1, -1, keys)
-            if short:
-                beyond = torch.arange(keys, device=q.device) >= keys - short
-                dead = dead | ((chosen == last).unsqueeze(-1) & beyond)
-            bias = torch.zeros(h - g, 1, 1, length * keys, dtype=q.dtype, device=q.device)
-            bias.masked_fill_(dead.reshape(h - g, 1, 1, -1), -torch.inf)
-        flat = chosen.reshape(-1)
-        kk = k_chunks.index_select(0, flat).view(h - g, 1, length * keys, dim)
-        vv = v_chunks.index_select(0, flat).view(h - g, 1, length * keys, dim)
-        o, s = _attend(grouped[g:h], kk, vv, bias, scale)
-        for i in range(h - g):
+        n = pair.stop - g
+        flat = chosen[pair, :length].reshape(-1)
+        kk = torch.index_select(k_chunks, 0, flat, out=k_room[: len(flat)])
+        vv = torch.index_select(v_chunks, 0, flat, out=v_room[: len(flat)])
+        kk, vv = (x.view(n, 1, length * keys, dim) for x in (kk, vv))
+        whole = short == 0 and min(counts[pair]) == length
+        mask = None if whole else bias[pair, :, :, : length * keys]
+        o, s = _attend(grouped[pair], kk, vv, mask, scale)
+        result[pair] = o
+        sums[pair] = s.flatten(1)
+        if min(counts[pair]) == 0:
             # an empty block beside one with keys is all masked, which is no softmax.
-            result[g + i] = o[i] if counts[g + i] else 0
-            sums[g + i] = s[i].reshape(-1) if counts[g + i] else -torch.inf
+            empty = [i for i in range(g, pair.stop) if counts[i] == 0]
+            result[empty] = 0
+            sums[empty] = -torch.inf
 
     # tiles back to their places; absent ones land in an extra tile that is cut off.
     tiles = -(-tokens // rows)

@@ -328,9 +328,9 @@ def save_checkpoint(model: ModelMixin | UMT5EncoderModel, folder: Path) -> None:
 class Settings:
     """What a training run does, in minutes of wall clock, and how large its parts are."""
 
-    vae_minutes: float = 8.5
-    latent_minutes: float = 1.5
-    transformer_minutes: float = 12.5
+    vae_minutes: float = 4.2
+    latent_minutes: float = 1.3
+    transformer_minutes: float = 17.3
     crops: tuple[Crop, ...] = CROPS
     sizes: tuple[ClipSize, ...] = CLIP_SIZES
     pool_clips: tuple[int, ...] = (1024, 320)

@@ -68,7 +68,7 @@ def tile_option(default: tuple[int, int]) -> Any:
     )
 
 
-def merge_option(default: str = "xor") -> Any:
+def merge_option(default: str = "xor-window") -> Any:
     """The merge field shared by the pooled methods."""
     return option(
         default,
