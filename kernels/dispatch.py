@@ -136,10 +136,21 @@ def sparse_attention(
         scores ``[B, H, S]`` fp32. A row without keys gives zeros and -inf.
 
     Raises:
-        ValueError: the implementation does not exist or cannot run here.
+        ValueError: the implementation does not exist, cannot run here, or would have to give
+            gradients (only ``reference`` does).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     name = choose(implementation, q.device, q.dtype, q.shape[-1])
+    if (
+        name != "reference"
+        and torch.is_grad_enabled()
+        and (q.requires_grad or k.requires_grad or v.requires_grad)
+    ):
+        # said here, because a kernel's output would leave the graph without a word.
+        raise ValueError(
+            f"the {name!r} implementation has no backward pass, and gradients are asked for. "
+            "Hint: torch.no_grad(), or the 'reference' implementation."
+        )
     # a kernel keeps scores in fp32 where it says so, whatever the caller's autocast.
     with torch.autocast(q.device.type, enabled=False):
         return _LOADERS[name]()(q, k, v, q_tiles, kv_count, kv_index, tile=tile, scale=scale)

@@ -321,3 +321,14 @@ def test_the_reference_mask_ignores_what_lies_behind_a_list() -> None:
     clean = work.kv_index.clone()
     clean[clean == 2**30] = 0
     assert torch.equal(token_mask(work.q_tiles, work.kv_count, clean, work.tile, 200), work.mask())
+
+
+def test_gradients_are_refused_rather_than_lost() -> None:
+    q, k, v = (torch.randn(1, 1, 128, 64, requires_grad=True) for _ in "qkv")
+    whole = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    work = {"q_tiles": whole, "kv_count": whole[..., 0] + 1, "kv_index": whole}
+    with pytest.raises(ValueError, match="no backward pass"):
+        sparse_attention(q, k, v, **work, tile=(128, 128), implementation="torch")
+    out, _ = sparse_attention(q, k, v, **work, tile=(128, 128), implementation="reference")
+    out.sum().backward()
+    assert q.grad is not None and v.grad is not None
