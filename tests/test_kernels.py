@@ -331,4 +331,5 @@ def test_gradients_are_refused_rather_than_lost() -> None:
         sparse_attention(q, k, v, **work, tile=(128, 128), implementation="torch")
     out, _ = sparse_attention(q, k, v, **work, tile=(128, 128), implementation="reference")
     out.sum().backward()
-    assert q.grad is not None and v.grad is not None
+    assert q.grad is not None
+    assert v.grad is not None
