@@ -160,8 +160,8 @@ def _one_head(
         kk = torch.index_select(k_chunks, 0, flat, out=k_room[: len(flat)])
         vv = torch.index_select(v_chunks, 0, flat, out=v_room[: len(flat)])
         kk, vv = (x.view(n, 1, length * keys, dim) for x in (kk, vv))
-        whole = short == 0 and min(counts[pair]) == length
-        mask = None if whole else bias[pair, :, :, : length * keys]
+        aligned = short == 0 and min(counts[pair]) == length
+        mask = None if aligned else bias[pair, :, :, : length * keys]
         o, s = _attend(grouped[pair], kk, vv, mask, scale)
         result[pair] = o
         sums[pair] = s.flatten(1)

@@ -162,7 +162,7 @@ def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, ou
         assert record["options"]["method_options"] == {
             "top_p": 0.9,
             "tile": "16x16",
-            "merge": "xor",
+            "merge": "xor-window",
         }
         assert 0 < record["selected"] <= record["computed"] <= 1
         assert read_video(folder / f"{name}.mp4").shape == (5, 32, 32, 3)

@@ -27,7 +27,7 @@ def test_a_method_is_found_by_its_own_name_and_describes_itself(name: str) -> No
 
 
 def test_defaults_are_the_papers() -> None:
-    assert make_method("fg-attn") == FgAttn(top_p=0.9, tile=(16, 16), merge="xor")
+    assert make_method("fg-attn") == FgAttn(top_p=0.9, tile=(16, 16), merge="xor-window")
     sparge = make_method("spargeattn")
     assert isinstance(sparge, SpargeAttn)
     assert (sparge.tau, sparge.tile) == (0.9, (128, 64))
@@ -45,7 +45,7 @@ def test_a_tile_is_written_as_on_the_command_line() -> None:
     assert make_method("fg-attn", tile=(32, 8)).options() == {
         "top_p": 0.9,
         "tile": "32x8",
-        "merge": "xor",
+        "merge": "xor-window",
     }
 
 
