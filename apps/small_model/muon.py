@@ -2,8 +2,8 @@
 
 K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the update
 scaled to the size of AdamW's as in "Muon is scalable for LLM training" (arXiv 2502.16982), so that
-both share a learning rate. It needs far fewer steps than AdamW here, and a short training has none
-to spare.
+both share a learning rate. The shipped weights were trained with it; no run of the same length with
+AdamW alone was made, so what it gains here is not known.
 """
 
 from __future__ import annotations
