@@ -168,7 +168,7 @@ def measure(
     import torch
 
     from vidsparse.errors import UnsupportedError
-    from vidsparse.kernels.dispatch import choose, sparse_attention
+    from vidsparse.kernels.dispatch import block_rows, choose, sparse_attention
     from vidsparse.masks import tile_count
     from vidsparse.methods import FgAttn
     from vidsparse.plan import make_plan
@@ -179,7 +179,8 @@ def measure(
         heads, tile_count(seq_len, tile[0]), tile_count(seq_len, tile[1]), kept, device
     )
     method = FgAttn(tile=tile)
-    plan = make_plan(mask, tile, seq_len, method.merge)
+    rows_together = block_rows(device)
+    plan = make_plan(mask, tile, seq_len, method.merge, block_rows=rows_together)
     computed = plan.computed.mean().item()
 
     rows = []
@@ -211,7 +212,7 @@ def measure(
             )
         calls: dict[str, Callable[[], Any]] = {
             "mask": lambda: method.select(q, k),
-            "plan": lambda: make_plan(mask, tile, seq_len, method.merge),
+            "plan": lambda: make_plan(mask, tile, seq_len, method.merge, block_rows=rows_together),
             "kernel": kernel,
         }
         dense = dense_calls(q, k, v)

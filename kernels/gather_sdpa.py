@@ -5,9 +5,9 @@ measured at S = 8,192 with 4 heads of 64 at 30 % on two cores:
 
 - whole chunks are gathered by ``index_select`` over a ``[chunks, N * D]`` view (fancy indexing of
   tokens loses everything that sparsity won);
-- blocks go in pairs, which halves the calls and gives both cores a block; more at a time leave
-  the cache;
-- neighbours in a longest-first plan have nearly equal lengths, so padding a pair costs little.
+- blocks of 256 rows together go in one call, which saves calls and gives both cores a block; more
+  at a time leave the cache;
+- neighbours in a longest-first plan have nearly equal lengths, so padding a batch costs little.
 
 Blocks that keep every chunk are not gathered at all: they go to the dense kernel together.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCKS_AT_ONCE = 2
+ROWS_AT_ONCE = 256
 
 
 def _has_flash(device: torch.device) -> bool:
@@ -62,7 +62,7 @@ def _padded_lists(
 
     Chunk numbers ``[G, C]``, 0 past the end of a list, and a bias ``[G, 1, 1, C * keys]``: -inf on
     the tokens of such chunks and on the ``short`` tokens that the ``last`` chunk lacks. Made once a
-    head: a dozen small operations for each pair would cost as much as its gather.
+    head: a dozen small operations for each batch would cost as much as its gather.
     """
     place = torch.arange(kv_index.shape[-1], device=kv_index.device)
     beyond = place >= torch.tensor(counts, device=kv_index.device).unsqueeze(1)
@@ -87,7 +87,7 @@ def gather_attention(
     tile: tuple[int, int],
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gather and attend, a pair of blocks at a time; see ``sparse_attention`` for the arguments."""
+    """Gather and attend, a few blocks at a time; see ``sparse_attention`` for the arguments."""
     batch, heads, tokens = q.shape[:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
@@ -143,31 +143,32 @@ def _one_head(
         result[:full] = o.reshape(full, 1, block_rows, dim)
         sums[:full] = s.reshape(full, block_rows)
 
-    # written anew by every pair: fresh memory for each would spend more time in page faults than
-    # in copying.
-    most = BLOCKS_AT_ONCE * max(counts[full:], default=0)
+    # written anew by every batch of blocks: fresh memory for each would spend more time in page
+    # faults than in copying.
+    at_once = max(1, ROWS_AT_ONCE // block_rows)
+    most = at_once * max(counts[full:], default=0)
     k_room, v_room = k_chunks.new_empty(2, most, k_chunks.shape[1])
     chosen, bias = _padded_lists(counts, kv_index, keys, last, short, q.dtype)
-    for g in range(full, blocks, BLOCKS_AT_ONCE):
-        pair = slice(g, min(g + BLOCKS_AT_ONCE, blocks))
-        length = max(counts[pair])
+    for g in range(full, blocks, at_once):
+        batch = slice(g, min(g + at_once, blocks))
+        length = max(counts[batch])
         if length == 0:
-            result[pair] = 0
-            sums[pair] = -torch.inf
+            result[batch] = 0
+            sums[batch] = -torch.inf
             continue
-        n = pair.stop - g
-        flat = chosen[pair, :length].reshape(-1)
+        n = batch.stop - g
+        flat = chosen[batch, :length].reshape(-1)
         kk = torch.index_select(k_chunks, 0, flat, out=k_room[: len(flat)])
         vv = torch.index_select(v_chunks, 0, flat, out=v_room[: len(flat)])
         kk, vv = (x.view(n, 1, length * keys, dim) for x in (kk, vv))
-        aligned = short == 0 and min(counts[pair]) == length
-        mask = None if aligned else bias[pair, :, :, : length * keys]
-        o, s = _attend(grouped[pair], kk, vv, mask, scale)
-        result[pair] = o
-        sums[pair] = s.flatten(1)
-        if min(counts[pair]) == 0:
+        aligned = short == 0 and min(counts[batch]) == length
+        mask = None if aligned else bias[batch, :, :, : length * keys]
+        o, s = _attend(grouped[batch], kk, vv, mask, scale)
+        result[batch] = o
+        sums[batch] = s.flatten(1)
+        if min(counts[batch]) == 0:
             # an empty block beside one with keys is all masked, which is no softmax.
-            empty = [i for i in range(g, pair.stop) if counts[i] == 0]
+            empty = [i for i in range(g, batch.stop) if counts[i] == 0]
             result[empty] = 0
             sums[empty] = -torch.inf
 

@@ -261,6 +261,27 @@ def test_planning_by_chunks_of_heads_changes_nothing(
     assert (parts.tile, parts.tokens) == (whole.tile, whole.tokens)
 
 
+@pytest.mark.parametrize(
+    ("tile", "tiles_of_a_block"), [((16, 16), 4), ((32, 16), 2), ((64, 16), 1), ((128, 64), 1)]
+)
+def test_plans_for_a_cpu_have_blocks_of_64_rows_or_one_tile(
+    tile: tuple[int, int], tiles_of_a_block: int
+) -> None:
+    grid = TokenGrid(3, 10, 13)
+    plan = plan_attention(FgAttn(top_p=0.5, tile=tile), *qk(grid.tokens), grid)
+    assert plan.q_tiles.shape[-1] == tiles_of_a_block
+
+
+def test_smaller_blocks_compute_less_and_never_less_than_selected() -> None:
+    mask = torch.rand(1, 2, 63, 63, generator=torch.Generator().manual_seed(0)) < 0.2
+    computed = [
+        make_plan(mask, (16, 16), 1000, block_rows=rows).computed.mean().item()
+        for rows in (16, 32, 64, 128)
+    ]
+    assert computed == sorted(computed)
+    assert computed[0] == pytest.approx(make_plan(mask, (16, 16), 1000).selected.mean().item())
+
+
 def test_planning_under_autocast_changes_nothing() -> None:
     # counts above 256 and scores would be rounded to bf16.
     grid = TokenGrid(1, 80, 80)

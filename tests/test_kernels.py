@@ -183,9 +183,10 @@ def test_strides_do_not_matter(kernel: object, layout: str, counts: list[int]) -
     check_kernel(kernel, *(as_stored(x, layout) for x in (q, k, v)), work)
 
 
-def test_a_plan_of_the_core_runs(kernel: object) -> None:
+@pytest.mark.parametrize("block_rows", [16, 32, 64, 128])
+def test_a_plan_of_the_core_runs(kernel: object, block_rows: int) -> None:
     mask = torch.rand(2, 2, 32, 32, generator=torch.Generator().manual_seed(0)) < 0.2
-    plan = make_plan(mask, (16, 16), 500, "xor")
+    plan = make_plan(mask, (16, 16), 500, "xor", block_rows=block_rows)
     work = Work(plan.q_tiles, plan.kv_count, plan.kv_index, plan.tile, plan.tokens)
     check_kernel(kernel, *random_qkv(500, 64, torch.bfloat16, batch=2), work)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.grid import TokenGrid
-from vidsparse.kernels.dispatch import IMPLEMENTATIONS, choose, sparse_attention
+from vidsparse.kernels.dispatch import IMPLEMENTATIONS, block_rows, choose, sparse_attention
 from vidsparse.methods import Method, SparseMethod, make_method
 from vidsparse.order import check_order, token_order
 from vidsparse.plan import SparsePlan, make_plan
@@ -188,6 +188,7 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) 
     rows, keys = method.tile
     tiles = -(-tokens // rows) * -(-tokens // keys) * q.shape[0]
     chunk = max(1, MASK_TILES // tiles)
+    block = block_rows(q.device)
     plans = []
     # autocast would round scores and counts to 16 bits.
     with torch.autocast(q.device.type, enabled=False):
@@ -196,7 +197,7 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) 
             if grid.text:
                 mask[:, :, grid.video // rows :] = True
                 mask[:, :, :, grid.video // keys :] = True
-            plans.append(make_plan(mask, method.tile, tokens, method.merge))
+            plans.append(make_plan(mask, method.tile, tokens, method.merge, block_rows=block))
     if len(plans) == 1:
         return plans[0]
     return SparsePlan(

@@ -1,9 +1,9 @@
-"""Merging query tiles into the 128-row blocks a kernel works on.
+"""Merging query tiles into the blocks of rows a kernel works on.
 
 A block attends the union of its tiles' keys, so tiles that keep alike keys belong together.
-All functions take a bool mask ``[B, H, Tq, Tk]`` and the number ``R = 128 / M`` of tiles in a
-block, and answer tile numbers int32 ``[B, H, G, R]`` with ``G = ceil(Tq / R)``; every tile stands
-in one block exactly once, and -1 fills the places of a last, short block.
+All functions take a bool mask ``[B, H, Tq, Tk]`` and the number ``R`` of tiles in a block
+(128 rows on a GPU), and answer tile numbers int32 ``[B, H, G, R]`` with ``G = ceil(Tq / R)``; every
+tile stands in one block exactly once, and -1 fills the places of a last, short block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 
-BLOCK_ROWS = 128
 WINDOW_TILES = 64
 
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vidsparse.grouping import BLOCK_ROWS, MERGES, check_merge, merge_consecutive
+from vidsparse.grouping import MERGES, check_merge, merge_consecutive
 from vidsparse.masks import tile_sizes
+
+# rows of a block on a GPU, and what papers mean by merging.
+BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,17 @@ class SparsePlan:
     computed: Tensor
 
 
-def make_plan(mask: Tensor, tile: tuple[int, int], tokens: int, merge: str = "xor") -> SparsePlan:
+def make_plan(
+    mask: Tensor,
+    tile: tuple[int, int],
+    tokens: int,
+    merge: str = "xor",
+    *,
+    block_rows: int = BLOCK_ROWS,
+) -> SparsePlan:
     """Group the query tiles of ``mask`` ``[B, H, Tq, Tk]`` into blocks and list their keys.
 
+    A block holds ``block_rows / M`` tiles, and one where a tile has more rows than that.
     ``merge`` is a name from ``vidsparse.grouping.MERGES``. All shapes follow from the input's
     shapes, so nothing waits for a GPU.
 
@@ -48,7 +59,7 @@ def make_plan(mask: Tensor, tile: tuple[int, int], tokens: int, merge: str = "xo
         OptionError: unknown ``merge``.
     """
     check_merge(merge)
-    per_block = BLOCK_ROWS // tile[0]
+    per_block = max(1, block_rows // tile[0])
     group = MERGES[merge] if per_block > 1 else merge_consecutive
     q_tiles = group(mask, per_block)
     batch, heads, blocks, _ = q_tiles.shape

@@ -36,7 +36,7 @@ class TraceSummary:
     """A run in a few numbers; densities are means over the sparse calls, None if there were none.
 
     ``selected``: share of pairs the method chose. ``computed``: share the kernel multiplied after
-    merging tiles into 128-row blocks; speed follows this one. ``dense_step_share``: share of steps
+    merging tiles into blocks of rows; speed follows this one. ``dense_step_share``: share of steps
     without any sparse call.
     """
 

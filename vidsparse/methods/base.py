@@ -74,7 +74,7 @@ def merge_option(default: str = "xor-window") -> Any:
         default,
         flag="--merge",
         metavar="NAME",
-        help="how query tiles form 128-row blocks: xor, xor-window or consecutive",
+        help="how query tiles form blocks of rows: xor, xor-window or consecutive",
         convert=str,
     )
 
