@@ -74,7 +74,7 @@ def make_plan(
     union = mask.gather(2, member.unsqueeze(-1).expand(-1, -1, -1, k_tiles))
     union = union.view(batch, heads, blocks, per_block, k_tiles)
     union = (union & ~absent.unsqueeze(-1)).any(3)
-    block_rows = rows[member].view(batch, heads, blocks, per_block).masked_fill(absent, 0).sum(-1)
+    rows_held = rows[member].view(batch, heads, blocks, per_block).masked_fill(absent, 0).sum(-1)
 
     count = union.sum(-1, dtype=torch.int32)
     longest = count.argsort(dim=-1, descending=True, stable=True)
@@ -85,7 +85,7 @@ def make_plan(
     # products only of numbers that TF32 holds too: where it is allowed, counts stay exact.
     selected = ((mask.to(torch.float32) @ keys) * rows).sum(-1) / pairs
     block_keys = union.to(torch.float32) @ keys
-    sorted_rows = block_rows.gather(2, longest)
+    sorted_rows = rows_held.gather(2, longest)
     computed = (block_keys * sorted_rows).sum(-1) / pairs
     return SparsePlan(
         q_tiles=q_tiles.gather(2, longest.unsqueeze(-1).expand(-1, -1, -1, per_block)),
