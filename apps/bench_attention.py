@@ -74,6 +74,7 @@ def sampled_errors(
 
     rows, keys = plan.tile
     difference, stock_difference, norm = 0.0, 0.0, 0.0
+    kv_index = plan.kv_index
     blocks = plan.kv_count.shape[2]
     for head in range(q.shape[1]):
         for block in {0, blocks // 2, blocks - 1}:
@@ -81,7 +82,7 @@ def sampled_errors(
             tiles = tiles[tiles >= 0]
             row = (tiles.unsqueeze(1) * rows + torch.arange(rows, device=q.device)).flatten()
             row = row[row < plan.tokens]
-            chunk = plan.kv_index[0, head, block, : plan.kv_count[0, head, block]].long()
+            chunk = kv_index[0, head, block, : plan.kv_count[0, head, block]].long()
             token = (chunk.unsqueeze(1) * keys + torch.arange(keys, device=q.device)).flatten()
             token = token[token < plan.tokens]
             qs, ks, vs = q[:, head, row], k[:, head, token], v[:, head, token]
@@ -180,6 +181,7 @@ def measure(
     )
     method = FgAttn(tile=tile)
     plan = make_plan(mask, tile, seq_len, method.merge)
+    kv_index = plan.kv_index
     computed = plan.computed.mean().item()
 
     rows = []
@@ -196,7 +198,7 @@ def measure(
                 v,
                 plan.q_tiles,
                 plan.kv_count,
-                plan.kv_index,
+                kv_index,
                 tile=tile,
                 implementation=name,
             )[0]
@@ -211,7 +213,7 @@ def measure(
             )
         calls: dict[str, Callable[[], Any]] = {
             "mask": lambda: method.select(q, k),
-            "plan": lambda: make_plan(mask, tile, seq_len, method.merge),
+            "plan": lambda: make_plan(mask, tile, seq_len, method.merge).kv_index,
             "kernel": kernel,
         }
         dense = dense_calls(q, k, v)
