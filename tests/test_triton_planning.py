@@ -24,7 +24,7 @@ from torch import Tensor
 from vidsparse.grid import TokenGrid
 from vidsparse.grouping import merge_xor_window
 from vidsparse.masks import pack_bits, pooled_mean, self_similarity, tile_count, unpack_bits
-from vidsparse.methods import FgAttn, SparseMethod, SpargeAttn
+from vidsparse.methods import FgAttn, SpargeAttn, SparseMethod
 from vidsparse.order import token_order
 from vidsparse.plan import SparsePlan, make_plan, make_plan_of_bits
 
@@ -253,9 +253,9 @@ def top_p_cases(device: str) -> Iterator[Case]:
 def by_kernels() -> Iterator[None]:
     """Plan by kernels on any device: the interpreter's tensors are the CPU's."""
     with (
-        mock.patch("vidsparse.attention.plans_on_device", lambda *_: True),
-        mock.patch("vidsparse.order.triton_reason", lambda _: None),
-        mock.patch("vidsparse.plan.triton_reason", lambda _: None),
+        mock.patch("vidsparse.attention.plans_on_device", return_value=True),
+        mock.patch("vidsparse.order.triton_reason", return_value=None),
+        mock.patch("vidsparse.plan.triton_reason", return_value=None),
     ):
         yield
 
@@ -264,9 +264,9 @@ def by_kernels() -> Iterator[None]:
 def by_torch() -> Iterator[None]:
     """Plan by torch on any device."""
     with (
-        mock.patch("vidsparse.attention.plans_on_device", lambda *_: False),
-        mock.patch("vidsparse.order.triton_reason", lambda _: "not now"),
-        mock.patch("vidsparse.plan.triton_reason", lambda _: "not now"),
+        mock.patch("vidsparse.attention.plans_on_device", return_value=False),
+        mock.patch("vidsparse.order.triton_reason", return_value="not now"),
+        mock.patch("vidsparse.plan.triton_reason", return_value="not now"),
     ):
         yield
 
@@ -297,8 +297,7 @@ def check_method(
     from vidsparse import attention
 
     q, k = (
-        (structured(grid.tokens, 64, batch=batch, seed=i) * 2).half().to(device)
-        for i in (0, 1)
+        (structured(grid.tokens, 64, batch=batch, seed=i) * 2).half().to(device) for i in (0, 1)
     )
     order = token_order("hilbert", grid, device)
     with by_torch():
@@ -472,6 +471,64 @@ def answers() -> dict[str, str | None]:
 @pytest.mark.parametrize("name", [name for name, _ in cases(INTERPRETER)])
 def test_interpreted(name: str, answers: dict[str, str | None]) -> None:
     assert answers[name] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+class TestOnGpu:
+    @pytest.mark.parametrize("name", [name for name, _ in cases(INTERPRETER)])
+    def test_the_interpreters_cases(self, name: str) -> None:
+        dict(cases("cuda"))[name]()
+
+    @pytest.mark.parametrize("tile", [(16, 16), (128, 64), (64, 1)], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    def test_long_sequences(self, tile: tuple[int, int], dtype: torch.dtype) -> None:
+        # 32,760 tokens are no multiple of 16 or 128, and more than a row of one-token tiles holds.
+        q, k = (structured(32_760, 128, seed=i).to("cuda", dtype) for i in (0, 1))
+        check_mask(q, k, tile, 0.9)
+
+    @pytest.mark.parametrize("merge", ["xor", "xor-window", "consecutive"])
+    def test_long_plans(self, merge: str) -> None:
+        mask = (torch.rand(1, 2, 2048, 2048, device="cuda") < 0.2).cumsum(2) % 3 == 1
+        keys = mask.sum(-1).int() * 16
+        plan = make_plan_of_bits(pack_bits(mask), keys, (16, 16), 32_768, merge)
+        check_same_plan(plan, make_plan(mask, (16, 16), 32_768, merge))
+        check_index(plan)
+
+    @pytest.mark.parametrize(
+        "method", [FgAttn(), SpargeAttn(), FgAttn(tile="16x1")], ids=["fg", "sparge", "fg 16x1"]
+    )
+    def test_a_plan_can_be_captured_and_replayed(self, method: SparseMethod) -> None:
+        from vidsparse.attention import plan_attention
+
+        grid = TokenGrid(3, 20, 20, text=30)
+        q, k = (structured(grid.tokens, 64, seed=i).half().cuda() for i in (0, 1))
+        expected = plan_attention(method, q, k, grid)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plan = plan_attention(method, q, k, grid)
+            index = plan.kv_index
+        q.copy_(q.clone())
+        graph.replay()
+        check_same_plan(plan, expected)
+        there = torch.arange(index.shape[-1], device="cuda") < plan.kv_count.unsqueeze(-1)
+        assert torch.equal(index[there], expected.kv_index[there])
+
+    def test_planning_a_long_video_takes_less_than_2_gib(self) -> None:
+        from vidsparse.attention import plan_attention
+
+        if torch.cuda.mem_get_info()[0] < 8e9:
+            pytest.skip("needs 8 GB of free GPU memory")
+        grid = TokenGrid(21, 45, 80)
+        q, k = (torch.randn(1, 40, grid.tokens, 128, device="cuda").bfloat16() for _ in "qk")
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        plan = plan_attention(FgAttn(), q, k, grid)
+        assert torch.cuda.max_memory_allocated() - before < 2**31
+        del q, k
+        # and what waits for the next step is small.
+        assert sum(x.numel() * x.element_size() for x in (plan.kv_bits, plan.q_tiles)) < 2**24
 
 
 if __name__ == "__main__":
