@@ -41,10 +41,10 @@ class Row:
     """One case of one implementation against one dense kernel; times are medians in milliseconds.
 
     ``case`` names what the ratio counts: ``ratio`` is ``dense_ms`` over the sum of ``ms`` (the
-    kernel), ``plan_ms`` (grouping and lists) and ``mask_ms`` (selection), of which those that the
-    case leaves out are None. ``kept`` is the computed density, ``kept_tflops`` 4·D operations per
-    computed pair over ``ms``. ``error`` is relative to fp64, ||out - ref|| / ||ref||, over sampled
-    blocks.
+    kernel), ``plan_ms`` (grouping and lists; on a GPU selection too, where it counts) and
+    ``mask_ms`` (selection), of which those that the case leaves out are None. ``kept`` is the
+    computed density, ``kept_tflops`` 4·D operations per computed pair over ``ms``. ``error`` is
+    relative to fp64, ||out - ref|| / ||ref||, over sampled blocks.
     """
 
     case: str
@@ -79,13 +79,14 @@ def sampled_errors(
     rows, keys = plan.tile
     difference, stock_difference, norm = 0.0, 0.0, 0.0
     blocks = plan.kv_count.shape[2]
+    kv_index = plan.kv_index
     for head in range(q.shape[1]):
         for block in {0, blocks // 2, blocks - 1}:
             tiles = plan.q_tiles[0, head, block].long()
             tiles = tiles[tiles >= 0]
             row = (tiles.unsqueeze(1) * rows + torch.arange(rows, device=q.device)).flatten()
             row = row[row < plan.tokens]
-            chunk = plan.kv_index[0, head, block, : plan.kv_count[0, head, block]].long()
+            chunk = kv_index[0, head, block, : plan.kv_count[0, head, block]].long()
             token = (chunk.unsqueeze(1) * keys + torch.arange(keys, device=q.device)).flatten()
             token = token[token < plan.tokens]
             qs, ks, vs = q[:, head, row], k[:, head, token], v[:, head, token]
@@ -149,21 +150,33 @@ class Bench:
     def _kernels(self, case: Case) -> list[Row]:
         import torch
 
-        from vidsparse.kernels import block_rows, choose, sparse_attention
+        from vidsparse.attention import plan_attention
+        from vidsparse.grid import TokenGrid
+        from vidsparse.kernels import block_rows, choose, plans_on_device, sparse_attention
+        from vidsparse.masks import pack_bits, tile_sizes
         from vidsparse.methods import FgAttn
-        from vidsparse.plan import make_plan
+        from vidsparse.plan import make_plan, make_plan_of_bits
 
         shape = (1, case.heads, case.seq_len, case.head_dim)
         q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in "qkv")
         mask = random_mask(case, self.device)
-        method = FgAttn(tile=case.tile)
+        method = FgAttn(tile=case.tile, merge=case.merge)
+
+        # where kernels plan, they do so from bits: what the kernel that selects hands on.
+        by_kernels = plans_on_device(self.device, self.dtype, case.head_dim)
+        words = pack_bits(mask) if by_kernels else None
+        sizes = tile_sizes(case.seq_len, case.tile[1], self.device)
+        keys = torch.stack([(head * sizes).sum(-1) for head in mask[0]]).int().unsqueeze(0)
 
         def make() -> SparsePlan:
+            if words is not None:
+                return make_plan_of_bits(words, keys, case.tile, case.seq_len, case.merge)
             return make_plan(
                 mask, case.tile, case.seq_len, case.merge, block_rows=block_rows(self.device)
             )
 
         plan = make()
+        kv_index = plan.kv_index
         runners = []
         for asked in case.implementations or ("auto",):
             name = _chosen(choose, asked, self.device, self.dtype, case.head_dim)
@@ -175,7 +188,7 @@ class Bench:
                     v,
                     plan.q_tiles,
                     plan.kv_count,
-                    plan.kv_index,
+                    kv_index,
                     tile=case.tile,
                     implementation=name,
                 )[0]
@@ -192,9 +205,14 @@ class Bench:
         calls |= {f"dense {one.name}": one.call for one in dense}
         with_plan, with_mask = case.counts in (WITH_PLAN, WHOLE), case.counts == WHOLE
         if with_plan:
-            calls["plan"] = make
+            calls["plan"] = lambda: make().kv_index
             calls |= {f"plan {one.name}": one.plan for one in runners if one.plan is not None}
-        if with_mask:
+        if with_mask and by_kernels:
+            # selection and plan as one, on the same q and k: what they cost does not depend on
+            # what they select.
+            grid = TokenGrid(1, 1, case.seq_len)
+            calls["plan"] = lambda: plan_attention(method, q, k, grid).kv_index
+        elif with_mask:
             calls["mask"] = lambda: method.select(q, k)
         ms = time_together(calls, self.device, self.repeats)
 
@@ -242,13 +260,11 @@ class Bench:
         )
         method = FgAttn(tile=case.tile, top_p=0.9, merge=case.merge)
 
-        def plan() -> SparsePlan:
-            return plan_attention(method, q, k, grid)
-
         dense = self._dense(q, k, q, case)
-        made = plan()
+        made = plan_attention(method, q, k, grid)
         calls: dict[str, Callable[[], Any]] = {f"dense {one.name}": one.call for one in dense}
-        ms = time_together({**calls, "plan": plan}, self.device, self.repeats)
+        calls["plan"] = lambda: plan_attention(method, q, k, grid).kv_index
+        ms = time_together(calls, self.device, self.repeats)
         return [
             self._row(
                 case,

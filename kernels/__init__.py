@@ -10,9 +10,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .dispatch import IMPLEMENTATIONS, block_rows, choose, sparse_attention, support
+    from .dispatch import (
+        IMPLEMENTATIONS,
+        block_rows,
+        choose,
+        plans_on_device,
+        sparse_attention,
+        support,
+    )
 
-__all__ = ["IMPLEMENTATIONS", "block_rows", "choose", "sparse_attention", "support"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "block_rows",
+    "choose",
+    "plans_on_device",
+    "sparse_attention",
+    "support",
+]
 
 
 def __getattr__(name: str) -> Any:
