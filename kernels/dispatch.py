@@ -37,6 +37,28 @@ def _triton_attention() -> Implementation:
     return triton_attention
 
 
+def _gluon_attention() -> Implementation:
+    from .gluon_hopper import gluon_attention
+
+    return gluon_attention
+
+
+def _gluon_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if (reason := _triton_reason(device, dtype, head_dim)) is not None:
+        return reason
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return "needs compute capability 9.0 (Hopper)"
+    try:
+        import triton.experimental.gluon.language.nvidia.hopper
+    except ImportError:
+        return "needs triton 3.6 or newer"
+    import triton
+
+    if tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 6):
+        return "needs triton 3.6 or newer"
+    return None
+
+
 def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     if device.type != "cuda":
         return f"runs on CUDA devices, not on {device.type}"
@@ -56,11 +78,13 @@ def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
 
 
 _LOADERS: Final[dict[str, Callable[[], Implementation]]] = {
+    "gluon": _gluon_attention,
     "triton": _triton_attention,
     "torch": lambda: gather_attention,
     "reference": lambda: reference_attention,
 }
 _REASONS: Final[dict[str, Callable[[torch.device, torch.dtype, int], str | None]]] = {
+    "gluon": _gluon_reason,
     "triton": _triton_reason,
     "torch": lambda device, dtype, head_dim: None,
     "reference": lambda device, dtype, head_dim: None,
