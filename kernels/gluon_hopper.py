@@ -31,7 +31,7 @@ q_empty  both consumers                producer, before the next block      q an
 
 # what triton compiles is not typed python: both branches of a static `if` return.
 # ruff: noqa: RET505, RUF005
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
 
 from __future__ import annotations
 
