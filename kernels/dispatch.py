@@ -37,6 +37,12 @@ def _triton_attention() -> Implementation:
     return triton_attention
 
 
+def _gluon_attention() -> Implementation:
+    from .gluon_hopper import gluon_attention
+
+    return gluon_attention
+
+
 def triton_reason(device: torch.device) -> str | None:
     """Why Triton's kernels cannot run on ``device``, or None if they can."""
     if device.type != "cuda":
@@ -63,6 +69,22 @@ def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     return None
 
 
+def _gluon_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if (reason := _triton_reason(device, dtype, head_dim)) is not None:
+        return reason
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return "needs compute capability 9.0 (Hopper)"
+    try:
+        import triton.experimental.gluon.language.nvidia.hopper
+    except ImportError:
+        return "needs triton 3.6 or newer"
+    import triton
+
+    if tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 6):
+        return "needs triton 3.6 or newer"
+    return None
+
+
 def block_rows(device: torch.device | str) -> int:
     """Query rows that the kernels of ``device`` work on together: what a plan should be made for.
 
@@ -79,11 +101,13 @@ def plans_on_device(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 _LOADERS: Final[dict[str, Callable[[], Implementation]]] = {
+    "gluon": _gluon_attention,
     "triton": _triton_attention,
     "torch": lambda: gather_attention,
     "reference": lambda: reference_attention,
 }
 _REASONS: Final[dict[str, Callable[[torch.device, torch.dtype, int], str | None]]] = {
+    "gluon": _gluon_reason,
     "triton": _triton_reason,
     "torch": lambda device, dtype, head_dim: None,
     "reference": lambda device, dtype, head_dim: None,

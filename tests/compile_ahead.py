@@ -1,10 +1,13 @@
-"""Compile the Triton kernels for GPUs that are not here, and print what each variant needs.
+"""Compile the GPU kernels for GPUs that are not here, and print what each variant needs.
 
     python tests/compile_ahead.py            # the variants that differ, a minute or two
     python tests/compile_ahead.py 90 --all   # every tile and dtype for one generation
 
 A line holds registers of a thread, bytes of stack (spilled registers), and shared memory of a
-block, beside the most that a block of that generation can have. Exits with 1 if a variant does not
+block, beside the most that a block of that generation can have. The `gluon` kernel's registers are
+those at its start; its line adds how many waits for tensor cores there are (two in each consumer,
+more if ptxas serialises the products) and how many exponentials of a thread run beside the second
+product (those between the two waits: 64 for 128 keys a step). Exits with 1 if a variant does not
 compile or does not fit.
 """
 
@@ -17,14 +20,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from vidsparse.kernels import triton_gather, triton_mask, triton_plan, triton_pool
+from vidsparse.kernels import gluon_hopper, triton_gather, triton_mask, triton_plan, triton_pool
 
 # shared memory a block can opt in to, in KiB, by compute capability (CUDA programming guide).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
@@ -49,6 +55,7 @@ class Variant:
     constants: dict[str, Any]
     aligned: frozenset[str]
     warps: int
+    source: type = ASTSource
 
     def __str__(self) -> str:
         return f"sm_{self.cc} {self.name}"
@@ -56,11 +63,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled variant takes."""
+    """What a compiled variant takes; waits and overlap are counted in the Gluon kernel alone."""
 
     registers: int
     stack: int
     shared: int
+    waits: int = 0
+    overlapped: int = 0
 
 
 def variants(
@@ -68,41 +77,18 @@ def variants(
 ) -> Iterator[Variant]:
     """The variants whose code differs most, or every tile and dtype."""
     for cc in capabilities:
-        for head_dim in head_dims:
-            tiles = TILES if every else [(16, 1), (16, 16), (128, 128)]
-            for dtype in DTYPES if every else ["bf16"]:
-                for tile in tiles:
-                    yield attention(cc, head_dim, tile, dtype)
-            yield attention(cc, head_dim, (32, 8), "fp16", aligned=False)
+        kernels = (attention, gluon_attention) if cc == 90 else (attention,)
+        for kernel in kernels:
+            for head_dim in head_dims:
+                tiles = TILES if every else [(16, 1), (16, 16), (128, 128)]
+                for dtype in DTYPES if every else ["bf16"]:
+                    for tile in tiles:
+                        yield kernel(cc, head_dim, tile, dtype)
+                yield kernel(cc, head_dim, (32, 8), "fp16", aligned=False)
+        # what gathers single tokens reads their numbers otherwise than what loads boxes.
+        if cc == 90:
+            yield gluon_attention(cc, max(head_dims), (16, 1), "bf16", aligned=False)
         yield from planning(cc, head_dims, every=every)
-
-
-def attention(
-    cc: int, head_dim: int, tile: tuple[int, int], dtype: str, *, aligned: bool = True
-) -> Variant:
-    """The attention kernel; counts and lengths are multiples of 16 unless ``aligned`` is false."""
-    large = SHARED_KIB[cc] * 1024 >= triton_gather.LARGE_SHARED_BYTES
-    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), f"*{dtype}")
-    types |= dict.fromkeys(("q_tiles_ptr", "kv_count_ptr"), "*i32")
-    types |= dict.fromkeys(("S", "G", "C", "BH"), "i32")
-    types |= {"lse_ptr": "*fp32", "kv_index_ptr": "*i16", "scale_log2": "fp32"}
-    return Variant(
-        cc,
-        f"D={head_dim} {tile[0]}x{tile[1]} {dtype}" + ("" if aligned else " odd lengths"),
-        triton_gather.gather_attention_kernel,
-        types,
-        {
-            "D": head_dim,
-            "BLOCK_D": triton.next_power_of_2(head_dim),
-            "M": tile[0],
-            "N": tile[1],
-            "BLOCK_M": 128,
-            "BLOCK_N": triton_gather.BLOCK_N_LARGE if large else triton_gather.BLOCK_N_SMALL,
-            "STAGES": triton_gather.STAGES,
-        },
-        frozenset("SC" if aligned else "C"),
-        triton_gather.WARPS,
-    )
 
 
 def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[Variant]:
@@ -137,11 +123,91 @@ def _variant(
     *,
     floats: tuple[str, ...] = (),
     aligned: tuple[str, ...] = (),
+    source: type = ASTSource,
 ) -> Variant:
-    """A variant whose other arguments are 32-bit integers."""
-    types = dict(pointers) | dict.fromkeys(floats, "fp32")
-    types |= {n: "i32" for n in kernel.arg_names if n not in types and n not in constants}
-    return Variant(cc, name, kernel, types, constants, frozenset(aligned), warps)
+    """A variant whose other arguments, those that are not constants, are 32-bit integers."""
+    types = dict.fromkeys((p.name for p in kernel.params if not p.is_constexpr), "i32")
+    types = {n: t for n, t in types.items() if n not in constants}
+    types |= pointers | dict.fromkeys(floats, "fp32")
+    return Variant(cc, name, kernel, types, constants, frozenset(aligned), warps, source)
+
+
+def attention(
+    cc: int, head_dim: int, tile: tuple[int, int], dtype: str, *, aligned: bool = True
+) -> Variant:
+    """The plain Triton kernel of attention."""
+    large = SHARED_KIB[cc] * 1024 >= triton_gather.LARGE_SHARED_BYTES
+    constants = {
+        "D": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "M": tile[0],
+        "N": tile[1],
+        "BLOCK_M": 128,
+        "BLOCK_N": triton_gather.BLOCK_N_LARGE if large else triton_gather.BLOCK_N_SMALL,
+        "STAGES": triton_gather.STAGES,
+    }
+    return _variant(
+        cc,
+        f"triton {_call(head_dim, tile, dtype, aligned)}",
+        triton_gather.gather_attention_kernel,
+        _pointers(q=dtype) | _attention_pointers(tile, dtype, aligned),
+        constants,
+        triton_gather.WARPS,
+        floats=("scale_log2",),
+        aligned=("S", "C") if aligned else ("C",),
+    )
+
+
+def gluon_attention(
+    cc: int, head_dim: int, tile: tuple[int, int], dtype: str, *, aligned: bool = True
+) -> Variant:
+    """The Gluon kernel of attention."""
+    rows, keys = tile
+    padded = 64 if head_dim == 64 else 128
+    config = gluon_hopper.config(keys, padded)
+    layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    boxes = {"q": min(rows, 64), "k": max(keys, 8), "v": max(keys, 8)}
+    descriptors = {
+        f"{name}_desc": f"tensordesc<{dtype}[1, {box}, 64],{layout!r}>"
+        for name, box in boxes.items()
+    }
+    constants = {
+        "D": head_dim,
+        "DP": padded,
+        "M": rows,
+        "N": keys,
+        "BN": config.step,
+        "STAGES": config.stages,
+        "CONSUMER_REGS": config.consumer_registers,
+        "PRODUCER_REGS": config.producer_registers,
+        "PRODUCER_WARPS": 1 if keys >= 8 else 4,
+        "SNAKE": config.snake,
+        "DEFER": config.deferred_sums,
+    }
+    return _variant(
+        cc,
+        f"gluon {_call(head_dim, tile, dtype, aligned)}",
+        gluon_hopper.gather_attention_kernel,
+        descriptors | _attention_pointers(tile, dtype, aligned) | _pointers(counter="i32"),
+        constants,
+        4,
+        floats=("scale_log2",),
+        aligned=("S", "C") if aligned else ("C",),
+        source=GluonASTSource,
+    )
+
+
+def _call(head_dim: int, tile: tuple[int, int], dtype: str, aligned: bool) -> str:
+    odd = "" if aligned else " odd lengths"
+    return f"D={head_dim} {tile[0]}x{tile[1]} {dtype}{odd}"
+
+
+def _attention_pointers(tile: tuple[int, int], dtype: str, aligned: bool) -> dict[str, str]:
+    # numbers of single tokens want 32 bits in long sequences; odd lengths stand for short ones.
+    numbers = "i32" if tile[1] == 1 and aligned else "i16"
+    return _pointers(
+        k=dtype, v=dtype, out=dtype, lse="fp32", q_tiles="i32", kv_count="i32", kv_index=numbers
+    )
 
 
 def pool(cc: int, head_dim: int, size: int, *, reordered: bool, judged: bool) -> Variant:
@@ -286,44 +352,52 @@ def lists(cc: int) -> Iterator[Variant]:
     )
 
 
-def compile_variant(variant: Variant) -> Any:
-    """Compile for ``variant``'s GPU as the launcher would."""
+def compile_variant(variant: Variant) -> Usage:
+    """Compile for ``variant``'s GPU as the launcher would, and read the cubin's needs."""
     names = variant.kernel.arg_names
     missing = set(names) - set(variant.types) - set(variant.constants)
     assert not missing, f"the kernel has arguments unknown here: {sorted(missing)}"
     divisible = [
         n for n in names if n in variant.types and (n.endswith("_ptr") or n in variant.aligned)
     ]
-    source = ASTSource(
+    source = variant.source(
         fn=variant.kernel,
         signature={n: variant.types.get(n, "constexpr") for n in names},
         constexprs=variant.constants,
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in divisible},
     )
-    return triton.compile(
+    compiled = triton.compile(
         source,
         target=GPUTarget("cuda", variant.cc, 32),
         options={"num_warps": variant.warps},
     )
-
-
-def usage(compiled: Any) -> Usage:
-    """What the cubin needs."""
-    registers, stack = _resources(compiled.asm["cubin"])
-    return Usage(registers, stack, compiled.metadata.shared)
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes, by the ``cuobjdump`` that Triton's wheel carries."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, f"cuobjdump answered {text!r}"
-    return int(found[1]), int(found[2])
+        text = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+        assert found, f"cuobjdump answered {text!r}"
+        gluon = variant.source is GluonASTSource
+        overlap = _overlap(_tool("nvdisasm", file.name)) if gluon else ()
+    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *overlap)
+
+
+def _overlap(code: str) -> tuple[int, int]:
+    """Waits for tensor cores, and the fewest exponentials from a first wait to a last one."""
+    steps = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)|(MUFU\.EX2)", code)
+    waits = [(i, left) for i, (left, _) in enumerate(steps) if left]
+    between = [
+        sum(1 for _, exponential in steps[a:b] if exponential)
+        for (a, left), (b, _) in pairwise(waits)
+        if left == "1"
+    ]
+    return len(waits), min(between, default=0)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """What one of the tools that Triton's wheel carries prints."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def _capability(text: str) -> int:
@@ -346,16 +420,18 @@ def main() -> int:
     for variant in variants(capabilities, head_dims, every=arguments.all):
         limit = SHARED_KIB[variant.cc] * 1024
         try:
-            needs = usage(compile_variant(variant))
+            needs = compile_variant(variant)
         except Exception as error:
             failed += 1
             print(f"{variant}: FAILED {type(error).__name__}: {error}", flush=True)
             continue
         verdict = "" if needs.shared <= limit else "  DOES NOT FIT"
         failed += bool(verdict)
+        overlap = f", {needs.waits} waits, {needs.overlapped} exponentials overlapped"
         print(
             f"{variant}: {needs.registers} registers, {needs.stack} bytes spilled, "
-            f"{needs.shared / 1024:.0f} of {limit // 1024} KiB shared{verdict}",
+            f"{needs.shared / 1024:.0f} of {limit // 1024} KiB shared{verdict}"
+            + (overlap if needs.waits else ""),
             flush=True,
         )
     return 1 if failed else 0

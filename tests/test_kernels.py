@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -225,7 +226,7 @@ def test_without_flash_no_more_than_a_pair_of_blocks_has_its_scores_at_once(
 
 
 def test_auto_takes_the_fastest_that_can_run() -> None:
-    assert IMPLEMENTATIONS == ("triton", "torch", "reference")
+    assert IMPLEMENTATIONS == ("gluon", "triton", "torch", "reference")
     assert choose("auto", "cpu", torch.bfloat16, 64) == "torch"
 
 
@@ -235,13 +236,15 @@ def test_the_cpu_implementations_run_every_dtype(implementation: str, dtype: tor
     assert support(implementation, "cpu", dtype, 80) is None
 
 
-def test_triton_says_why_it_does_not_run_on_a_cpu() -> None:
-    assert support("triton", "cpu", torch.bfloat16, 64) == "runs on CUDA devices, not on cpu"
+@pytest.mark.parametrize("implementation", ["gluon", "triton"])
+def test_the_gpu_kernels_say_why_they_do_not_run_on_a_cpu(implementation: str) -> None:
+    assert support(implementation, "cpu", torch.bfloat16, 64) == "runs on CUDA devices, not on cpu"
 
 
+@pytest.mark.parametrize("implementation", ["gluon", "triton"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with CUDA")
-def test_triton_says_so_when_there_is_no_cuda() -> None:
-    reason = support("triton", "cuda", torch.bfloat16, 64)
+def test_the_gpu_kernels_say_so_when_there_is_no_cuda(implementation: str) -> None:
+    reason = support(implementation, "cuda", torch.bfloat16, 64)
     assert reason == "needs a CUDA device, and PyTorch finds none"
 
 
@@ -273,6 +276,54 @@ def test_triton_names_the_device_dtype_or_head_dim(
             raise AssertionError(got)
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "dim", "reason", "chosen"),
+    [
+        ((8, 0), torch.bfloat16, 128, r"9\.0 \(Hopper\)", "triton"),
+        ((10, 0), torch.bfloat16, 128, r"9\.0 \(Hopper\)", "triton"),
+        ((9, 0), torch.float32, 128, "not in float32", "torch"),
+        ((9, 0), torch.bfloat16, 80, "64, 96 and 128, not 80", "torch"),
+        ((9, 0), torch.float16, 96, None, "gluon"),
+    ],
+)
+def test_gluon_is_for_hopper_and_first_there(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    dim: int,
+    reason: str | None,
+    chosen: str,
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    got = support("gluon", "cuda", dtype, dim)
+    assert (got is None) == (reason is None)
+    assert re.search(reason or "", got or "")
+    assert choose("auto", "cuda", dtype, dim) == chosen
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "2.3.0"])
+def test_gluon_needs_a_triton_that_has_it(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton, "__version__", version)
+    assert support("gluon", "cuda", torch.float16, 64) == "needs triton 3.6 or newer"
+
+
+def test_gluon_refuses_tiles_and_blocks_that_it_has_no_kernel_for() -> None:
+    pytest.importorskip("triton")
+    from vidsparse.kernels.gluon_hopper import gluon_attention
+
+    q, k, v = random_qkv(64, 64, torch.float16)
+    work = random_work(64, (16, 16))
+    with pytest.raises(ValueError, match="no kernel for tiles of 16x4"):
+        gluon_attention(q, k, v, *work.tensors, tile=(16, 4), scale=1.0)
+    with pytest.raises(ValueError, match="must have 4 tiles, not 8"):
+        gluon_attention(q, k, v, *work.tensors, tile=(32, 16), scale=1.0)
+
+
 def test_an_implementation_asked_for_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = random_qkv(64, 64, torch.float32)
     work = random_work(64, (16, 16))
@@ -293,7 +344,7 @@ def test_an_implementation_asked_for_is_never_replaced(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("function", [support, choose])
 def test_an_unknown_implementation_is_named_with_the_known_ones(function: object) -> None:
-    with pytest.raises(ValueError, match=r"'cuda'. Hint: choose from auto, triton, torch, ref"):
+    with pytest.raises(ValueError, match=r"'cuda'. Hint: choose from auto, gluon, triton, torch"):
         function("cuda", "cpu", torch.float32, 64)  # type: ignore[operator]
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel: interpreted, compiled ahead of time, and on a GPU where there is one.
+"""The GPU kernels: compiled ahead of time, on a GPU where there is one, and `triton` interpreted.
 
 The interpreter is chosen by an environment variable when Triton is first imported, so it runs in a
 process of its own: this file as a script. It tries every case and prints one JSON object, and each
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -142,11 +143,22 @@ def resources(cc: int, compiled: str, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("cc", [80, 89, 90, 100])
-def test_it_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str) -> None:
-    found = resources(cc, compiled, "D=")
+def test_triton_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str) -> None:
+    found = resources(cc, compiled, "triton")
     assert len(found) == 4
     # 26 to 28 registers of a thread on Ampere and Ada, none on Hopper and Blackwell.
     assert max(found) <= (128 if cc < 90 else 0)
+
+
+def test_gluon_compiles_ahead_of_time_for_hopper_and_overlaps_its_products(compiled: str) -> None:
+    # at most a few scalars of the producer.
+    assert max(resources(90, compiled, "gluon")) <= 16
+    found = re.findall(r"^sm_90 gluon .* (\d+) waits, (\d+) exponentials", compiled, re.M)
+    assert len(found) == 5
+    for waits, overlapped in found:
+        # one wait after each product of each consumer, and the softmax between the two.
+        assert int(waits) == 4
+        assert int(overlapped) >= 64
 
 
 @pytest.mark.parametrize("cc", [80, 89, 90, 100])
@@ -161,24 +173,107 @@ def test_mask_and_plan_compile_ahead_of_time_and_hardly_spill(cc: int, compiled:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.usefixtures("poisoned_empty")
 class TestOnGpu:
+    @pytest.fixture(params=["triton", "gluon"])
+    def kernel(self, request: pytest.FixtureRequest) -> Callable[..., object]:
+        from vidsparse.kernels.dispatch import _LOADERS, support
+
+        reason = support(request.param, "cuda", torch.bfloat16, 128)
+        if reason is not None:
+            pytest.skip(f"{request.param} {reason}")
+        return _LOADERS[request.param]()
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("dim", HEAD_DIMS)
     @pytest.mark.parametrize("keys", CHUNKS)
     @pytest.mark.parametrize("tokens", [129, 1000])
     def test_random_plans_stay_in_the_budget(
-        self, tokens: int, keys: int, dim: int, dtype: torch.dtype
+        self,
+        kernel: Callable[..., object],
+        tokens: int,
+        keys: int,
+        dim: int,
+        dtype: torch.dtype,
     ) -> None:
-        for rows in (16, 64, 128):
+        for rows in (16, 32, 64, 128):
             q, k, v = (x.cuda() for x in random_qkv(tokens, dim, dtype, batch=2))
             work = random_work(tokens, (rows, keys), batch=2, seed=rows).to("cuda")
-            check_kernel(triton_kernel(), q, k, v, work)
+            check_kernel(kernel, q, k, v, work)
 
+    @pytest.mark.parametrize("keys", CHUNKS)
     @pytest.mark.parametrize("counts", LISTS.values(), ids=LISTS)
-    def test_ragged_lists(self, counts: list[int]) -> None:
+    def test_ragged_lists(
+        self, kernel: Callable[..., object], counts: list[int], keys: int
+    ) -> None:
         q, k, v = (x.cuda() for x in random_qkv(300, 128, torch.bfloat16))
-        work = random_work(300, (128, 16), counts=counts, longest_first=False).to("cuda")
-        check_kernel(triton_kernel(), q, k, v, work)
+        work = random_work(300, (128, keys), counts=counts, longest_first=False).to("cuda")
+        check_kernel(kernel, q, k, v, work)
+
+    @pytest.mark.parametrize("seed", range(200))
+    def test_any_plan(self, kernel: Callable[..., object], seed: int) -> None:
+        gen = random.Random(seed)
+        tokens, dim = gen.randint(1, 900), gen.choice(HEAD_DIMS)
+        tile = gen.choice([16, 32, 64, 128]), gen.choice(CHUNKS)
+        batch, heads = gen.randint(1, 2), gen.randint(1, 3)
+        share, dtype = gen.uniform(0, 0.8), gen.choice([torch.bfloat16, torch.float16])
+        q, k, v = (
+            x.cuda() for x in random_qkv(tokens, dim, dtype, batch=batch, heads=heads, seed=seed)
+        )
+        work = random_work(tokens, tile, batch=batch, heads=heads, share=share, seed=seed)
+        check_kernel(kernel, q, k, v, work.to("cuda"))
+
+    def test_more_blocks_than_multiprocessors_and_twice_the_same_bits(
+        self, kernel: Callable[..., object]
+    ) -> None:
+        # 16 heads of 33 blocks: a persistent kernel takes several a program.
+        q, k, v = (x.cuda() for x in random_qkv(4200, 64, torch.bfloat16, heads=16))
+        for keys in (1, 16):
+            work = random_work(4200, (16, keys), heads=16, share=0.1).to("cuda")
+            first = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.1)
+            again = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.1)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))  # type: ignore[call-overload]
+            check_kernel(kernel, q, k, v, work)
+
+    def test_two_heads_that_are_alike_give_the_same(self, kernel: Callable[..., object]) -> None:
+        q, k, v = (x.cuda().repeat(2, 3, 1, 1) for x in random_qkv(1000, 96, torch.float16))
+        work = random_work(1000, (32, 8)).to("cuda")
+        tensors = [x.repeat(2, 3, *[1] * (x.dim() - 2)) for x in work.tensors]
+        out, lse = kernel(q, k, v, *tensors, tile=work.tile, scale=0.1)  # type: ignore[misc]
+        for x in (out, lse):
+            assert torch.equal(x[0, :2].repeat(2, 3, *[1] * (x.dim() - 2)), x)
+
+    @pytest.mark.parametrize("keys", [1, 16])
+    def test_short_chunk_numbers(self, kernel: Callable[..., object], keys: int) -> None:
+        q, k, v = (x.cuda() for x in random_qkv(500, 128, torch.bfloat16))
+        work = random_work(500, (16, keys)).to("cuda")
+        expected = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.1)
+        # chunk numbers fit 16 bits; so does what stands behind a list's end.
+        index = work.kv_index.clamp_max(2**15 - 1).to(torch.int16)
+        got = kernel(q, k, v, work.q_tiles, work.kv_count, index, tile=work.tile, scale=0.1)
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))  # type: ignore[call-overload]
+
+    @pytest.mark.parametrize("scale", [-0.2, 0.0])
+    def test_any_factor(self, kernel: Callable[..., object], scale: float) -> None:
+        q, k, v = (x.cuda() for x in random_qkv(300, 64, torch.bfloat16))
+        check_kernel(kernel, q, k, v, random_work(300, (16, 16)).to("cuda"), scale)
+
+    def test_keys_outside_the_list_are_not_touched(self, kernel: Callable[..., object]) -> None:
+        # infinities and NaN in chunks that no list holds, in both short and full steps.
+        for keys in CHUNKS:
+            q, k, v = (x.cuda() for x in random_qkv(700, 128, torch.bfloat16, heads=1))
+            work = random_work(700, (128, keys), heads=1).to("cuda")
+            chunks = -(-700 // keys)
+            used = torch.zeros(chunks, dtype=torch.bool)
+            for g, count in enumerate(work.kv_count[0, 0].tolist()):
+                used[work.kv_index[0, 0, g, :count].long().cpu()] = True
+            unused = (~used).nonzero().view(-1)
+            expected = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.1)
+            for chunk in unused.tolist():
+                k[:, :, chunk * keys : (chunk + 1) * keys] = torch.nan
+                v[:, :, chunk * keys : (chunk + 1) * keys] = torch.inf
+            got = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.1)
+            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))  # type: ignore[call-overload]
 
     @pytest.mark.parametrize("implementation", ["torch", "reference"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -191,9 +286,9 @@ class TestOnGpu:
         work = random_work(500, (16, 16)).to("cuda")
         check_kernel(_LOADERS[implementation](), q, k, v, work)
 
-    def test_large_scores_do_not_overflow(self) -> None:
+    def test_large_scores_do_not_overflow(self, kernel: Callable[..., object]) -> None:
         q, k, v = (x.cuda() for x in random_qkv(300, 128, torch.bfloat16, spread=20))
-        check_kernel(triton_kernel(), q, k, v, random_work(300, (16, 16)).to("cuda"))
+        check_kernel(kernel, q, k, v, random_work(300, (16, 16)).to("cuda"))
 
     def test_nothing_waits_for_the_gpu_between_q_and_output(self) -> None:
         from vidsparse.attention import AttentionEngine, CallSite
@@ -221,7 +316,7 @@ class TestOnGpu:
                     torch.cuda.set_sync_debug_mode("default")
                 assert [c.action for c in engine.trace.cells] == ["replan", "reuse", "replan"]
 
-    def test_offsets_beyond_32_bits(self) -> None:
+    def test_offsets_beyond_32_bits(self, kernel: Callable[..., object]) -> None:
         # 2.2e9 elements a tensor; every block of every head attends the last two chunks.
         heads, tokens, dim = 231, 75_600, 128
         if torch.cuda.mem_get_info()[0] < 24e9:
@@ -238,7 +333,7 @@ class TestOnGpu:
             (128, 64),
             tokens,
         )
-        out, _ = triton_kernel()(q, k, v, *work.tensors, tile=work.tile, scale=0.1)  # type: ignore[misc]
+        out, _ = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.1)  # type: ignore[misc]
         # 75,600 is 16 into chunk 1181: the two last chunks hold 80 tokens.
         last = [x[:, -1:, -80:].double() for x in (k, v)]
         rows = q[:, -1:, -80:].double()
