@@ -27,16 +27,18 @@ LOG2_E = 1.4426950408889634
 
 SCORE_BYTES = 512 * 2**20
 SCORE_WARPS = 8
-SCORE_STAGES = 2
+# so much shared memory comes with tensor cores that read it (Hopper, Blackwell's large chips), and
+# there one stage is the fastest. Others read registers, and with one stage they would spill.
+ONE_STAGE_SHARED_BYTES = 200 * 1024
 # blocks of columns that one program multiplies with its rows.
 SCORE_STEPS = 16
 
 # a row of so many columns fits the registers of a program.
 ROW_COLUMNS = 16_384
-COLUMNS_PER_WARP = 1280
-LONG_BLOCK = 2048
+COLUMNS_PER_WARP = 2560
+LONG_BLOCK = 4096
 LONG_WARPS = 8
-LONG_WAYS = 8
+LONG_WAYS = 4
 
 
 @triton.jit(do_not_specialize=["first_block"])
@@ -371,15 +373,16 @@ def row_warps(columns: int) -> int:
     return int(triton.next_power_of_2(triton.cdiv(columns, COLUMNS_PER_WARP)))
 
 
-def score_block(shared: int, dim: int) -> tuple[int, int]:
-    """Rows and columns of a block of scores, by the ``shared`` memory that a program can have.
+def score_block(shared: int, dim: int) -> tuple[int, int, int]:
+    """Rows, columns and stages of a block of scores, by the ``shared`` memory of a program.
 
     Both halves of the queries, and of the keys as often as there are stages, lie there.
     """
     row = 2 * 2 * max(16, int(triton.next_power_of_2(dim)))
+    stages = 1 if shared >= ONE_STAGE_SHARED_BYTES else 2
     for rows, columns in ((128, 64), (128, 32), (64, 32), (32, 32), (16, 16)):
-        if (rows + SCORE_STAGES * columns) * row <= shared:
-            return rows, columns
+        if (rows + stages * columns) * row <= shared:
+            return rows, columns, stages
     raise ValueError(f"a head dim of {dim} leaves no room for a block of scores")
 
 
@@ -437,7 +440,7 @@ def top_p_words(
         return words, keys.fill_(k.tokens)
 
     row_length = -(-k_tiles // 32) * 32
-    rows, columns = score_block(_shared_bytes(words.device), dim)
+    rows, columns, stages = score_block(_shared_bytes(words.device), dim)
     blocks = triton.cdiv(q_tiles, rows) * batch * heads
     at_once = _room_shape(SCORE_BYTES, rows, blocks, row_length)
     room = q.high.new_empty(at_once * rows, row_length, dtype=torch.float32)
@@ -472,7 +475,7 @@ def top_p_words(
                 BLOCK_Q=rows,
                 BLOCK_K=columns,
                 STEPS=SCORE_STEPS,
-                STAGES=SCORE_STAGES,
+                STAGES=stages,
                 JUDGED=judged,
                 num_warps=SCORE_WARPS,
             )

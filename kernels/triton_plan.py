@@ -20,11 +20,12 @@ from torch import Tensor
 
 from .triton_bits import ones
 
-GROUP_WORDS = 16
+GROUP_WORDS = 8
 JOIN_WORDS = 256
 LIST_WORDS = 64
 RANK_BLOCKS = 1024
-BLOCK_WARPS = 2
+JOIN_WARPS = 1
+ORDER_WARPS = 2
 LIST_WARPS = 4
 
 
@@ -199,7 +200,7 @@ def group_constants(window: int, width: int) -> dict[str, Any]:
 
 def group_warps(window: int) -> int:
     """Warps of a program that groups ``window`` tiles."""
-    return max(1, min(16, window // 32))
+    return max(1, min(16, window // 16))
 
 
 def group_by_xor(words: Tensor, per_block: int, window: int | None = None) -> Tensor:
@@ -274,7 +275,7 @@ def join_blocks(
             N=tile[1],
             R=per_block,
             BLOCK_W=block_w,
-            num_warps=BLOCK_WARPS,
+            num_warps=JOIN_WARPS,
         )
         longest_first_kernel[grid](
             q_tiles,
@@ -286,7 +287,7 @@ def join_blocks(
             R=per_block,
             BLOCK_G=min(RANK_BLOCKS, triton.next_power_of_2(blocks)),
             BLOCK_W=block_w,
-            num_warps=BLOCK_WARPS,
+            num_warps=ORDER_WARPS,
         )
     return ordered[0], ordered[1], ordered[2], pairs.sum(-1)
 

@@ -243,7 +243,7 @@ def scores(cc: int, head_dim: int, *, judged: bool = False) -> Variant:
     similarity = _pointers(k_similarity="fp32")
     halves = ("q_high", "q_low", "k_high", "k_low")
     wide = ("q_scale", "k_scale", "scores")
-    rows, columns = triton_mask.score_block(SHARED_KIB[cc] * 1024, head_dim)
+    rows, columns, stages = triton_mask.score_block(SHARED_KIB[cc] * 1024, head_dim)
     return _variant(
         cc,
         f"scores D={head_dim}" + " judged" * judged,
@@ -257,7 +257,7 @@ def scores(cc: int, head_dim: int, *, judged: bool = False) -> Variant:
             "BLOCK_Q": rows,
             "BLOCK_K": columns,
             "STEPS": triton_mask.SCORE_STEPS,
-            "STAGES": triton_mask.SCORE_STAGES,
+            "STAGES": stages,
             "JUDGED": judged,
         },
         triton_mask.SCORE_WARPS,
@@ -330,7 +330,7 @@ def lists(cc: int) -> Iterator[Variant]:
         triton_plan.join_kernel,
         _pointers(words="i32", q_tiles="i32", joined="i32", count="i32", pairs="i64"),
         tile,
-        triton_plan.BLOCK_WARPS,
+        triton_plan.JOIN_WARPS,
     )
     names = ("q_tiles", "count", "words", "q_tiles_out", "count_out", "words_out")
     yield _variant(
@@ -339,7 +339,7 @@ def lists(cc: int) -> Iterator[Variant]:
         triton_plan.longest_first_kernel,
         _pointers(**dict.fromkeys(names, "i32")),
         {"R": 8, "BLOCK_G": triton_plan.RANK_BLOCKS, "BLOCK_W": 256},
-        triton_plan.BLOCK_WARPS,
+        triton_plan.ORDER_WARPS,
     )
     yield _variant(
         cc,
