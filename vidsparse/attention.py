@@ -259,6 +259,7 @@ def _plan_by_kernels(
     head_bytes = q_tiles * k_tiles // 8 + (q_tiles + k_tiles) * dim * 4
     chunk = max(1, MASK_BYTES // (head_bytes * batch))
     judged = method.rule.theta is not None
+    block = block_rows(q.device)
     plans = []
     for start in range(0, heads, chunk):
         part = slice(start, min(start + chunk, heads))
@@ -276,7 +277,9 @@ def _plan_by_kernels(
             full_rows=grid.video // rows if grid.text else None,
             full_columns=grid.video // keys if grid.text else None,
         )
-        plans.append(make_plan_of_bits(words, kept, method.tile, tokens, method.merge))
+        plans.append(
+            make_plan_of_bits(words, kept, method.tile, tokens, method.merge, block_rows=block)
+        )
     return _of_all_heads(plans)
 
 

@@ -123,7 +123,13 @@ def make_plan(
 
 
 def make_plan_of_bits(
-    words: Tensor, keys: Tensor, tile: tuple[int, int], tokens: int, merge: str = "xor"
+    words: Tensor,
+    keys: Tensor,
+    tile: tuple[int, int],
+    tokens: int,
+    merge: str = "xor",
+    *,
+    block_rows: int = BLOCK_ROWS,
 ) -> SparsePlan:
     """``make_plan`` by Triton's kernels, of a mask that never was anything but bits.
 
@@ -133,6 +139,7 @@ def make_plan_of_bits(
         tile: (M, N).
         tokens: S.
         merge: a name from ``vidsparse.grouping.MERGES``.
+        block_rows: query rows of a block.
 
     Raises:
         OptionError: unknown ``merge``.
@@ -140,7 +147,7 @@ def make_plan_of_bits(
     from vidsparse.kernels.triton_plan import group_by_xor, join_blocks
 
     check_merge(merge)
-    per_block = BLOCK_ROWS // tile[0]
+    per_block = max(1, block_rows // tile[0])
     if merge == "consecutive" or per_block == 1:
         q_tiles = merge_consecutive(words, per_block)
     else:
