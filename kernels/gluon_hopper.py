@@ -85,23 +85,6 @@ def _exp2(x):
     )
 
 
-@gluon.jit
-def _rounded(x, dtype: gl.constexpr):
-    """fp32 to the 16-bit ``dtype``, here and not where the compiler would rather have it.
-
-    Left to itself it converts weights when their old registers are free, which is when the product
-    they are in is done: while the tensor cores wait.
-    """
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=False, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=False, pack=2
-        )
-
-
 # a row maximum may fall behind by this many powers of two before what was summed is rescaled: the
 # final division undoes it exactly, and weights up to 256 fit all dtypes.
 BEHIND = gl.constexpr(8.0)
@@ -165,79 +148,28 @@ def _put(memory, value):
 
 
 @gluon.jit
-def _zero():
-    """Zero, but the compiler does not know: what it is added to is not kept over the loop."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def _mask(scores, keys):
     """Minus infinity from column ``keys`` on."""
-    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)) + _zero()
+    # the zero is opaque: known before the loop, the columns would be kept in 32 registers over it.
+    zero = gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)) + zero
     return gl.where((column < keys)[None, :], scores, -float("inf"))
 
 
 @gluon.jit
-def _row_sums(weights, DEFER: gl.constexpr):
-    """Sums of a row; deferred, each of the four threads that share a row keeps its own."""
-    if DEFER:
-        rows: gl.constexpr = weights.shape[0]
-        keys: gl.constexpr = weights.shape[1]
-        return gl.sum(gl.sum(weights.reshape([rows, keys // 8, 4, 2]), 3), 1)
-    else:
-        return gl.sum(weights, 1)
+def _row_sums(weights):
+    """Sums of a row, of which each of the four threads that share it keeps its own."""
+    rows: gl.constexpr = weights.shape[0]
+    keys: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape([rows, keys // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _scaled_sums(sums, rescale, DEFER: gl.constexpr):
-    if DEFER:
-        layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-        return sums * gl.convert_layout(rescale, layout)[:, None]
-    else:
-        return sums * rescale
-
-
-@gluon.jit
-def _write_rows(ptr, first, values, alive, D: gl.constexpr):
-    """Rows of D columns that begin ``first`` elements behind ``ptr``, where ``alive``."""
-    rows: gl.constexpr = values.shape[0]
-    columns: gl.constexpr = values.shape[1]
-    # eights of columns, so that addresses differ by constants.
-    values = values.reshape([rows, columns // 8, 8])
-    LAYOUT: gl.constexpr = values.type.layout
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))
-    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    eight = gl.arange(0, columns // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))) * 8
-    start = gl.convert_layout(first, BY_ROW)
-    alive = gl.convert_layout(alive, BY_ROW)
-    pointers = ((ptr + start)[:, None, None] + column[None, None, :]) + eight[None, :, None]
-    mask = alive[:, None, None] & (eight < D)[None, :, None]
-    gl.store(pointers, values, mask=mask)
-
-
-@gluon.jit
-def _store_rows(
-    out,
-    natural,
-    place,
-    block,
-    head,
-    q_tiles_ptr,
-    out_ptr,
-    lse_ptr,
-    S,
-    D: gl.constexpr,
-    M: gl.constexpr,
-):
-    """Rows at ``place`` in their block, and their log-sum-exp, to where their tiles stand."""
-    tile = gl.load(q_tiles_ptr + block.to(gl.int64) * (128 // M) + place // M)
-    row = tile * M + place % M
-    alive = (tile >= 0) & (row < S)
-    token = head.to(gl.int64) * S + row
-    _write_rows(out_ptr, token * D, out.to(out_ptr.dtype.element_ty), alive, D)
-    gl.store(lse_ptr + token, natural, mask=alive)
+def _scaled_sums(sums, rescale):
+    layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    return sums * gl.convert_layout(rescale, layout)[:, None]
 
 
 @gluon.jit
@@ -247,45 +179,40 @@ def _store(
     sums,
     block,
     head,
-    slot,
     q_tiles_ptr,
     out_ptr,
     lse_ptr,
-    part_ptr,
-    part_lse_ptr,
     S,
     D: gl.constexpr,
     M: gl.constexpr,
     FIRST: gl.constexpr,
-    DEFER: gl.constexpr,
-    SPLIT: gl.constexpr,
 ):
-    """Write the rows of a block that a consumer holds, and their log-sum-exp.
-
-    The part of a block goes to its ``slot`` of the parts, in fp32.
-    """
+    """Write the rows of a block that a consumer holds, and their log-sum-exp."""
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
     BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    place = FIRST + gl.arange(0, rows, BY_ROW) + _zero()
-    if DEFER:
-        sums = gl.sum(sums, 1)
-    sums = gl.convert_layout(sums, BY_ROW)
+    place = FIRST + gl.arange(0, rows, BY_ROW)
+    tile = gl.load(q_tiles_ptr + block.to(gl.int64) * (128 // M) + place // M)
+    row = tile * M + place % M
+    alive = (tile >= 0) & (row < S)
+    sums = gl.convert_layout(gl.sum(sums, 1), BY_ROW)
     row_max = gl.convert_layout(row_max, BY_ROW)
     # a row without keys: zeros and -inf, whatever its weights of zero were multiplied with.
     has_keys = sums > 0
     out = gl.where(has_keys[:, None], acc * (1.0 / sums)[:, None], 0.0)
+    token = head.to(gl.int64) * S + row
+    # eights of columns, so that addresses differ by constants.
+    out = out.to(out_ptr.dtype.element_ty).reshape([rows, columns // 8, 8])
+    LAYOUT: gl.constexpr = out.type.layout
+    column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    eight = gl.arange(0, columns // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))) * 8
+    start = gl.convert_layout(token * D, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    alive_out = gl.convert_layout(alive, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    pointers = ((out_ptr + start)[:, None, None] + column[None, None, :]) + eight[None, :, None]
+    mask = alive_out[:, None, None] & (eight < D)[None, :, None]
+    gl.store(pointers, out, mask=mask)
     natural = (row_max + gl.log2(sums)) * 0.6931471805599453
-    natural = gl.where(has_keys, natural, -float("inf"))
-    if SPLIT:
-        if slot >= 0:
-            place += slot * 128
-            _write_rows(part_ptr, place * columns, out, place >= 0, columns)
-            gl.store(part_lse_ptr + place, natural)
-        else:
-            _store_rows(out, natural, place, block, head, q_tiles_ptr, out_ptr, lse_ptr, S, D, M)
-    else:
-        _store_rows(out, natural, place, block, head, q_tiles_ptr, out_ptr, lse_ptr, S, D, M)
+    gl.store(lse_ptr + token, gl.where(has_keys, natural, -float("inf")), mask=alive)
 
 
 @gluon.jit
@@ -298,23 +225,17 @@ def _consume(
     q_tiles_ptr,
     out_ptr,
     lse_ptr,
-    part_ptr,
-    part_lse_ptr,
     S,
     scale_log2,
     WHICH: gl.constexpr,
     D_: gl.constexpr,
     M_: gl.constexpr,
     GENERIC_: gl.constexpr,
-    DEFER_: gl.constexpr,
-    SPLIT_: gl.constexpr,
 ):
     D: gl.constexpr = _plain(D_)
     M: gl.constexpr = _plain(M_)
     # cp.async writes through the generic proxy, wgmma reads through the async one.
     GENERIC: gl.constexpr = _plain(GENERIC_)
-    DEFER: gl.constexpr = _plain(DEFER_)
-    SPLIT: gl.constexpr = _plain(SPLIT_)
     STAGES: gl.constexpr = k_stages.shape[0]
     BN: gl.constexpr = k_stages.shape[1]
     DP: gl.constexpr = k_stages.shape[2]
@@ -331,12 +252,10 @@ def _consume(
     # the block before the first: no weights, and a result that is not stored.
     acc = gl.full([64, DP], 0.0, gl.float32, OUTPUT)
     row_max = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
-    sums = _row_sums(nothing, DEFER)
+    sums = _row_sums(nothing)
     weights = gl.convert_layout(nothing.to(dtype), WEIGHTS)
     done = -1
     done_head = 0
-    if SPLIT:
-        done_slot = -1
 
     stage = 0
     phase = 0
@@ -346,8 +265,6 @@ def _consume(
     head = _scalar(record.index(1))
     left = _scalar(record.index(2))
     keys = _scalar(record.index(3))
-    if SPLIT:
-        slot = _scalar(record.index(4))
     first = True
     second = False
     working = True
@@ -375,16 +292,14 @@ def _consume(
         new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
         rescale = _exp2(old_max - new_max)
         fresh = _exp2(scores * scale_log2 - new_max[:, None])
-        new_sums = _scaled_sums(gl.where(first, 0.0, sums), rescale, DEFER)
-        new_sums += _row_sums(fresh, DEFER)
+        new_sums = _scaled_sums(gl.where(first, 0.0, sums), rescale)
+        new_sums += _row_sums(fresh)
         fresh = gl.convert_layout(fresh.to(dtype), WEIGHTS)
 
         # this branch also keeps ptxas from waiting for the values before the softmax is done.
         next_block = block
         next_head = head
         next_keys = keys
-        if SPLIT:
-            next_slot = slot
         left -= 1
         if last:
             q_phase = q_phase ^ 1
@@ -393,20 +308,16 @@ def _consume(
             next_head = _scalar(record.index(1))
             left = _scalar(record.index(2))
             next_keys = _scalar(record.index(3))
-            if SPLIT:
-                next_slot = _scalar(record.index(4))
         acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
         mbarrier.arrive(empty.index(stage))
         if first:
             if done >= 0:
                 _store(
-                    acc, row_max, sums, done, done_head, done_slot if SPLIT else 0, q_tiles_ptr, out_ptr, lse_ptr,
-                    part_ptr, part_lse_ptr, S, D, M, WHICH * 64, DEFER, SPLIT,
+                    acc, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr, S,
+                    D, M, WHICH * 64,
                 )  # fmt: skip
             done = block
             done_head = head
-            if SPLIT:
-                done_slot = slot
         # not between the products above: ptxas would let the second wait for the first.
         acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
         working = block >= 0
@@ -415,8 +326,6 @@ def _consume(
         block = next_block
         head = next_head
         keys = next_keys
-        if SPLIT:
-            slot = next_slot
         row_max = new_max
         sums = new_sums
         weights = fresh
@@ -425,27 +334,23 @@ def _consume(
 
 @gluon.jit
 def _consume_upper(
-    q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, part_ptr,
-    part_lse_ptr, S, scale_log2,
-    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr, DEFER: gl.constexpr,
-    SPLIT: gl.constexpr,
+    q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S, scale_log2,
+    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, part_ptr,
-        part_lse_ptr, S, scale_log2, 0, D, M, GENERIC, DEFER, SPLIT,
+        q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S,
+        scale_log2, 0, D, M, GENERIC,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consume_lower(
-    q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, part_ptr,
-    part_lse_ptr, S, scale_log2,
-    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr, DEFER: gl.constexpr,
-    SPLIT: gl.constexpr,
+    q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S, scale_log2,
+    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr,
 ):  # fmt: skip
     _consume(
-        q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, part_ptr,
-        part_lse_ptr, S, scale_log2, 1, D, M, GENERIC, DEFER, SPLIT,
+        q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S,
+        scale_log2, 1, D, M, GENERIC,
     )  # fmt: skip
 
 
@@ -464,27 +369,6 @@ def _locate(entry, G, BH, TOGETHER):
     heads = gl.minimum(BH - start, TOGETHER)
     rank = entry - start * G
     return start + rank % heads, rank // heads
-
-
-@gluon.jit
-def _item(item, whole, parts):
-    """The entry of a piece of work, which part of it, and the place of the part's result.
-
-    The first ``whole`` entries are one piece of work each, the others ``parts`` of them.
-    """
-    beyond = item - whole
-    split = beyond >= 0
-    entry = gl.where(split, whole + beyond // parts, item)
-    return entry, gl.where(split, beyond % parts, 0), gl.where(split, beyond, -1)
-
-
-@gluon.jit
-def _part(count, part, slot, parts, CHUNKS: gl.constexpr):
-    """First chunk and number of chunks of a part of a list of ``count``."""
-    steps = (count + CHUNKS - 1) // CHUNKS
-    each = gl.where(slot >= 0, (steps + parts - 1) // parts, steps) * CHUNKS
-    first = part * each
-    return first, gl.maximum(gl.minimum(count - first, each), 0)
 
 
 @gluon.jit
@@ -568,16 +452,12 @@ def _produce(
     C,
     BH,
     TOGETHER,
-    whole,
-    parts,
-    items,
     STAGES_: gl.constexpr,
     BN_: gl.constexpr,
     D_: gl.constexpr,
     DP_: gl.constexpr,
     M_: gl.constexpr,
     N_: gl.constexpr,
-    SPLIT_: gl.constexpr,
 ):
     STAGES: gl.constexpr = _plain(STAGES_)
     BN: gl.constexpr = _plain(BN_)
@@ -585,7 +465,6 @@ def _produce(
     DP: gl.constexpr = _plain(DP_)
     M: gl.constexpr = _plain(M_)
     N: gl.constexpr = _plain(N_)
-    SPLIT: gl.constexpr = _plain(SPLIT_)
     CHUNKS: gl.constexpr = BN // N
     HALVES: gl.constexpr = DP // 64
     R: gl.constexpr = 128 // M
@@ -599,16 +478,11 @@ def _produce(
     full, empty, q_full, q_empty = barriers
 
     programs = gl.num_programs(0)
-    item = gl.program_id(0)
-    if SPLIT:
-        entry, part, slot_out = _item(item, whole, parts)
-    else:
-        entry = item
+    total = G * BH
+    entry = gl.program_id(0)
     head, rank = _locate(entry, G, BH, TOGETHER)
     block = head * G + rank
     count = gl.load(kv_count_ptr + block)
-    if SPLIT:
-        skipped, count = _part(count, part, slot_out, parts, CHUNKS)
     q_phase = 0
     stage = 0
     phase = 0
@@ -622,10 +496,8 @@ def _produce(
         tokens = gl.full([BN], 0, gl.int32, gl.SliceLayout(1, LAYOUT))
         v_from = v_ptr
 
-    while item < items:
+    while entry < total:
         list_ptr = kv_index_ptr + block.to(gl.int64) * C
-        if SPLIT:
-            list_ptr += skipped
         steps = gl.maximum((count + CHUNKS - 1) // CHUNKS, 1)
         first = (steps - 1) * CHUNKS
         # the list rises: a chunk that the sequence's end cuts can only be the last.
@@ -636,11 +508,8 @@ def _produce(
             k_from = k_ptr + head.to(gl.int64) * S * D
             next_tokens = _tokens(list_ptr, first, count, BN, LAYOUT, True)
         tile = gl.load(q_tiles_ptr + block.to(gl.int64) * R + gl.arange(0, R, LINE))
-        item = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        next_entry = gl.minimum(item, items - 1)
-        if SPLIT:
-            next_entry, part, next_slot = _item(next_entry, whole, parts)
-        next_head, next_rank = _locate(next_entry, G, BH, TOGETHER)
+        entry = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        next_head, next_rank = _locate(gl.minimum(entry, total - 1), G, BH, TOGETHER)
         next_block = next_head * G + next_rank
         next_count = gl.load(kv_count_ptr + next_block)
 
@@ -671,8 +540,6 @@ def _produce(
         _put(record.index(1), head)
         _put(record.index(2), steps)
         _put(record.index(3), gl.where(count > 0, (count - first) * N - past_end, 0))
-        if SPLIT:
-            _put(record.index(4), slot_out)
         mbarrier.expect(q_full, Q_BYTES)
         q_row = _view(q_rows, [R, 1], ONE)
         for b in gl.static_range(128 // BOX):
@@ -703,9 +570,6 @@ def _produce(
         head = next_head
         block = next_block
         count = next_count
-        if SPLIT:
-            slot_out = next_slot
-            skipped, count = _part(count, part, slot_out, parts, CHUNKS)
 
     # the last values of all, and a record that ends the consumers.
     mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -723,8 +587,6 @@ def _produce(
     _put(record.index(1), 0)
     _put(record.index(2), 0)
     _put(record.index(3), 0)
-    if SPLIT:
-        _put(record.index(4), -1)
     mbarrier.arrive(q_full)
 
 
@@ -737,8 +599,6 @@ def gather_attention_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
-    part_ptr,
-    part_lse_ptr,
     q_tiles_ptr,
     kv_count_ptr,
     kv_index_ptr,
@@ -748,9 +608,6 @@ def gather_attention_kernel(
     C,
     BH,
     TOGETHER,
-    whole,
-    parts,
-    items,
     scale_log2,
     D: gl.constexpr,
     DP: gl.constexpr,
@@ -761,14 +618,8 @@ def gather_attention_kernel(
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    DEFER: gl.constexpr,
 ):
-    """Attend blocks of 128 query rows to their key lists; all tensors contiguous.
-
-    Of the ``items`` pieces of work the first ``whole`` are a block each, the others one of the
-    ``parts`` of a block, whose results ``join_parts_kernel`` puts together.
-    """
+    """Attend blocks of 128 query rows to their key lists; all tensors contiguous."""
     HALVES: gl.constexpr = DP // 64
     GENERIC: gl.constexpr = N < 8
     BOX: gl.constexpr = M if M < 64 else 64
@@ -793,7 +644,7 @@ def gather_attention_kernel(
         v_stages = _view(v_pieces, [STAGES, BN, DP], ROWS)
     rows = gl.allocate_shared_memory(gl.int32, [2, BN // N], ONE)
     q_rows = gl.allocate_shared_memory(gl.int32, [128 // M], ONE)
-    record = gl.allocate_shared_memory(gl.int32, [5, 1], ONE)
+    record = gl.allocate_shared_memory(gl.int32, [4, 1], ONE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -812,14 +663,14 @@ def gather_attention_kernel(
                 _consume_upper,
                 (
                     q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr,
-                    part_ptr, part_lse_ptr, S, scale_log2, D, M, GENERIC, DEFER, SPLIT,
+                    S, scale_log2, D, M, GENERIC,
                 ),
             ),
             (
                 _consume_lower,
                 (
                     q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr,
-                    part_ptr, part_lse_ptr, S, scale_log2, D, M, GENERIC, DEFER, SPLIT,
+                    S, scale_log2, D, M, GENERIC,
                 ),
             ),
             (
@@ -827,66 +678,13 @@ def gather_attention_kernel(
                 (
                     q_desc, k_desc, v_desc, k_ptr, v_ptr, q_pieces, k_pieces, v_pieces, rows,
                     q_rows, record, barriers, q_tiles_ptr, kv_count_ptr, kv_index_ptr, counter_ptr,
-                    S, G, C, BH, TOGETHER, whole, parts, items, STAGES, BN, D, DP, M, N,
-                    SPLIT,
+                    S, G, C, BH, TOGETHER, STAGES, BN, D, DP, M, N,
                 ),
             ),
         ],
         [4, PRODUCER_WARPS],
         [CONSUMER_REGS, PRODUCER_REGS],
     )  # fmt: skip
-
-
-JOINED_ROWS = gl.constexpr(32)
-
-
-@gluon.jit
-def join_parts_kernel(
-    part_ptr,
-    part_lse_ptr,
-    out_ptr,
-    lse_ptr,
-    q_tiles_ptr,
-    S,
-    G,
-    BH,
-    TOGETHER,
-    whole,
-    parts,
-    D: gl.constexpr,
-    DP: gl.constexpr,
-    M: gl.constexpr,
-):
-    """Put the parts of a block together, weighted by their sums; some of its rows a program."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [1024 // DP // 8, DP // 4], [4, 1], [1, 0])
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    nth = gl.program_id(0)
-    head, rank = _locate(whole + nth, G, BH, TOGETHER)
-    place = gl.program_id(1) * JOINED_ROWS + gl.arange(0, JOINED_ROWS, BY_ROW)
-    column = gl.arange(0, DP, gl.SliceLayout(0, LAYOUT))
-    first = nth * parts * 128 + place
-    top = gl.load(part_lse_ptr + first)
-    for p in range(1, parts):
-        top = gl.maximum(top, gl.load(part_lse_ptr + first + p * 128))
-    # a row without keys in any part.
-    top = gl.where(top == -float("inf"), 0.0, top)
-    sums = gl.full([JOINED_ROWS], 0.0, gl.float32, BY_ROW)
-    acc = gl.full([JOINED_ROWS, DP], 0.0, gl.float32, LAYOUT)
-    for p in range(parts):
-        row = first + p * 128
-        weight = gl.exp(gl.load(part_lse_ptr + row) - top)
-        sums += weight
-        acc += weight[:, None] * gl.load(part_ptr + (row * DP)[:, None] + column[None, :])
-    has_keys = sums > 0
-    acc = gl.where(has_keys[:, None], acc * (1.0 / sums)[:, None], 0.0)
-    tile = gl.load(q_tiles_ptr + (head * G + rank).to(gl.int64) * (128 // M) + place // M)
-    row = tile * M + place % M
-    alive = (tile >= 0) & (row < S)
-    token = head.to(gl.int64) * S + row
-    mask = alive[:, None] & (column < D)[None, :]
-    gl.store(out_ptr + (token * D)[:, None] + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask)
-    natural = gl.where(has_keys, top + gl.log(sums), -float("inf"))
-    gl.store(lse_ptr + token, natural, mask=alive)
 
 
 # ---- launch ----
@@ -901,7 +699,6 @@ class Config:
     consumer_registers: int
     producer_registers: int
     step: int = 128
-    deferred_sums: bool = True
 
 
 def config(keys: int, padded_dim: int) -> Config:
@@ -921,23 +718,6 @@ TOGETHER_BYTES = 32 * 1024 * 1024
 def heads_together(heads: int, head_bytes: int) -> int:
     """How many heads of ``head_bytes`` keys and values are worked on at a time."""
     return max(1, min(heads, TOGETHER_BYTES // head_bytes))
-
-
-# steps that the longest list could have for each part that a block is split in: a third of that at
-# usual densities, of which the first and last overlap nothing.
-STEPS_PER_PART = 24
-
-
-def parts_of_last_blocks(blocks: int, programs: int, longest_steps: int) -> int:
-    """How many parts the blocks that remain after the last full round are split in.
-
-    Equal blocks run in rounds of one a program, and in the last round most programs would be idle:
-    4,096 blocks on 132 multiprocessors take 32 rounds where 31.03 would do.
-    """
-    remaining = blocks % programs
-    if remaining == 0:
-        return 1
-    return max(1, min(programs // remaining, longest_steps // STEPS_PER_PART))
 
 
 @cache
@@ -998,18 +778,7 @@ def gluon_attention(
     c = config(keys, padded)
     # a chunk of one token is gathered by pointers, without boxes.
     box = keys if keys >= 8 else 8
-    total = blocks * batch * heads
-    programs = min(_multiprocessors(q.device.index), total)
-    longest_steps = -(-kv_index.shape[-1] * keys // c.step)
-    # the threads that gather tokens one by one have no registers left for parts.
-    parts = parts_of_last_blocks(total, programs, longest_steps) if keys >= 8 else 1
-    whole = total - total % programs if parts > 1 else total
-    split = total - whole
-    together = heads_together(batch * heads, 2 * tokens * dim * q.element_size())
-    part_rows = split * parts * BLOCK_ROWS
-    part = torch.empty(part_rows, padded, dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(part_rows, dtype=torch.float32, device=q.device)
-    q_tiles = q_tiles.contiguous()
+    programs = min(_multiprocessors(q.device.index), blocks * batch * heads)
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(q):
         gather_attention_kernel[(programs,)](
@@ -1020,9 +789,7 @@ def gluon_attention(
             v,
             out,
             lse,
-            part,
-            part_lse,
-            q_tiles,
+            q_tiles.contiguous(),
             kv_count.contiguous(),
             kv_index.contiguous(),
             torch.zeros(1, dtype=torch.int32, device=q.device),
@@ -1030,10 +797,7 @@ def gluon_attention(
             blocks,
             kv_index.shape[-1],
             batch * heads,
-            together,
-            whole,
-            parts,
-            whole + split * parts,
+            heads_together(batch * heads, 2 * tokens * dim * q.element_size()),
             scale_log2,
             D=dim,
             DP=padded,
@@ -1044,26 +808,6 @@ def gluon_attention(
             CONSUMER_REGS=c.consumer_registers,
             PRODUCER_REGS=c.producer_registers,
             PRODUCER_WARPS=1 if keys >= 8 else 4,
-            SPLIT=split > 0,
-            DEFER=c.deferred_sums,
             num_warps=4,
         )
-        if split:
-            join_parts_kernel[(split, BLOCK_ROWS // JOINED_ROWS.value)](
-                part,
-                part_lse,
-                out,
-                lse,
-                q_tiles,
-                tokens,
-                blocks,
-                batch * heads,
-                together,
-                whole,
-                parts,
-                D=dim,
-                DP=padded,
-                M=rows,
-                num_warps=4,
-            )
     return out, lse

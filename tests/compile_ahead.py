@@ -120,8 +120,6 @@ def _gluon_source(variant: Variant) -> GluonASTSource:
         "CONSUMER_REGS": config.consumer_registers,
         "PRODUCER_REGS": config.producer_registers,
         "PRODUCER_WARPS": 1 if n >= 8 else 4,
-        "SNAKE": config.snake,
-        "DEFER": config.deferred_sums,
     }
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
     boxes = {"q_desc": min(m, 64), "k_desc": max(n, 8), "v_desc": max(n, 8)}
