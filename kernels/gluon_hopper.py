@@ -85,6 +85,47 @@ def _exp2(x):
     )
 
 
+# a row maximum may fall behind by this many powers of two before what was summed is rescaled: the
+# final division undoes it exactly, and weights up to 256 fit all dtypes.
+BEHIND = gl.constexpr(8.0)
+RESCALED_AT_ONCE = 32
+
+
+def _rescale_source(registers: int) -> str:
+    """PTX: ``registers`` products, or plain copies where no lane of the warp has a factor but 1.
+
+    An accumulator's registers come in fours, two of one row and two of another.
+    """
+    out, x, factor = ([registers * part + i for i in range(registers)] for part in range(3))
+    copies = " ".join(f"mov.f32 ${o}, ${i};" for o, i in zip(out, x, strict=True))
+    products = " ".join(
+        f"mul.f32 ${o}, ${i}, ${f};" for o, i, f in zip(out, x, factor, strict=True)
+    )
+    return (
+        "{ .reg .pred p; .reg .pred q; "
+        f"setp.neu.f32 p, ${factor[0]}, 0f3F800000; setp.neu.or.f32 p, ${factor[2]}, 0f3F800000, p;"
+        f" vote.sync.any.pred q, p, 0xffffffff; {copies} @!q bra.uni same; {products} same: }}"
+    )
+
+
+_RESCALE = gl.constexpr(_rescale_source(RESCALED_AT_ONCE))
+_RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * RESCALED_AT_ONCE + ["f"] * 2 * RESCALED_AT_ONCE))
+_RESCALED_AT_ONCE = gl.constexpr(RESCALED_AT_ONCE)
+
+
+@gluon.jit
+def _rescaled(acc, factor):
+    """``acc`` times a factor for each row, skipped by warps whose factors are all 1."""
+    return gl.inline_asm_elementwise(
+        _RESCALE,
+        _RESCALE_OPERANDS,
+        [acc, factor],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=_RESCALED_AT_ONCE,
+    )
+
+
 @gluon.jit
 def _next(stage, phase, STAGES: gl.constexpr):
     wraps = stage + 1 == STAGES
@@ -118,23 +159,17 @@ def _mask(scores, keys):
 
 
 @gluon.jit
-def _row_sums(weights, DEFER: gl.constexpr):
-    """Sums of a row; deferred, each of the four threads that share a row keeps its own."""
-    if DEFER:
-        rows: gl.constexpr = weights.shape[0]
-        keys: gl.constexpr = weights.shape[1]
-        return gl.sum(gl.sum(weights.reshape([rows, keys // 8, 4, 2]), 3), 1)
-    else:
-        return gl.sum(weights, 1)
+def _row_sums(weights):
+    """Sums of a row, of which each of the four threads that share it keeps its own."""
+    rows: gl.constexpr = weights.shape[0]
+    keys: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape([rows, keys // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _scaled_sums(sums, rescale, DEFER: gl.constexpr):
-    if DEFER:
-        layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-        return sums * gl.convert_layout(rescale, layout)[:, None]
-    else:
-        return sums * rescale
+def _scaled_sums(sums, rescale):
+    layout: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    return sums * gl.convert_layout(rescale, layout)[:, None]
 
 
 @gluon.jit
@@ -151,7 +186,6 @@ def _store(
     D: gl.constexpr,
     M: gl.constexpr,
     FIRST: gl.constexpr,
-    DEFER: gl.constexpr,
 ):
     """Write the rows of a block that a consumer holds, and their log-sum-exp."""
     rows: gl.constexpr = acc.shape[0]
@@ -161,9 +195,7 @@ def _store(
     tile = gl.load(q_tiles_ptr + block.to(gl.int64) * (128 // M) + place // M)
     row = tile * M + place % M
     alive = (tile >= 0) & (row < S)
-    if DEFER:
-        sums = gl.sum(sums, 1)
-    sums = gl.convert_layout(sums, BY_ROW)
+    sums = gl.convert_layout(gl.sum(sums, 1), BY_ROW)
     row_max = gl.convert_layout(row_max, BY_ROW)
     # a row without keys: zeros and -inf, whatever its weights of zero were multiplied with.
     has_keys = sums > 0
@@ -199,13 +231,11 @@ def _consume(
     D_: gl.constexpr,
     M_: gl.constexpr,
     GENERIC_: gl.constexpr,
-    DEFER_: gl.constexpr,
 ):
     D: gl.constexpr = _plain(D_)
     M: gl.constexpr = _plain(M_)
     # cp.async writes through the generic proxy, wgmma reads through the async one.
     GENERIC: gl.constexpr = _plain(GENERIC_)
-    DEFER: gl.constexpr = _plain(DEFER_)
     STAGES: gl.constexpr = k_stages.shape[0]
     BN: gl.constexpr = k_stages.shape[1]
     DP: gl.constexpr = k_stages.shape[2]
@@ -222,7 +252,7 @@ def _consume(
     # the block before the first: no weights, and a result that is not stored.
     acc = gl.full([64, DP], 0.0, gl.float32, OUTPUT)
     row_max = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
-    sums = _row_sums(nothing, DEFER)
+    sums = _row_sums(nothing)
     weights = gl.convert_layout(nothing.to(dtype), WEIGHTS)
     done = -1
     done_head = 0
@@ -258,11 +288,12 @@ def _consume(
         if first:
             scores = _mask(scores, keys)
         old_max = gl.where(first, -1.0e30, row_max)
-        new_max = gl.maximum(old_max, gl.max(scores, 1) * scale_log2)
+        step_max = gl.max(scores, 1) * scale_log2
+        new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
         rescale = _exp2(old_max - new_max)
         fresh = _exp2(scores * scale_log2 - new_max[:, None])
-        new_sums = _scaled_sums(gl.where(first, 0.0, sums), rescale, DEFER)
-        new_sums += _row_sums(fresh, DEFER)
+        new_sums = _scaled_sums(gl.where(first, 0.0, sums), rescale)
+        new_sums += _row_sums(fresh)
         fresh = gl.convert_layout(fresh.to(dtype), WEIGHTS)
 
         # this branch also keeps ptxas from waiting for the values before the softmax is done.
@@ -283,12 +314,12 @@ def _consume(
             if done >= 0:
                 _store(
                     acc, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr, S,
-                    D, M, WHICH * 64, DEFER,
+                    D, M, WHICH * 64,
                 )  # fmt: skip
             done = block
             done_head = head
         # not between the products above: ptxas would let the second wait for the first.
-        acc = acc * gl.convert_layout(rescale, OUT_BY_ROW)[:, None]
+        acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
         working = block >= 0
         second = first
         first = last
@@ -304,22 +335,22 @@ def _consume(
 @gluon.jit
 def _consume_upper(
     q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S, scale_log2,
-    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr, DEFER: gl.constexpr,
+    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr,
 ):  # fmt: skip
     _consume(
         q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S,
-        scale_log2, 0, D, M, GENERIC, DEFER,
+        scale_log2, 0, D, M, GENERIC,
     )  # fmt: skip
 
 
 @gluon.jit
 def _consume_lower(
     q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S, scale_log2,
-    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr, DEFER: gl.constexpr,
+    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr,
 ):  # fmt: skip
     _consume(
         q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S,
-        scale_log2, 1, D, M, GENERIC, DEFER,
+        scale_log2, 1, D, M, GENERIC,
     )  # fmt: skip
 
 
@@ -399,15 +430,6 @@ def _copy_tokens(head_ptr, memory, tokens, D: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def _claim(turn, counter_ptr, pid, programs, SNAKE: gl.constexpr):
-    """The piece of work after the ``turn``-th that a program took."""
-    if SNAKE:
-        return turn * programs + gl.where(turn % 2 == 0, pid, programs - 1 - pid)
-    else:
-        return programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-
-
-@gluon.jit
 def _produce(
     q_desc,
     k_desc,
@@ -436,7 +458,6 @@ def _produce(
     DP_: gl.constexpr,
     M_: gl.constexpr,
     N_: gl.constexpr,
-    SNAKE_: gl.constexpr,
 ):
     STAGES: gl.constexpr = _plain(STAGES_)
     BN: gl.constexpr = _plain(BN_)
@@ -444,7 +465,6 @@ def _produce(
     DP: gl.constexpr = _plain(DP_)
     M: gl.constexpr = _plain(M_)
     N: gl.constexpr = _plain(N_)
-    SNAKE: gl.constexpr = _plain(SNAKE_)
     CHUNKS: gl.constexpr = BN // N
     HALVES: gl.constexpr = DP // 64
     R: gl.constexpr = 128 // M
@@ -458,13 +478,11 @@ def _produce(
     full, empty, q_full, q_empty = barriers
 
     programs = gl.num_programs(0)
-    pid = gl.program_id(0)
     total = G * BH
-    entry = pid
+    entry = gl.program_id(0)
     head, rank = _locate(entry, G, BH, TOGETHER)
     block = head * G + rank
     count = gl.load(kv_count_ptr + block)
-    turn = 0
     q_phase = 0
     stage = 0
     phase = 0
@@ -490,8 +508,7 @@ def _produce(
             k_from = k_ptr + head.to(gl.int64) * S * D
             next_tokens = _tokens(list_ptr, first, count, BN, LAYOUT, True)
         tile = gl.load(q_tiles_ptr + block.to(gl.int64) * R + gl.arange(0, R, LINE))
-        turn += 1
-        entry = _claim(turn, counter_ptr, pid, programs, SNAKE)
+        entry = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
         next_head, next_rank = _locate(gl.minimum(entry, total - 1), G, BH, TOGETHER)
         next_block = next_head * G + next_rank
         next_count = gl.load(kv_count_ptr + next_block)
@@ -601,8 +618,6 @@ def gather_attention_kernel(
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
-    SNAKE: gl.constexpr,
-    DEFER: gl.constexpr,
 ):
     """Attend blocks of 128 query rows to their key lists; all tensors contiguous."""
     HALVES: gl.constexpr = DP // 64
@@ -648,14 +663,14 @@ def gather_attention_kernel(
                 _consume_upper,
                 (
                     q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr,
-                    S, scale_log2, D, M, GENERIC, DEFER,
+                    S, scale_log2, D, M, GENERIC,
                 ),
             ),
             (
                 _consume_lower,
                 (
                     q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr,
-                    S, scale_log2, D, M, GENERIC, DEFER,
+                    S, scale_log2, D, M, GENERIC,
                 ),
             ),
             (
@@ -663,7 +678,7 @@ def gather_attention_kernel(
                 (
                     q_desc, k_desc, v_desc, k_ptr, v_ptr, q_pieces, k_pieces, v_pieces, rows,
                     q_rows, record, barriers, q_tiles_ptr, kv_count_ptr, kv_index_ptr, counter_ptr,
-                    S, G, C, BH, TOGETHER, STAGES, BN, D, DP, M, N, SNAKE,
+                    S, G, C, BH, TOGETHER, STAGES, BN, D, DP, M, N,
                 ),
             ),
         ],
@@ -684,8 +699,6 @@ class Config:
     consumer_registers: int
     producer_registers: int
     step: int = 128
-    snake: bool = False
-    deferred_sums: bool = True
 
 
 def config(keys: int, padded_dim: int) -> Config:
@@ -795,8 +808,6 @@ def gluon_attention(
             CONSUMER_REGS=c.consumer_registers,
             PRODUCER_REGS=c.producer_registers,
             PRODUCER_WARPS=1 if keys >= 8 else 4,
-            SNAKE=c.snake,
-            DEFER=c.deferred_sums,
             num_warps=4,
         )
     return out, lse

@@ -181,8 +181,6 @@ def gluon_attention(
         "CONSUMER_REGS": config.consumer_registers,
         "PRODUCER_REGS": config.producer_registers,
         "PRODUCER_WARPS": 1 if keys >= 8 else 4,
-        "SNAKE": config.snake,
-        "DEFER": config.deferred_sums,
     }
     return _variant(
         cc,
