@@ -115,6 +115,37 @@ def random_qkv(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def clustered_qkv(
+    tokens: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    width: int = 64,
+    pull: float = 4.0,
+    mean: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v whose queries look at some runs of ``width`` tokens and hardly at others.
+
+    Every run has a direction of its own and one that it shares with some others; ``mean`` is added
+    to all keys. Scores (at the default scale) differ by about ``pull ** 2`` between runs.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    runs = -(-tokens // width)
+    centres = torch.randn(batch, heads, runs, dim, generator=gen)
+    centres += torch.randn(batch, heads, 1 + runs // 3, dim, generator=gen).repeat(1, 1, 3, 1)[
+        :, :, :runs
+    ]
+    centres = (centres * pull / dim**0.25 / 2**0.5).repeat_interleave(width, 2)[:, :, :tokens]
+    q, k, v = random_qkv(
+        tokens, dim, torch.float32, batch=batch, heads=heads, spread=0.5, seed=seed + 1
+    )
+    common = mean * torch.randn(batch, heads, 1, dim, generator=gen)
+    return (q + centres).to(dtype), (k + centres + common).to(dtype), v.to(dtype)
+
+
 def truth(q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp in fp64, on the CPU."""
     q, k, v = (x.cpu().double() for x in (q, k, v))
