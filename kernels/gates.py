@@ -19,7 +19,7 @@ output is the same, only the time is not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -59,6 +59,11 @@ class RelativeGate:
             raise ValueError(f"lambda_ must be negative, got {self.lambda_!r}. Hint: -10.")
         _check_piece(self.rows, self.keys)
 
+    def to(self, device: torch.device | str) -> RelativeGate:
+        """The same gate on ``device``."""
+        moved = self.lambda_.to(device) if isinstance(self.lambda_, Tensor) else self.lambda_
+        return replace(self, lambda_=moved)
+
     def thresholds(self, q: Tensor, tiles: int) -> Tensor:
         """λ of every query tile, fp32 ``[B, H, tiles]``, tiles in the order of the sequence."""
         if isinstance(self.lambda_, Tensor):
@@ -96,6 +101,11 @@ class AbsoluteGate:
 
     def __post_init__(self) -> None:
         _check_piece(self.rows, self.keys)
+
+    def to(self, device: torch.device | str) -> AbsoluteGate:
+        """The same gate on ``device``."""
+        keep = None if self.keep is None else self.keep.to(device)
+        return replace(self, threshold=self.threshold.to(device), keep=keep)
 
     def thresholds(self, q: Tensor, tiles: int) -> Tensor:
         """The threshold of every query tile, fp32 ``[B, H, tiles]``."""

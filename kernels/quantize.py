@@ -11,7 +11,7 @@ The last term is kept for every row as ``shift``: the log-sum-exp and absolute g
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -53,6 +53,12 @@ class QuantizedQK:
     shift: Tensor
     q_run: int
     k_run: int
+
+    def to(self, device: torch.device | str) -> QuantizedQK:
+        """The same numbers on ``device``."""
+        tensors = (self.q, self.k, self.q_scale, self.k_scale, self.shift)
+        q, k, q_scale, k_scale, shift = (x.to(device) for x in tensors)
+        return replace(self, q=q, k=k, q_scale=q_scale, k_scale=k_scale, shift=shift)
 
     def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Queries and smoothed keys as the 8-bit product sees them, in ``dtype``."""

@@ -6,8 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from budget import Work, check_lse, clustered_qkv, errors, random_qkv, random_work, stock, truth
-from budget import allowed as allowed_error
+from budget import (
+    Work,
+    allowed,
+    check_lse,
+    clustered_qkv,
+    errors,
+    in_order,
+    random_qkv,
+    random_work,
+    stock,
+    truth,
+)
 from torch import Tensor
 
 from vidsparse.kernels import AbsoluteGate, RelativeGate, quantize_qk, sparse_attention
@@ -137,16 +147,6 @@ def test_the_pieces_that_the_papers_skip(
     assert 0 < max(saw[2:]) < int(work.mask().sum())
 
 
-def in_order(work: Work) -> Work:
-    """The same lists for blocks of neighbouring tiles, whose rows look at the same keys."""
-    flat = work.q_tiles.flatten(2)
-    tiles = -(-work.tokens // work.tile[0])
-    line = torch.arange(flat.shape[-1], dtype=torch.int32)
-    line[tiles:] = -1
-    q_tiles = line.expand_as(flat).view_as(work.q_tiles)
-    return Work(q_tiles, work.kv_count, work.kv_index, work.tile, work.tokens)
-
-
 def test_pieces_written_out_by_hand() -> None:
     # one block of two groups of 32 rows, 300 listed keys: pieces 0 to 4, the last of 44; visits go
     # 4 (of the group 256..299), then 0, 1, 2, 3.
@@ -230,7 +230,7 @@ def test_low_precision_stays_in_the_budget(kernel: Any, rows: int, dtype: torch.
         wide = (x.double() for x in (q, k, v))
         true, true_lse, _ = step_by_step(*wide, work, gate, 0.125)
         plain, _ = truth(q, k, v, work, 0.125)
-        most, most_rms = allowed_error(stock(q, k, v, work.mask(), 0.125), plain)
+        most, most_rms = allowed(stock(q, k, v, work.mask(), 0.125), plain)
         largest, rms = errors(out, true)
         assert out.dtype == dtype
         assert largest <= most

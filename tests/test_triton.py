@@ -17,7 +17,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from budget import Work, check_kernel, random_qkv, random_work
+from budget import (
+    Work,
+    check_gated,
+    check_kernel,
+    check_quantized,
+    clustered_qkv,
+    in_order,
+    random_qkv,
+    random_work,
+)
+
+from vidsparse.kernels import AbsoluteGate, RelativeGate, quantize_qk
+from vidsparse.kernels.gates import Gate
+from vidsparse.kernels.quantize import quantize_runs
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -82,8 +95,174 @@ def interpreted_cases() -> Iterator[tuple[str, Callable[[], None]]]:
             )
     for rows in (16, 32, 64, 128):
         yield f"M={rows}", case(300, 64, torch.float16, (rows, 8))
+    yield from interpreted_gates()
+    yield from interpreted_quantized()
     yield "batch 2", case(200, 64, torch.float16, (16, 16), batch=2, heads=2)
     yield "strided", case(200, 64, torch.float16, (16, 16), batch=2, heads=2, layout=strided)
+
+
+def gates(work: Work, rows: int, keys: int) -> list[Gate]:
+    """One of each kind that skips some pieces of clustered queries and keys, and not all."""
+    gen = torch.Generator().manual_seed(6)
+    batch, heads = work.kv_count.shape[:2]
+    threshold = torch.rand(batch, heads, -(-work.tokens // work.tile[0]), generator=gen) * 3 + 6
+    keep = torch.rand(work.kv_index.shape, generator=gen) < 0.2 * min(1, work.tile[1] / 64)
+    lambda_ = torch.tensor([-3.0, -6.0])[:heads]
+    return [
+        RelativeGate(lambda_, rows, keys),
+        AbsoluteGate(threshold, keep, rows, keys),
+    ]
+
+
+def interpreted_gates() -> Iterator[tuple[str, Callable[[], None]]]:
+    def case(
+        which: int,
+        tokens: int,
+        dim: int,
+        tile: tuple[int, int],
+        rows: int,
+        keys: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        batch: int = 1,
+        heads: int = 1,
+        counts: list[int] | None = None,
+        kind: str | None = None,
+        some: bool = True,
+    ) -> Callable[[], None]:
+        def body() -> None:
+            q, k, v = clustered_qkv(tokens, dim, dtype, batch=batch, heads=heads, mean=0.5)
+            work = in_order(
+                random_work(tokens, tile, batch=batch, heads=heads, share=0.7, counts=counts)
+            )
+            gate = gates(work, rows, keys)[which]
+            quantized = None if kind is None else quantize_qk(q, k, kind, q_run=tile[0])
+            skipped = check_gated(triton_kernel(), q, k, v, work, gate, quantized)
+            assert not some or 0 < int(skipped.sum()) < int(work.mask().sum())
+
+        return body
+
+    for which, name in enumerate(("relative", "absolute")):
+        for n, keys in enumerate(CHUNKS):
+            # single tokens of every list would mix all clusters in every piece.
+            counts = [400] if keys == 1 else None
+            for dim in (64, 128):
+                yield (
+                    f"{name} gate D={dim} N={keys}",
+                    case(which, 400, dim, (64, keys), (32, 64)[n % 2], 64, counts=counts),
+                )
+        for rows in (32, 64, 128):
+            for keys in (64, 128):
+                yield (
+                    f"{name} gate {rows}x{keys} fp16",
+                    case(which, 300, 64, (16, 16), rows, keys, dtype=torch.float16, some=False),
+                )
+        for tokens in (1, 127, 129):
+            yield f"{name} gate S={tokens}", case(which, tokens, 64, (32, 16), 32, 64, some=False)
+        for lists, counts in LISTS.items():
+            yield (
+                f"{name} gate {lists}",
+                case(which, 300, 64, (128, 16), 64, 64, counts=counts, some=False),
+            )
+        yield f"{name} gate batch 2", case(which, 300, 64, (64, 64), 64, 64, batch=2, heads=2)
+        yield f"{name} gate int8", case(which, 400, 64, (64, 16), 32, 64, kind="int8")
+        yield (
+            f"{name} gate int8, a scale a step",
+            case(which, 400, 64, (64, 64), 32, 64, kind="int8"),
+        )
+        yield f"{name} gate fp8", case(which, 400, 64, (64, 16), 64, 128, kind="fp8")
+
+    def nothing_skipped(gate: Gate) -> Callable[[], None]:
+        def body() -> None:
+            q, k, v = random_qkv(300, 64, torch.float16, batch=2)
+            work = random_work(300, (32, 16), batch=2, counts=[19, 7, 0])
+            options = {"tile": work.tile, "scale": 0.125}
+            plain = triton_kernel()(q, k, v, *work.tensors, **options)
+            gated = triton_kernel()(q, k, v, *work.tensors, **options, gate=gate)
+            for a, b in zip(plain, gated, strict=True):
+                assert torch.equal(a, b)
+
+        return body
+
+    # with the kernel's own step for a piece: another step rounds otherwise.
+    yield "relative gate that skips nothing", nothing_skipped(RelativeGate(-torch.inf, 32, 128))
+    never = torch.tensor(-torch.inf)
+    yield "absolute gate that skips nothing", nothing_skipped(AbsoluteGate(never, None, 64, 128))
+
+    def all_but_kept() -> None:
+        q, k, v = random_qkv(300, 64, torch.float32)
+        work = random_work(300, (64, 64), counts=[5, 2, 0])
+        keep = torch.zeros(work.kv_index.shape, dtype=torch.bool)
+        keep[..., 0] = True
+        gate = AbsoluteGate(torch.tensor(torch.inf), keep, 64, 64)
+        skipped = check_gated(triton_kernel(), q, k, v, work, gate)
+        first = Work(work.q_tiles, work.kv_count.clamp_max(1), work.kv_index, work.tile, 300)
+        assert skipped.sum() == work.mask().sum() - first.mask().sum()
+
+    yield "absolute gate that skips all but the kept", all_but_kept
+
+
+def interpreted_quantized() -> Iterator[tuple[str, Callable[[], None]]]:
+    def attention(
+        dim: int, tile: tuple[int, int], kind: str, tokens: int = 300, batch: int = 1
+    ) -> Callable[[], None]:
+        def body() -> None:
+            q, k, v = clustered_qkv(tokens, dim, torch.float16, batch=batch, pull=2.0, mean=1.0)
+            work = random_work(tokens, tile, batch=batch)
+            quantized = quantize_qk(q, k, kind, q_run=tile[0])
+            check_quantized(triton_kernel(), q, k, v, work, quantized)
+
+        return body
+
+    for n, keys in enumerate(CHUNKS):
+        for dim in HEAD_DIMS:
+            kind = ("int8", "fp8")[(n + dim // 32) % 2]
+            yield f"{kind} D={dim} N={keys}", attention(dim, (16, keys), kind)
+    yield "int8 batch 2", attention(64, (128, 64), "int8", 200, 2)
+    yield "int8 one token", attention(64, (128, 64), "int8", 1)
+
+    def rounding(kind: str, run: int, order: bool) -> Callable[[], None]:
+        def body() -> None:
+            x = strided(random_qkv(333, 96, torch.float16, batch=2)[0])
+            if kind == "fp8":
+                # numbers that fp8 holds: the interpreter loses a carry when it rounds to it.
+                x = (x * 40).to(torch.float8_e4m3fn).to(torch.float16)
+                x[..., ::run, 0] = 448.0
+            tokens = torch.randperm(333) if order else None
+            mean = x.float().mean(2) if kind == "int8" else None
+            arguments = (kind, run, tokens, mean, x.float().mean(2))
+            check_rounding(x, *arguments)
+
+        return body
+
+    for run in (1, 16, 64, 128):
+        for kind in ("int8", "fp8"):
+            order = run < 64 and kind == "int8"
+            yield f"quantise {kind} runs of {run}", rounding(kind, run, order)
+
+
+def check_rounding(
+    x: torch.Tensor,
+    kind: str,
+    run: int,
+    order: torch.Tensor | None,
+    subtract: torch.Tensor | None,
+    multiply: torch.Tensor | None,
+) -> None:
+    """Hold the quantisation kernel to ``quantize_runs``: the same but for ties of rounding."""
+    from vidsparse.kernels.triton_quantize import triton_quantize_runs
+
+    arguments = (kind, run, order, subtract, multiply)
+    x8, scale, product = triton_quantize_runs(x, *arguments)
+    expected, expected_scale, expected_product = quantize_runs(x, *arguments)
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
+    near = 1e-5 * expected_product.abs().max().item()
+    torch.testing.assert_close(product, expected_product, rtol=1e-4, atol=near)
+    # neighbours in int8 and in fp8's ordered bits.
+    a, b = (t.view(torch.int8).int() for t in (x8, expected))
+    off = (a - b).abs()
+    assert int(off.max()) <= 1
+    assert off.float().mean() <= 1e-4
 
 
 CASES = [name for name, _ in interpreted_cases()]
