@@ -29,6 +29,7 @@ S terms dominate, the allowance is 8 units in the last place of the largest valu
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -251,9 +252,13 @@ def eight_bit_rms(
     scores = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
     p = scores.softmax(-1).nan_to_num(0)
     o = p @ v
-    # [B, H, S, D of v, D of k]
-    moved = torch.einsum("bhij,bhjc,bhjd->bhicd", p, v, k) - o[..., None] * (p @ k)[..., None, :]
-    variance = (moved**2 * q_variance[..., None, :]).sum(-1)
+    variance = torch.empty_like(o)
+    for at in itertools.product(*map(range, p.shape[:2])):
+        # [S, D of v, D of k], a head at a time.
+        pairs = v[at].unsqueeze(2) * k[at].unsqueeze(1)
+        moved = (p[at] @ pairs.flatten(1)).view_as(pairs)
+        moved -= o[at].unsqueeze(2) * (p[at] @ k[at]).unsqueeze(1)
+        variance[at] = (moved**2 * q_variance[at].unsqueeze(1)).sum(-1)
     weight = p**2 * (q**2 @ k_variance.mT)
     variance += weight @ v**2 - 2 * o * (weight @ v) + o**2 * weight.sum(-1, keepdim=True)
     lse_variance = ((p @ k) ** 2 * q_variance).sum(-1) + weight.sum(-1)
@@ -289,12 +294,19 @@ def check_quantized(
     true, true_lse = truth(q, k, v, work, scale)
     stock_out = stock(q, k, v, work.mask(), scale)
     most, most_rms = allowed(stock_out, true)
+    slack = 0.0
+    if quantized.kind == "fp8" and q.is_cuda:
+        # ada's and hopper's tensor cores keep 13 bits behind the leading one of a sum of fp8
+        # products, and round at every 32 of them.
+        q_wide, k_wide = (x.abs() for x in quantized.to("cpu").dequantized(torch.float64))
+        slack = 2.0**-12 * scale * (q_wide @ k_wide.mT).max().item()
     largest, rms = errors(out, same)
     assert out.dtype == q.dtype
     assert bool(out.isfinite().all()), "output holds NaN or Inf"
+    most += slack * v.abs().max().item()
     assert largest <= most, f"largest error {largest:.3g}, budget {most:.3g}"
-    assert rms <= most_rms, f"RMS error {rms:.3g}, budget {most_rms:.3g}"
-    check_lse(lse, same_lse, q.dtype)
+    assert rms <= most_rms + slack, f"RMS error {rms:.3g}, budget {most_rms + slack:.3g}"
+    check_lse(lse, same_lse, q.dtype, slack)
     promised, promised_lse = eight_bit_rms(q, k, v, work, scale, quantized)
     _, rms = errors(out, true)
     budget = times * promised + most_rms
@@ -339,15 +351,18 @@ def check_output(got: Tensor, stock_out: Tensor, true: Tensor, what: str = "outp
     assert rms <= most_rms, f"{what}: RMS error {rms:.3g}, budget {most_rms:.3g}"
 
 
-def check_lse(got: Tensor, true: Tensor, dtype: torch.dtype) -> None:
-    """Assert that a log-sum-exp stays inside the budget, and is -inf exactly where it must be."""
+def check_lse(got: Tensor, true: Tensor, dtype: torch.dtype, slack: float = 0.0) -> None:
+    """Assert that a log-sum-exp stays inside the budget, and is -inf exactly where it must be.
+
+    ``slack`` is what the scores themselves may be off by.
+    """
     got = got.cpu()
     empty = true == -torch.inf
     assert torch.equal(got == -torch.inf, empty), "-inf stands in the wrong rows"
     kept = ~empty
     if bool(kept.any()):
         largest, _ = errors(got[kept], true[kept])
-        most = allowed_lse(true, dtype)
+        most = allowed_lse(true, dtype) + slack
         assert largest <= most, f"log-sum-exp: largest error {largest:.3g}, budget {most:.3g}"
 
 
