@@ -6,29 +6,45 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from vidsparse.apps.attention_cases import (
+    KERNEL,
+    PLANNING,
+    SUITE,
+    WHOLE,
+    WITH_PLAN,
+    Case,
+    random_mask,
+    structured_qk,
+)
+from vidsparse.apps.attention_peers import Peer, dense_offers, ready, sparse_offers
+
 if TYPE_CHECKING:
     import torch
 
     from vidsparse.plan import SparsePlan
 
+# SageAttention's 8-bit scores on normal inputs; anything far beyond is a broken kernel.
+LOSSY_BUDGET = 0.1
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sparse case against one dense implementation; times are medians in milliseconds.
+    """One case of one implementation against one dense kernel; times are medians in milliseconds.
 
-    ``mask_ms`` is FG-Attn's selection on the same q and k (its cost does not depend on what it
-    selects), ``plan_ms`` grouping and index lists, ``ms`` the kernel alone. ``ratio`` is dense
-    time over the sum of the three. ``kept_tflops`` counts 4·D operations per computed pair over
-    ``ms``. ``error`` is relative to fp64, ||out - ref|| / ||ref||, over sampled blocks.
+    ``case`` names what the ratio counts: ``ratio`` is ``dense_ms`` over the sum of ``ms`` (the
+    kernel), ``plan_ms`` (grouping and lists; on a GPU selection too, where it counts) and
+    ``mask_ms`` (selection), of which those that the case leaves out are None. ``kept`` is the
+    computed density, ``kept_tflops`` 4·D operations per computed pair over ``ms``. ``error`` is
+    relative to fp64, ||out - ref|| / ||ref||, over sampled blocks.
     """
 
     case: str
@@ -39,26 +55,14 @@ class Row:
     head_dim: int
     dtype: str
     impl: str
-    ms: float
-    mask_ms: float
-    plan_ms: float
-    kept_tflops: float
+    ms: float | None
+    mask_ms: float | None
+    plan_ms: float | None
+    kept_tflops: float | None
     dense_impl: str
     dense_ms: float
     ratio: float
-    error: float
-
-
-def random_mask(
-    batch_heads: int, q_tiles: int, k_tiles: int, kept: float, device: torch.device
-) -> torch.Tensor:
-    """Equal-length random lists: bool ``[1, batch_heads, q_tiles, k_tiles]``."""
-    import torch
-
-    count = max(1, round(k_tiles * kept))
-    chosen = torch.rand(1, batch_heads, q_tiles, k_tiles, device=device).topk(count, -1).indices
-    mask = torch.zeros(1, batch_heads, q_tiles, k_tiles, dtype=torch.bool, device=device)
-    return mask.scatter_(-1, chosen, True)
+    error: float | None
 
 
 def sampled_errors(
@@ -75,13 +79,14 @@ def sampled_errors(
     rows, keys = plan.tile
     difference, stock_difference, norm = 0.0, 0.0, 0.0
     blocks = plan.kv_count.shape[2]
+    kv_index = plan.kv_index
     for head in range(q.shape[1]):
         for block in {0, blocks // 2, blocks - 1}:
             tiles = plan.q_tiles[0, head, block].long()
             tiles = tiles[tiles >= 0]
             row = (tiles.unsqueeze(1) * rows + torch.arange(rows, device=q.device)).flatten()
             row = row[row < plan.tokens]
-            chunk = plan.kv_index[0, head, block, : plan.kv_count[0, head, block]].long()
+            chunk = kv_index[0, head, block, : plan.kv_count[0, head, block]].long()
             token = (chunk.unsqueeze(1) * keys + torch.arange(keys, device=q.device)).flatten()
             token = token[token < plan.tokens]
             qs, ks, vs = q[:, head, row], k[:, head, token], v[:, head, token]
@@ -96,152 +101,251 @@ def sampled_errors(
 def time_together(
     calls: dict[str, Callable[[], Any]], device: torch.device, repeats: int
 ) -> dict[str, float]:
-    """Median milliseconds of each call; on a CPU they take turns, so that drift hits all alike."""
+    """Median milliseconds of each call; they take turns, so that drift hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
     if device.type == "cuda":
         from triton.testing import do_bench
 
-        return {
-            name: float(do_bench(call, warmup=100, rep=100 * repeats, return_mode="median"))
-            for name, call in calls.items()
-        }
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if turn:  # the first turn warms caches and allocators.
-                times[name].append((time.perf_counter() - start) * 1e3)
+        for _ in range(repeats):
+            for name, call in calls.items():
+                times[name].append(do_bench(call, warmup=30, rep=120, return_mode="median"))
+    else:
+        for turn in range(repeats + 1):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                call()
+                if turn:  # the first turn warms caches and allocators.
+                    times[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def dense_calls(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """Every dense implementation that runs on these tensors, by name."""
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The device and how long to look.
 
-    def stock() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
-
-    if q.device.type != "cuda":
-        return {"sdpa": stock}
-
-    def with_backend(backend: SDPBackend) -> Callable[[], torch.Tensor]:
-        def call() -> torch.Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v)
-
-        return call
-
-    calls = {}
-    for name, backend in (
-        ("cudnn", SDPBackend.CUDNN_ATTENTION),
-        ("flash", SDPBackend.FLASH_ATTENTION),
-    ):
-        call = with_backend(backend)
-        try:
-            call()
-        except RuntimeError:
-            continue
-        calls[name] = call
-    return calls or {"sdpa": stock}
-
-
-def measure(
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    seq_len: int,
-    heads: int,
-    head_dim: int,
-    tile: tuple[int, int],
-    kept: float,
-    implementations: list[str],
-    repeats: int,
-) -> list[Row]:
-    """Check, then time one case for each implementation; one row per dense implementation.
-
-    Raises:
-        UnsupportedError: an implementation cannot run here, or its output is not right.
+    Args:
+        repeats: turns that every call gets.
+        peers: also time other sparse attention kernels that are installed.
+        say: where notes about absent peers go.
     """
-    import torch
 
-    from vidsparse.errors import UnsupportedError
-    from vidsparse.kernels.dispatch import block_rows, choose, sparse_attention
-    from vidsparse.masks import tile_count
-    from vidsparse.methods import FgAttn
-    from vidsparse.plan import make_plan
+    device: torch.device
+    dtype: torch.dtype
+    repeats: int
+    peers: bool
+    say: Callable[[str], None]
 
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, heads, seq_len, head_dim, device=device, dtype=dtype) for _ in "qkv")
-    mask = random_mask(
-        heads, tile_count(seq_len, tile[0]), tile_count(seq_len, tile[1]), kept, device
-    )
-    method = FgAttn(tile=tile)
-    rows_together = block_rows(device)
-    plan = make_plan(mask, tile, seq_len, method.merge, block_rows=rows_together)
-    computed = plan.computed.mean().item()
+    def rows(self, case: Case) -> list[Row]:
+        """Check, then time one case; one row per implementation and dense kernel.
 
-    rows = []
-    for asked in implementations:
-        try:
-            name = choose(asked, device, dtype, head_dim)
-        except ValueError as reason:
-            raise UnsupportedError(str(reason)) from None
+        Raises:
+            UnsupportedError: an implementation cannot run here, or an output is not right.
+        """
+        import torch
 
-        def kernel(name: str = name) -> torch.Tensor:
-            return sparse_attention(
-                q,
-                k,
-                v,
-                plan.q_tiles,
-                plan.kv_count,
-                plan.kv_index,
-                tile=tile,
-                implementation=name,
-            )[0]
+        torch.manual_seed(0)
+        with torch.inference_mode() if self.device.type == "cpu" else nullcontext():
+            return self._planning(case) if case.counts == PLANNING else self._kernels(case)
 
-        error, stock_error = sampled_errors(q, k, v, plan, kernel())
+    def _kernels(self, case: Case) -> list[Row]:
+        import torch
+
+        from vidsparse.attention import plan_attention
+        from vidsparse.grid import TokenGrid
+        from vidsparse.kernels import block_rows, choose, plans_on_device, sparse_attention
+        from vidsparse.masks import pack_bits, tile_sizes
+        from vidsparse.methods import FgAttn
+        from vidsparse.plan import make_plan, make_plan_of_bits
+
+        shape = (1, case.heads, case.seq_len, case.head_dim)
+        q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in "qkv")
+        mask = random_mask(case, self.device)
+        method = FgAttn(tile=case.tile, merge=case.merge)
+
+        # where kernels plan, they do so from bits: what the kernel that selects hands on.
+        by_kernels = plans_on_device(self.device, self.dtype, case.head_dim)
+        words = pack_bits(mask) if by_kernels else None
+        sizes = tile_sizes(case.seq_len, case.tile[1], self.device)
+        keys = torch.stack([(head * sizes).sum(-1) for head in mask[0]]).int().unsqueeze(0)
+
+        def make() -> SparsePlan:
+            if words is not None:
+                return make_plan_of_bits(words, keys, case.tile, case.seq_len, case.merge)
+            return make_plan(
+                mask, case.tile, case.seq_len, case.merge, block_rows=block_rows(self.device)
+            )
+
+        plan = make()
+        kv_index = plan.kv_index
+        runners = []
+        for asked in case.implementations or ("auto",):
+            name = _chosen(choose, asked, self.device, self.dtype, case.head_dim)
+
+            def kernel(name: str = name) -> torch.Tensor:
+                return sparse_attention(
+                    q,
+                    k,
+                    v,
+                    plan.q_tiles,
+                    plan.kv_count,
+                    kv_index,
+                    tile=case.tile,
+                    implementation=name,
+                )[0]
+
+            runners.append(Peer(name, kernel))
+        if self.peers:
+            others, absent = ready(sparse_offers(q, k, v, mask, case.tile))
+            self._tell(absent)
+            runners += others
+        errors = {one.name: self._checked(one, q, k, v, plan, case) for one in runners}
+
+        dense = self._dense(q, k, v, case)
+        calls: dict[str, Callable[[], Any]] = {one.name: one.call for one in runners}
+        calls |= {f"dense {one.name}": one.call for one in dense}
+        with_plan, with_mask = case.counts in (WITH_PLAN, WHOLE), case.counts == WHOLE
+        if with_plan:
+            calls["plan"] = lambda: make().kv_index
+            calls |= {f"plan {one.name}": one.plan for one in runners if one.plan is not None}
+        if with_mask and by_kernels:
+            # selection and plan as one, on the same q and k: what they cost does not depend on
+            # what they select.
+            grid = TokenGrid(1, 1, case.seq_len)
+            calls["plan"] = lambda: plan_attention(method, q, k, grid).kv_index
+        elif with_mask:
+            calls["mask"] = lambda: method.select(q, k)
+        ms = time_together(calls, self.device, self.repeats)
+
+        kept = plan.computed.mean().item()
+        rows = []
+        for one in runners:
+            if one.plan is not None:
+                # a peer computes the mask as it stands, in tiles of its own.
+                computed, plan_ms = plan.selected.mean().item(), ms.get(f"plan {one.name}")
+            else:
+                computed, plan_ms = kept, ms.get("plan")
+            mask_ms = ms.get("mask")
+            total = ms[one.name] + (plan_ms or 0) + (mask_ms or 0)
+            operations = 4 * case.head_dim * computed * case.seq_len**2 * case.heads
+            rows += [
+                self._row(
+                    case,
+                    kept=round(computed, 4),
+                    impl=one.name,
+                    ms=ms[one.name],
+                    mask_ms=mask_ms,
+                    plan_ms=plan_ms,
+                    kept_tflops=operations / ms[one.name] / 1e9,
+                    dense_impl=other.name,
+                    dense_ms=ms[f"dense {other.name}"],
+                    ratio=ms[f"dense {other.name}"] / total,
+                    error=errors[one.name],
+                )
+                for other in dense
+            ]
+        return rows
+
+    def _planning(self, case: Case) -> list[Row]:
+        from vidsparse.attention import plan_attention
+        from vidsparse.grid import TokenGrid
+        from vidsparse.methods import FgAttn
+        from vidsparse.order import token_order
+
+        # Wan at 720x1280 and 81 frames is 21x45x80; other lengths become one frame.
+        grid = TokenGrid(21, 45, 80) if case.seq_len == 75_600 else TokenGrid(1, 1, case.seq_len)
+        order = token_order("hilbert", grid, self.device)
+        q, k = (
+            order.apply(x)
+            for x in structured_qk(grid, case.heads, case.head_dim, self.dtype, self.device)
+        )
+        method = FgAttn(tile=case.tile, top_p=0.9, merge=case.merge)
+
+        dense = self._dense(q, k, q, case)
+        made = plan_attention(method, q, k, grid)
+        calls: dict[str, Callable[[], Any]] = {f"dense {one.name}": one.call for one in dense}
+        calls["plan"] = lambda: plan_attention(method, q, k, grid).kv_index
+        ms = time_together(calls, self.device, self.repeats)
+        return [
+            self._row(
+                case,
+                kept=round(made.computed.mean().item(), 4),
+                impl="plan_attention",
+                ms=None,
+                mask_ms=None,
+                plan_ms=ms["plan"],
+                kept_tflops=None,
+                dense_impl=other.name,
+                dense_ms=ms[f"dense {other.name}"],
+                ratio=ms[f"dense {other.name}"] / ms["plan"],
+                error=None,
+            )
+            for other in dense
+        ]
+
+    def _row(self, case: Case, **measured: Any) -> Row:
+        return Row(
+            case=case.name,
+            tile=f"{case.tile[0]}x{case.tile[1]}",
+            seq_len=case.seq_len,
+            heads=case.heads,
+            head_dim=case.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+            **measured,
+        )
+
+    def _tell(self, absent: dict[str, str]) -> None:
+        for name, reason in absent.items():
+            self.say(f"  without {name}: {reason}")
+
+    def _dense(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> list[Peer]:
+        from vidsparse.errors import UnsupportedError
+        from vidsparse.plan import make_plan
+
+        peers, absent = ready(dense_offers(q, k, v))
+        self._tell(absent)
+        import torch
+
+        tiles = -(-case.seq_len // 128)
+        everything = torch.ones(1, case.heads, tiles, tiles, dtype=torch.bool, device=q.device)
+        plan = make_plan(everything, (128, 128), case.seq_len, "consecutive")
+        for one in peers:
+            self._checked(one, q, k, v, plan, case)
+        if not peers:
+            raise UnsupportedError("no dense attention runs on these tensors")
+        return peers
+
+    def _checked(
+        self,
+        one: Peer,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: SparsePlan,
+        case: Case,
+    ) -> float:
+        import torch
+
+        from vidsparse.errors import UnsupportedError
+
+        error, stock_error = sampled_errors(q, k, v, plan, one.call())
         # twice the stock error, and never below a few roundings of the dtype.
-        budget = 2 * stock_error + 4 * torch.finfo(dtype).eps
+        budget = 2 * stock_error + 4 * torch.finfo(self.dtype).eps if one.exact else LOSSY_BUDGET
         if not error <= budget:
             raise UnsupportedError(
-                f"{name} is wrong at {seq_len} tokens, tile {tile[0]}x{tile[1]}: relative error "
-                f"{error:.2e}, budget {budget:.2e}; no speed is reported for a wrong result"
+                f"{one.name} is wrong at {case.seq_len} tokens, tile {case.tile[0]}x"
+                f"{case.tile[1]}: relative error {error:.2e}, budget {budget:.2e}; no speed is "
+                "reported for a wrong result"
             )
-        calls: dict[str, Callable[[], Any]] = {
-            "mask": lambda: method.select(q, k),
-            "plan": lambda: make_plan(mask, tile, seq_len, method.merge, block_rows=rows_together),
-            "kernel": kernel,
-        }
-        dense = dense_calls(q, k, v)
-        with torch.inference_mode() if device.type == "cpu" else nullcontext():
-            ms = time_together({**calls, **dense}, device, repeats)
-        total = ms["mask"] + ms["plan"] + ms["kernel"]
-        pairs = computed * seq_len * seq_len * heads
-        rows += [
-            Row(
-                case="random equal-length lists",
-                tile=f"{tile[0]}x{tile[1]}",
-                kept=round(computed, 4),
-                seq_len=seq_len,
-                heads=heads,
-                head_dim=head_dim,
-                dtype=str(dtype).removeprefix("torch."),
-                impl=name,
-                ms=ms["kernel"],
-                mask_ms=ms["mask"],
-                plan_ms=ms["plan"],
-                kept_tflops=4 * head_dim * pairs / ms["kernel"] / 1e9,
-                dense_impl=dense_name,
-                dense_ms=ms[dense_name],
-                ratio=ms[dense_name] / total,
-                error=error,
-            )
-            for dense_name in dense
-        ]
-    return rows
+        return error
+
+
+def _chosen(choose: Callable[..., str], asked: str, *where: Any) -> str:
+    from vidsparse.errors import UnsupportedError
+
+    try:
+        return choose(asked, *where)
+    except ValueError as reason:
+        raise UnsupportedError(str(reason)) from None
 
 
 def _hardware(device: torch.device) -> str:
@@ -252,15 +356,121 @@ def _hardware(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from vidsparse._version import __version__
+
+    found = {"vidsparse": __version__, "python": platform.python_version()}
+    for name in ("torch", "triton", "flash-attn-4", "flashinfer-python", "sageattention"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+COLUMNS = (
+    "case",
+    "tile",
+    "tokens x heads x dim",
+    "computed",
+    "implementation",
+    "mask ms",
+    "plan ms",
+    "kernel ms",
+    "kept TFLOP/s",
+    "dense",
+    "dense ms",
+    "ratio",
+    "error",
+)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text, in the order of ``COLUMNS``."""
+    return (
+        row.case,
+        row.tile,
+        f"{row.seq_len}x{row.heads}x{row.head_dim}",
+        f"{row.kept:.3f}",
+        row.impl,
+        _number(row.mask_ms),
+        _number(row.plan_ms),
+        _number(row.ms, 3),
+        _number(row.kept_tflops, 0 if (row.kept_tflops or 0) >= 10 else 3),
+        row.dense_impl,
+        _number(row.dense_ms),
+        _number(row.ratio),
+        "" if row.error is None else f"{row.error:.1e}",
+    )
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    return "\n".join(lines)
+
+
 def _parse_tiles(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> Any:
     from vidsparse.masks import parse_tile
 
     return [parse_tile(text) for text in value]
 
 
-@click.command()
+def _read_rows(path: str) -> list[Row]:
+    from vidsparse.errors import OptionError
+
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        return [Row(**row) for row in document["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(f"{path} holds no rows of this bench: {error}") from None
+
+
+def _write(path: str, device: torch.device, rows: Sequence[Row]) -> None:
+    from vidsparse.errors import OutputError
+
+    head = {
+        "hardware": _hardware(device),
+        "versions": _versions(),
+        "date": date.today().isoformat(),
+    }
+    lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
+    text = f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n'
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  vidsparse bench attention --device cpu
+  vidsparse bench attention --device cuda --seq-len 32768 --heads 16 --head-dim 128
+  vidsparse bench attention --device cuda --suite --json docs/benchmarks/attention-h200.json
+  vidsparse bench attention --show docs/benchmarks/attention-h200.json --plot attention.png
+"""
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option("--seq-len", default=8192, show_default=True, type=click.IntRange(min=128))
+@click.option(
+    "--suite", is_flag=True, help="The standard cases instead of those given by the options below."
+)
+@click.option(
+    "--seq-len",
+    "seq_lens",
+    multiple=True,
+    default=(8192,),
+    show_default=True,
+    type=click.IntRange(min=128),
+    help="Tokens; repeat for several.",
+)
 @click.option("--heads", default=4, show_default=True, type=click.IntRange(min=1))
 @click.option("--head-dim", default=64, show_default=True, type=click.IntRange(min=8))
 @click.option("--dtype", default=None, help="float32 (default on a CPU), bfloat16 or float16.")
@@ -280,36 +490,100 @@ def _parse_tiles(context: click.Context, parameter: click.Parameter, value: tupl
     default=(0.1, 0.3, 0.5, 1.0),
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
-    help="Share of key chunks in every list; repeat for several.",
+    help="Share of key chunks in the lists; repeat for several.",
 )
-@click.option("--implementation", "implementations", multiple=True, default=("auto",))
+@click.option(
+    "--skew",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="How unequal lists are: lengths from kept x (1 - skew) to kept x (1 + skew).",
+)
+@click.option(
+    "--counts",
+    type=click.Choice((KERNEL, WITH_PLAN, WHOLE)),
+    default=WHOLE,
+    show_default=True,
+    help="What the ratio counts.",
+)
+@click.option(
+    "--implementation",
+    "implementations",
+    multiple=True,
+    help="Repeat for several.  [default: auto]",
+)
+@click.option("--peers", is_flag=True, help="Also time other sparse kernels that are installed.")
 @click.option("--repeats", default=7, show_default=True, type=click.IntRange(min=1))
 @click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Also write rows here.")
+@click.option(
+    "--show",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Measure nothing: print the rows of FILE as a Markdown table.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="PNG", help="Also draw the rows.")
 def attention(
     device: str,
-    seq_len: int,
+    suite: bool,
+    seq_lens: tuple[int, ...],
     heads: int,
     head_dim: int,
     dtype: str | None,
     tiles: list[tuple[int, int]],
     kept: tuple[float, ...],
+    skew: float,
+    counts: str,
     implementations: tuple[str, ...],
+    peers: bool,
     repeats: int,
     json_path: str | None,
+    show: str | None,
+    plot: str | None,
 ) -> None:
     """Time sparse attention against dense, after checking its output.
 
-    Random q, k, v and random lists of equal length: with 128-row tiles the share computed is the
-    share kept. Every ratio is between medians of one run; it includes mask and plan.
-
-    \b
-    vidsparse bench attention --device cpu
-    vidsparse bench attention --device cuda --seq-len 32768 --heads 16 --head-dim 128
+    Random q, k, v and random lists: with 128-row tiles the share computed is the share kept. Every
+    ratio is between medians of one run.
     """
+    if show is not None:
+        rows = _read_rows(show)
+        click.echo(markdown(rows))
+    else:
+        options = {"heads": heads, "head_dim": head_dim, "skew": skew, "counts": counts}
+        cases = [
+            Case(
+                tile=tile,
+                kept=share,
+                seq_len=seq_len,
+                merge="xor-window",
+                implementations=implementations,
+                **options,  # type: ignore[arg-type]
+            )
+            for seq_len in seq_lens
+            for tile in tiles
+            for share in kept
+        ]
+        if suite:
+            cases = [replace(case, implementations=implementations) for case in SUITE]
+        rows = _measure(cases, device, dtype, repeats, peers, json_path)
+    if plot is not None:
+        from vidsparse.apps.attention_plot import draw_ratios
+
+        draw_ratios(rows, Path(plot))
+        click.echo(plot)
+
+
+def _measure(
+    cases: Sequence[Case],
+    device: str,
+    dtype: str | None,
+    repeats: int,
+    peers: bool,
+    json_path: str | None,
+) -> list[Row]:
     import torch
 
-    from vidsparse._version import __version__
-    from vidsparse.errors import OptionError
+    from vidsparse.errors import OptionError, UnsupportedError
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise OptionError("CUDA was asked for, but PyTorch sees no GPU. Hint: --device cpu.")
@@ -318,41 +592,30 @@ def attention(
     name = dtype or ("bfloat16" if where.type == "cuda" else "float32")
     if name not in dtypes:
         raise OptionError(f"dtype must be one of {', '.join(dtypes)}, got {name!r}")
+    click.echo(f"{_hardware(where)}; torch {torch.__version__}; {name}")
+    click.echo("  ".join(COLUMNS))
 
-    versions = {"vidsparse": __version__, "torch": torch.__version__}
-    click.echo(
-        f"{_hardware(where)}; torch {torch.__version__}; {seq_len} tokens, "
-        f"{heads} heads of {head_dim}, {name}"
-    )
-    click.echo(
-        "tile     computed  impl       mask ms  plan ms  kernel ms  kept TFLOP/s  "
-        "dense          dense ms  ratio  error"
-    )
+    def say(text: str) -> None:
+        click.echo(text, err=True)
+
+    bench = Bench(where, dtypes[name], repeats, peers, say)
     rows: list[Row] = []
-    for tile in tiles:
-        for share in kept:
-            for row in measure(
-                device=where,
-                dtype=dtypes[name],
-                seq_len=seq_len,
-                heads=heads,
-                head_dim=head_dim,
-                tile=tile,
-                kept=share,
-                implementations=list(implementations),
-                repeats=repeats,
-            ):
-                rows.append(row)
-                click.echo(
-                    f"{row.tile:<8} {row.kept:<9.3f} {row.impl:<10} {row.mask_ms:7.2f}  "
-                    f"{row.plan_ms:7.2f}  {row.ms:9.2f}  {row.kept_tflops:12.3f}  "
-                    f"{row.dense_impl:<14} {row.dense_ms:8.2f}  {row.ratio:5.2f}  {row.error:.1e}"
-                )
-    if json_path:
-        report = {
-            "hardware": _hardware(where),
-            "versions": versions,
-            "date": date.today().isoformat(),
-            "rows": [asdict(row) for row in rows],
-        }
-        Path(json_path).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    failed: list[str] = []
+    for case in cases:
+        try:
+            measured = bench.rows(case)
+        except (UnsupportedError, torch.OutOfMemoryError) as error:
+            if len(cases) == 1:
+                raise
+            # the others are still worth having; the command fails at the end.
+            failed.append(f"{case.name}, tile {case.tile[0]}x{case.tile[1]}: {error}")
+            say(failed[-1])
+            continue
+        for row in measured:
+            rows.append(row)
+            click.echo("  ".join(cells(row)))
+        if json_path:
+            _write(json_path, where, rows)
+    if failed:
+        raise UnsupportedError(f"{len(failed)} of {len(cases)} cases failed: {failed[0]}")
+    return rows

@@ -10,7 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .dispatch import IMPLEMENTATIONS, block_rows, choose, sparse_attention, support
+    from .dispatch import (
+        IMPLEMENTATIONS,
+        block_rows,
+        choose,
+        plans_on_device,
+        sparse_attention,
+        support,
+    )
     from .gates import AbsoluteGate, RelativeGate
     from .quantize import QuantizedQK, quantize_qk
 
@@ -21,6 +28,7 @@ _HOMES = {
     "RelativeGate": "gates",
     "block_rows": "dispatch",
     "choose": "dispatch",
+    "plans_on_device": "dispatch",
     "quantize_qk": "quantize",
     "sparse_attention": "dispatch",
     "support": "dispatch",
@@ -33,6 +41,7 @@ __all__ = [
     "RelativeGate",
     "block_rows",
     "choose",
+    "plans_on_device",
     "quantize_qk",
     "sparse_attention",
     "support",

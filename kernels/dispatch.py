@@ -45,9 +45,8 @@ def _triton_attention() -> Implementation:
     return triton_attention
 
 
-def _triton_reason(
-    device: torch.device, dtype: torch.dtype, head_dim: int, gate: Gate | None, quantize: str | None
-) -> str | None:
+def triton_reason(device: torch.device) -> str | None:
+    """Why Triton's kernels cannot run on ``device``, or None if they can."""
     if device.type != "cuda":
         return f"runs on CUDA devices, not on {device.type}"
     if not torch.cuda.is_available():
@@ -58,6 +57,15 @@ def _triton_reason(
         return "the triton package is not installed"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0 (Ampere) or newer"
+    return None
+
+
+def _triton_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, gate: Gate | None, quantize: str | None
+) -> str | None:
+    reason = triton_reason(device)
+    if reason is not None:
+        return reason
     if dtype not in (torch.float16, torch.bfloat16):
         return f"computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
     if head_dim not in (64, 96, 128):
@@ -87,6 +95,12 @@ def block_rows(device: torch.device | str) -> int:
     computes less, because fewer tiles share a key list.
     """
     return 64 if torch.device(device).type == "cpu" else 128
+
+
+def plans_on_device(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether Triton's kernels can pool, select and plan for such q and k."""
+    known = dtype in (torch.float16, torch.bfloat16, torch.float32)
+    return known and head_dim <= 256 and triton_reason(device) is None
 
 
 _LOADERS: Final[dict[str, Callable[[], Implementation]]] = {
@@ -185,8 +199,8 @@ def sparse_attention(
         q_tiles: tiles of M query rows that form a block, int32 ``[B, H, G, R]``, R = 128 / M;
             -1 where a block has fewer. Every tile stands in one block exactly once.
         kv_count: key chunks that the block attends, int32 ``[B, H, G]``.
-        kv_index: their numbers, int32 ``[B, H, G, C]``, rising; only the first ``kv_count``
-            are read.
+        kv_index: their numbers, int16 or int32 ``[B, H, G, C]``, rising; only the first
+            ``kv_count`` are read.
         tile: (M, N), query rows of a tile and keys of a chunk. Last ones may be short.
         scale: positive factor on q·k, 1/sqrt(D) by default.
         implementation: ``auto`` or one of ``IMPLEMENTATIONS``.

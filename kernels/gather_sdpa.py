@@ -107,7 +107,8 @@ def _padded_lists(
     """
     place = torch.arange(kv_index.shape[-1], device=kv_index.device)
     beyond = place >= torch.tensor(counts, device=kv_index.device).unsqueeze(1)
-    chosen = kv_index.masked_fill(beyond, 0)
+    # index_select takes no 16-bit numbers.
+    chosen = kv_index.masked_fill(beyond, 0).to(torch.int32)
     dead = beyond.unsqueeze(-1).expand(-1, -1, keys)
     if short:
         missing = torch.arange(keys, device=kv_index.device) >= keys - short

@@ -201,7 +201,7 @@ def gather_attention_kernel(
 
     count = tl.load(kv_count_ptr + entry)
     # the list rises, so a short last chunk of the sequence can only stand at its end.
-    last = tl.load(kv_index_ptr + tl.maximum(count - 1, 0))
+    last = tl.load(kv_index_ptr + tl.maximum(count - 1, 0)).to(tl.int32)
     past_end = tl.maximum((last + 1) * N - S, 0)
     keys = tl.where(count > 0, count * N - past_end, 0)
     steps = tl.cdiv(keys, BLOCK_N)
@@ -221,7 +221,8 @@ def gather_attention_kernel(
                 place = step * BLOCK_N + off_n
                 alive = place < keys
                 chunk = tl.load(kv_index_ptr + place // N, mask=alive, other=0)
-                token = chunk * N + place % N
+                # numbers of 16 bits are widened before they count tokens.
+                token = chunk.to(tl.int32) * N + place % N
                 k = tl.load(
                     k_ptr + token[None, :] * D + off_d[:, None],
                     mask=alive[None, :] & dim_alive[:, None],
@@ -263,7 +264,7 @@ def gather_attention_kernel(
                 )
         for step in tl.range(0, early, num_stages=STAGES):
             place = step * BLOCK_N + off_n
-            token = tl.load(kv_index_ptr + place // N) * N + place % N
+            token = tl.load(kv_index_ptr + place // N).to(tl.int32) * N + place % N
             if D == BLOCK_D:
                 k = tl.load(k_ptr + token[None, :] * D + off_d[:, None])
                 v = tl.load(v_ptr + token[:, None] * D + off_d[None, :])

@@ -15,9 +15,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vidsparse.kernels import triton_gather, triton_quantize
+from vidsparse.kernels import triton_gather, triton_mask, triton_plan, triton_pool, triton_quantize
 from vidsparse.kernels.gates import KEY_GROUP
 from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
 
@@ -36,38 +35,28 @@ TILES = [(m, n) for m in (16, 32, 64, 128) for n in (1, 8, 16, 32, 64, 128)]
 HEAD_DIMS = (64, 96, 128)
 DTYPES = ("bf16", "fp16")
 EIGHT_BITS = {"int8": "i8", "fp8": "fp8e4nv"}
-# gate and 8-bit format; the generations that have fp8 products are those from 8.9 on.
+# gate and 8-bit format of the attention kernel.
 EXTRAS = [("relative", None), ("absolute", None), (None, "int8"), ("relative", "fp8")]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of the kernel."""
+    """One specialisation of a kernel, for GPUs of compute capability ``cc``.
+
+    ``types`` are the arguments that are not constants; those in ``aligned`` are multiples of 16, as
+    the launcher would find, and compile to another kernel than others.
+    """
 
     cc: int
-    head_dim: int
-    tile: tuple[int, int]
-    dtype: str
-    # lengths and counts that are multiples of 16 compile to another kernel.
-    aligned: bool = True
-    gate: str | None = None
-    quantize: str | None = None
-
-    @property
-    def block_n(self) -> int:
-        if self.gate is not None:
-            return 64
-        large = SHARED_KIB[self.cc] * 1024 >= triton_gather.LARGE_SHARED_BYTES
-        return triton_gather.BLOCK_N_LARGE if large else triton_gather.BLOCK_N_SMALL
+    name: str
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    aligned: frozenset[str]
+    warps: int
 
     def __str__(self) -> str:
-        m, n = self.tile
-        return (
-            f"sm_{self.cc} D={self.head_dim} {m}x{n} {self.dtype}"
-            + ("" if self.aligned else " odd lengths")
-            + (f" {self.gate} gate" if self.gate else "")
-            + (f" {self.quantize}" if self.quantize else "")
-        )
+        return f"sm_{self.cc} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -88,92 +77,294 @@ def variants(
             tiles = TILES if every else [(16, 1), (16, 16), (128, 128)]
             for dtype in DTYPES if every else ["bf16"]:
                 for tile in tiles:
-                    yield Variant(cc, head_dim, tile, dtype)
-            yield Variant(cc, head_dim, (32, 8), "fp16", aligned=False)
-            if every or head_dim == max(head_dims):
-                for gate, quantize in EXTRAS:
-                    if quantize != "fp8" or cc >= 89:
-                        yield Variant(cc, head_dim, (128, 64), "bf16", True, gate, quantize)
+                    yield attention(cc, head_dim, tile, dtype)
+            yield attention(cc, head_dim, (32, 8), "fp16", aligned=False)
+        for head_dim in head_dims if every else [max(head_dims)]:
+            for gate, quantize in EXTRAS:
+                if quantize != "fp8" or cc >= 89:
+                    yield attention(cc, head_dim, (128, 64), "bf16", gate=gate, quantize=quantize)
+            for kind in ("int8", "fp8") if cc >= 89 else ("int8",):
+                yield quantization(cc, head_dim, kind)
+        yield from planning(cc, head_dims, every=every)
 
 
-def compile_variant(variant: Variant) -> Usage:
-    """Compile for ``variant``'s GPU as the launcher would, and read the cubin's needs."""
-    kernel = triton_gather.gather_attention_kernel
-    constants: dict[str, object] = {
-        "D": variant.head_dim,
-        "BLOCK_D": triton.next_power_of_2(variant.head_dim),
-        "M": variant.tile[0],
-        "N": variant.tile[1],
+def attention(
+    cc: int,
+    head_dim: int,
+    tile: tuple[int, int],
+    dtype: str,
+    *,
+    aligned: bool = True,
+    gate: str | None = None,
+    quantize: str | None = None,
+) -> Variant:
+    """The attention kernel; counts and lengths are multiples of 16 unless ``aligned`` is false."""
+    large = SHARED_KIB[cc] * 1024 >= triton_gather.LARGE_SHARED_BYTES
+    step = triton_gather.BLOCK_N_LARGE if large else triton_gather.BLOCK_N_SMALL
+    types = dict.fromkeys(("v_ptr", "out_ptr"), f"*{dtype}")
+    types |= dict.fromkeys(("q_ptr", "k_ptr"), f"*{EIGHT_BITS[quantize] if quantize else dtype}")
+    types |= dict.fromkeys(("q_tiles_ptr", "kv_count_ptr"), "*i32")
+    types |= dict.fromkeys(("S", "G", "C", "BH"), "i32")
+    types |= {"lse_ptr": "*fp32", "kv_index_ptr": "*i16", "scale_log2": "fp32"}
+    constants = {
+        "D": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "M": tile[0],
+        "N": tile[1],
         "BLOCK_M": 128,
-        "BLOCK_N": variant.block_n,
+        "BLOCK_N": 64 if gate else step,
         "KEY_GROUP": KEY_GROUP,
         "STAGES": triton_gather.STAGES,
-        "Q_RUN": variant.tile[0],
+        "Q_RUN": tile[0],
         "K_RUN": 64,
-        "GATE": variant.gate,
+        "GATE": gate,
         "GATE_ROWS": 64,
     }
-    types = dict.fromkeys(("v_ptr", "out_ptr"), f"*{variant.dtype}")
-    eight_bits = EIGHT_BITS.get(variant.quantize or "", variant.dtype)
-    types |= dict.fromkeys(("q_ptr", "k_ptr"), f"*{eight_bits}")
-    types |= dict.fromkeys(("q_tiles_ptr", "kv_count_ptr", "kv_index_ptr"), "*i32")
-    types |= dict.fromkeys(("S", "G", "C", "BH"), "i32")
-    types |= {"lse_ptr": "*fp32", "scale_log2": "fp32"}
-    scales = dict.fromkeys(("q_scale_ptr", "k_scale_ptr", "shift_ptr"), "*fp32")
-    gate = {"threshold_ptr": "*fp32", "skipped_ptr": "*i32", "kept_ptr": "*i1"}
-    for wanted, pointers in ((variant.quantize, scales), (variant.gate, gate)):
+    scales = _pointers(q_scale="fp32", k_scale="fp32", shift="fp32")
+    gating = _pointers(threshold="fp32", kept="i1", skipped="i32")
+    for wanted, pointers in ((quantize, scales), (gate, gating)):
         if wanted:
             types |= pointers
         else:
             constants |= dict.fromkeys(pointers)
-    return _compile(variant.cc, kernel, types, constants, triton_gather.WARPS, variant.aligned)
+    name = f"D={head_dim} {tile[0]}x{tile[1]} {dtype}" + ("" if aligned else " odd lengths")
+    return Variant(
+        cc,
+        name + (f" {gate} gate" if gate else "") + (f" {quantize}" if quantize else ""),
+        triton_gather.gather_attention_kernel,
+        types,
+        constants,
+        frozenset("SC" if aligned else "C"),
+        triton_gather.WARPS,
+    )
 
 
-def compile_quantization(cc: int, head_dim: int, kind: str) -> Usage:
-    """Compile the kernel that makes 8-bit operands, in another order and smoothed."""
-    types = dict.fromkeys(("stride_xb", "stride_xh", "stride_xs", "H", "S", "RUNS"), "i32")
-    types |= dict.fromkeys(("scale_ptr", "subtract_ptr", "multiply_ptr", "product_ptr"), "*fp32")
-    types |= {"x_ptr": "*bf16", "out_ptr": f"*{EIGHT_BITS[kind]}", "order_ptr": "*i64"}
-    constants = {
-        "D": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "RUN": 64,
-        "ROWS": ROWS_AT_ONCE,
-        "TOP": FORMATS[kind][1],
-        "SMALLEST": SMALLEST,
-        "INTEGER": kind == "int8",
-    }
-    kernel = triton_quantize.quantize_kernel
-    return _compile(cc, kernel, types, constants, triton_quantize.WARPS, True)
+def quantization(cc: int, head_dim: int, kind: str) -> Variant:
+    """Rounding to 8 bits, smoothed and in another order."""
+    wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
+    return _variant(
+        cc,
+        f"quantise D={head_dim} {kind}",
+        triton_quantize.quantize_kernel,
+        _pointers(x="bf16", out=EIGHT_BITS[kind], order="i64", **wide),
+        {
+            "D": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "RUN": 64,
+            "ROWS": ROWS_AT_ONCE,
+            "TOP": FORMATS[kind][1],
+            "SMALLEST": SMALLEST,
+            "INTEGER": kind == "int8",
+        },
+        triton_quantize.WARPS,
+        aligned=tuple(f"stride_x{d}" for d in "bhs"),
+    )
 
 
-def _compile(
+def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[Variant]:
+    """The kernels of mask and plan."""
+    for head_dim in head_dims:
+        for size in (1, 16, 128) if every else (16,):
+            yield pool(cc, head_dim, size, reordered=True, judged=False)
+        yield scores(cc, head_dim)
+    yield pool(cc, max(head_dims), 128, reordered=False, judged=True)
+    yield scores(cc, max(head_dims), judged=True)
+    # the default tile at 75,600 and 17,776 tokens, and the longest row held on chip.
+    for columns in (4725, 1111, triton_mask.ROW_COLUMNS) if every else (4725,):
+        yield top_p(cc, columns, judged=False)
+    yield top_p(cc, 1182, judged=True)
+    yield top_p_long(cc)
+    for window in (64, 4728) if every else (64,):
+        yield group(cc, window)
+    yield from lists(cc)
+
+
+def _pointers(**dtypes: str) -> dict[str, str]:
+    return {f"{name}_ptr": f"*{dtype}" for name, dtype in dtypes.items()}
+
+
+def _variant(
     cc: int,
+    name: str,
     kernel: Any,
-    types: dict[str, str],
-    constants: dict[str, object],
+    pointers: dict[str, str],
+    constants: dict[str, Any],
     warps: int,
-    aligned: bool,
-) -> Usage:
-    names = kernel.arg_names
-    missing = set(names) - set(types) - set(constants)
+    *,
+    floats: tuple[str, ...] = (),
+    aligned: tuple[str, ...] = (),
+) -> Variant:
+    """A variant whose other arguments are 32-bit integers."""
+    types = dict(pointers) | dict.fromkeys(floats, "fp32")
+    types |= {n: "i32" for n in kernel.arg_names if n not in types and n not in constants}
+    return Variant(cc, name, kernel, types, constants, frozenset(aligned), warps)
+
+
+def pool(cc: int, head_dim: int, size: int, *, reordered: bool, judged: bool) -> Variant:
+    """Pooling, with or without the copy in another order."""
+    block_d = triton.next_power_of_2(head_dim)
+    copies = _pointers(source="i64", out="bf16") if reordered else {}
+    similarity = _pointers(similarity="fp32") if judged else {}
+    absent = dict.fromkeys(_pointers(source="", out="") if not reordered else {})
+    absent |= dict.fromkeys(_pointers(similarity="") if not judged else {})
+    return _variant(
+        cc,
+        f"pool {size} D={head_dim}" + " reordered" * reordered + " judged" * judged,
+        triton_pool.pool_kernel,
+        _pointers(x="bf16", high="fp16", low="fp16", scale="fp32") | copies | similarity,
+        absent
+        | {
+            "D": head_dim,
+            "BLOCK_D": block_d,
+            "N": size,
+            "BLOCK_T": max(1, triton_pool.STEP_ELEMENTS // block_d),
+            "UNROLL": min(size, triton_pool.UNROLL),
+            "REORDERED": reordered,
+            "POOLED": True,
+            "JUDGED": judged,
+        },
+        triton_pool.WARPS,
+        aligned=tuple(f"stride_{x}{d}" for x in "xo" for d in "bhs"),
+    )
+
+
+def scores(cc: int, head_dim: int, *, judged: bool = False) -> Variant:
+    """The pooled product."""
+    similarity = _pointers(k_similarity="fp32")
+    halves = ("q_high", "q_low", "k_high", "k_low")
+    wide = ("q_scale", "k_scale", "scores")
+    rows, columns = triton_mask.score_block(SHARED_KIB[cc] * 1024, head_dim)
+    return _variant(
+        cc,
+        f"scores D={head_dim}" + " judged" * judged,
+        triton_mask.scores_kernel,
+        _pointers(**dict.fromkeys(halves, "fp16"), **dict.fromkeys(wide, "fp32"))
+        | (similarity if judged else {}),
+        ({} if judged else dict.fromkeys(similarity))
+        | {
+            "D": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "BLOCK_Q": rows,
+            "BLOCK_K": columns,
+            "STEPS": triton_mask.SCORE_STEPS,
+            "STAGES": triton_mask.SCORE_STAGES,
+            "JUDGED": judged,
+        },
+        triton_mask.SCORE_WARPS,
+        floats=("factor", "theta"),
+        aligned=("LD",),
+    )
+
+
+def _judge(judged: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    names = _pointers(q_similarity="fp32")
+    return (names, {}) if judged else ({}, dict.fromkeys(names))
+
+
+def top_p(cc: int, columns: int, *, judged: bool) -> Variant:
+    """Top-p of a row held on chip."""
+    body, tail = triton_mask.row_pieces(columns)
+    present, absent = _judge(judged)
+    return _variant(
+        cc,
+        f"top-p {columns} columns" + " judged" * judged,
+        triton_mask.top_p_kernel,
+        _pointers(scores="fp32", words="i32", keys="i32") | present,
+        absent | {"N": 16, "BLOCK_Q": 128, "BODY": body, "TAIL": tail, "JUDGED": judged},
+        triton_mask.row_warps(body + tail),
+        floats=("top_p", "theta"),
+        aligned=("LD",),
+    )
+
+
+def top_p_long(cc: int) -> Variant:
+    """Top-p of a row read in passes."""
+    present, absent = _judge(False)
+    return _variant(
+        cc,
+        "top-p in passes",
+        triton_mask.top_p_long_kernel,
+        _pointers(scores="fp32", words="i32", keys="i32") | present,
+        absent
+        | {
+            "N": 1,
+            "BLOCK_Q": 128,
+            "BLOCK": triton_mask.LONG_BLOCK,
+            "WAYS": triton_mask.LONG_WAYS,
+            "JUDGED": False,
+        },
+        triton_mask.LONG_WARPS,
+        floats=("top_p", "theta"),
+        aligned=("LD",),
+    )
+
+
+def group(cc: int, window: int) -> Variant:
+    """Grouping by XOR distance in windows of the default tile's 148 words."""
+    return _variant(
+        cc,
+        f"group {window}",
+        triton_plan.group_kernel,
+        _pointers(words="i32", q_tiles="i32"),
+        {"R": 8, **triton_plan.group_constants(window, 148)},
+        triton_plan.group_warps(window),
+    )
+
+
+def lists(cc: int) -> Iterator[Variant]:
+    """Joining, ordering and listing blocks of the default tile's 148 words."""
+    tile = {"M": 16, "N": 16, "R": 8, "BLOCK_W": 256}
+    yield _variant(
+        cc,
+        "join",
+        triton_plan.join_kernel,
+        _pointers(words="i32", q_tiles="i32", joined="i32", count="i32", pairs="i64"),
+        tile,
+        triton_plan.BLOCK_WARPS,
+    )
+    names = ("q_tiles", "count", "words", "q_tiles_out", "count_out", "words_out")
+    yield _variant(
+        cc,
+        "longest first",
+        triton_plan.longest_first_kernel,
+        _pointers(**dict.fromkeys(names, "i32")),
+        {"R": 8, "BLOCK_G": triton_plan.RANK_BLOCKS, "BLOCK_W": 256},
+        triton_plan.BLOCK_WARPS,
+    )
+    yield _variant(
+        cc,
+        "list",
+        triton_plan.list_kernel,
+        _pointers(words="i32", index="i16"),
+        {"BLOCK_W": triton_plan.LIST_WORDS},
+        triton_plan.LIST_WARPS,
+        aligned=("C",),
+    )
+
+
+def compile_variant(variant: Variant) -> Any:
+    """Compile for ``variant``'s GPU as the launcher would."""
+    names = variant.kernel.arg_names
+    missing = set(names) - set(variant.types) - set(variant.constants)
     assert not missing, f"the kernel has arguments unknown here: {sorted(missing)}"
     divisible = [
-        n
-        for n in names
-        if n in types and (n.endswith("_ptr") or (aligned and (n in "SC" or "stride" in n)))
+        n for n in names if n in variant.types and (n.endswith("_ptr") or n in variant.aligned)
     ]
     source = ASTSource(
-        fn=kernel,
-        signature={n: "constexpr" if n in constants else types[n] for n in names},
-        constexprs=constants,
+        fn=variant.kernel,
+        signature={n: variant.types.get(n, "constexpr") for n in names},
+        constexprs=variant.constants,
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in divisible},
     )
-    compiled = triton.compile(
+    return triton.compile(
         source,
-        target=GPUTarget("cuda", cc, 32),
-        options={"num_warps": warps},
+        target=GPUTarget("cuda", variant.cc, 32),
+        options={"num_warps": variant.warps},
     )
+
+
+def usage(compiled: Any) -> Usage:
+    """What the cubin needs."""
     registers, stack = _resources(compiled.asm["cubin"])
     return Usage(registers, stack, compiled.metadata.shared)
 
@@ -208,28 +399,19 @@ def main() -> int:
     head_dims = [arguments.head_dim] if arguments.head_dim else list(HEAD_DIMS)
     failed = 0
     print(f"triton {triton.__version__}")
-    jobs: list[tuple[str, int, Callable[[], Usage]]] = [
-        (str(variant), variant.cc, partial(compile_variant, variant))
-        for variant in variants(capabilities, head_dims, every=arguments.all)
-    ]
-    for cc in capabilities:
-        for kind in EIGHT_BITS:
-            if kind != "fp8" or cc >= 89:
-                job = partial(compile_quantization, cc, max(head_dims), kind)
-                jobs.append((f"sm_{cc} D={max(head_dims)} quantise to {kind}", cc, job))
-    for name, cc, job in jobs:
-        limit = SHARED_KIB[cc] * 1024
+    for variant in variants(capabilities, head_dims, every=arguments.all):
+        limit = SHARED_KIB[variant.cc] * 1024
         try:
-            usage = job()
+            needs = usage(compile_variant(variant))
         except Exception as error:
             failed += 1
-            print(f"{name}: FAILED {type(error).__name__}: {error}", flush=True)
+            print(f"{variant}: FAILED {type(error).__name__}: {error}", flush=True)
             continue
-        verdict = "" if usage.shared <= limit else "  DOES NOT FIT"
+        verdict = "" if needs.shared <= limit else "  DOES NOT FIT"
         failed += bool(verdict)
         print(
-            f"{name}: {usage.registers} registers, {usage.stack} bytes spilled, "
-            f"{usage.shared / 1024:.0f} of {limit // 1024} KiB shared{verdict}",
+            f"{variant}: {needs.registers} registers, {needs.stack} bytes spilled, "
+            f"{needs.shared / 1024:.0f} of {limit // 1024} KiB shared{verdict}",
             flush=True,
         )
     return 1 if failed else 0

@@ -200,7 +200,8 @@ def test_a_full_mask_computes_exactly_everything(tile: tuple[int, int]) -> None:
 def test_blocks_stand_longest_first_with_rising_lists(merge: str) -> None:
     mask = random_mask(1000, (16, 16)) & (torch.rand(2, 3, 63, 1) < 0.5)
     plan = make_plan(mask, (16, 16), 1000, merge)
-    assert plan.kv_count.dtype == plan.kv_index.dtype == plan.q_tiles.dtype == torch.int32
+    assert plan.kv_count.dtype == plan.q_tiles.dtype == torch.int32
+    assert plan.kv_index.dtype == torch.int16
     for count, index in zip(plan.kv_count.flatten(0, 1), plan.kv_index.flatten(0, 1), strict=True):
         assert count.tolist() == sorted(count.tolist(), reverse=True)
         for n, row in zip(count.tolist(), index.tolist(), strict=True):
@@ -256,7 +257,7 @@ def test_planning_by_chunks_of_heads_changes_nothing(
     monkeypatch.setattr(vidsparse.attention, "MASK_TILES", 2 * tiles * heads_at_once)
     parts = plan_attention(method, q, k, grid)
     assert calls == ([1] * 5 if heads_at_once == 1 else [2, 2, 1])
-    for name in ("q_tiles", "kv_count", "kv_index", "selected", "computed"):
+    for name in ("q_tiles", "kv_count", "kv_bits", "selected", "computed"):
         assert torch.equal(getattr(parts, name), getattr(whole, name)), name
     assert (parts.tile, parts.tokens) == (whole.tile, whole.tokens)
 
@@ -290,5 +291,5 @@ def test_planning_under_autocast_changes_nothing() -> None:
     plain = plan_attention(method, q, k, grid)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = plan_attention(method, q, k, grid)
-    for name in ("q_tiles", "kv_count", "kv_index", "selected", "computed"):
+    for name in ("q_tiles", "kv_count", "kv_bits", "selected", "computed"):
         assert torch.equal(getattr(cast, name), getattr(plain, name)), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,22 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.grid import TokenGrid
-from vidsparse.kernels.dispatch import IMPLEMENTATIONS, block_rows, choose, sparse_attention
+from vidsparse.kernels.dispatch import (
+    IMPLEMENTATIONS,
+    block_rows,
+    choose,
+    plans_on_device,
+    sparse_attention,
+)
+from vidsparse.masks import tile_count
 from vidsparse.methods import Method, SparseMethod, make_method
-from vidsparse.order import check_order, token_order
-from vidsparse.plan import SparsePlan, make_plan
+from vidsparse.order import TokenOrder, check_order, token_order
+from vidsparse.plan import SparsePlan, make_plan, make_plan_of_bits
 from vidsparse.schedule import Action, Schedule
 from vidsparse.trace import Cell, Trace
+
+if TYPE_CHECKING:
+    from vidsparse.kernels.triton_pool import Pooled
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -28,6 +38,10 @@ PlanKey = tuple[int, str, TokenGrid, int, int, torch.device]
 # bounds the extra memory of a mask at 2 GB on a GPU; longer sequences go by chunks of heads. One
 # head is the least: 16x1 tiles at 75,600 tokens are 357 million a head.
 MASK_TILES = 64_000_000
+
+# the kernels hold a mask as bits and tile means in 16 bits: all 40 heads at 75,600 tokens and 16x16
+# tiles are 300 MB. Their scores go to a room of fixed size.
+MASK_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +166,15 @@ class AttentionEngine:
             q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
         cell.implementation = self.implementation_for(q.device, q.dtype, q.shape[-1])
         order = token_order(self.order, site.grid, q.device)
-        q, k, v = order.apply(q), order.apply(k), order.apply(v)
         key = _plan_key(q, site)
+        layout = q
         if cell.action == Action.REPLAN.value:
-            plan = plan_attention(self.method, q, k, site.grid)
+            q, k, plan = order_and_plan(self.method, q, k, site.grid, order)
             if self.schedule.reuse > 1:
                 self._plans[key] = plan
         else:
-            plan = self._plans[key]
+            q, k, plan = order.apply(q), order.apply(k), self._plans[key]
+        v = order.apply(v)
         cell.selected, cell.computed = plan.selected, plan.computed
         out, _ = sparse_attention(
             q,
@@ -171,11 +186,30 @@ class AttentionEngine:
             tile=plan.tile,
             implementation=cell.implementation,
         )
-        return order.undo(out).to(asked)
+        return order.undo(out, like=layout).to(asked)
 
 
 def _plan_key(q: Tensor, site: CallSite) -> PlanKey:
     return site.layer, site.branch, site.grid, q.shape[0], q.shape[1], q.device
+
+
+def order_and_plan(
+    method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid, order: TokenOrder
+) -> tuple[Tensor, Tensor, SparsePlan]:
+    """``q`` and ``k`` ``[B, H, S, D]`` put in order, and the plan for them.
+
+    Where kernels plan, tiles are averaged on the way, while their tokens are at hand.
+    """
+    if not _kernels_plan(method, q) or min(method.tile) == 1:
+        # tiles of one token are their own mean: for all heads at once that would be a second q.
+        q, k = order.apply(q), order.apply(k)
+        return q, k, plan_attention(method, q, k, grid)
+    from vidsparse.kernels.triton_pool import reorder_and_pool
+
+    judged = method.rule is not None and method.rule.theta is not None
+    q, q_pooled = reorder_and_pool(q, order.permutation, method.tile[0], judged=judged)
+    k, k_pooled = reorder_and_pool(k, order.permutation, method.tile[1], judged=judged)
+    return q, k, _plan_by_kernels(method, q, k, grid, (q_pooled, k_pooled))
 
 
 def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) -> SparsePlan:
@@ -184,9 +218,11 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) 
     Tiles that hold text tokens are computed in full, both ways. Heads go in chunks where the mask
     of all of them would be too large.
     """
+    if _kernels_plan(method, q):
+        return _plan_by_kernels(method, q, k, grid)
     tokens = q.shape[2]
     rows, keys = method.tile
-    tiles = -(-tokens // rows) * -(-tokens // keys) * q.shape[0]
+    tiles = tile_count(tokens, rows) * tile_count(tokens, keys) * q.shape[0]
     chunk = max(1, MASK_TILES // tiles)
     block = block_rows(q.device)
     plans = []
@@ -198,14 +234,62 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) 
                 mask[:, :, grid.video // rows :] = True
                 mask[:, :, :, grid.video // keys :] = True
             plans.append(make_plan(mask, method.tile, tokens, method.merge, block_rows=block))
+    return _of_all_heads(plans)
+
+
+def _kernels_plan(method: SparseMethod, q: Tensor) -> bool:
+    return method.rule is not None and plans_on_device(q.device, q.dtype, q.shape[-1])
+
+
+def _plan_by_kernels(
+    method: SparseMethod,
+    q: Tensor,
+    k: Tensor,
+    grid: TokenGrid,
+    pooled: tuple[Pooled, Pooled] | None = None,
+) -> SparsePlan:
+    """``plan_attention`` by Triton's kernels, where the method's rule is one they know."""
+    from vidsparse.kernels.triton_mask import top_p_words
+    from vidsparse.kernels.triton_pool import pool
+
+    assert method.rule is not None
+    batch, heads, tokens, dim = q.shape
+    rows, keys = method.tile
+    q_tiles, k_tiles = tile_count(tokens, rows), tile_count(tokens, keys)
+    head_bytes = q_tiles * k_tiles // 8 + (q_tiles + k_tiles) * dim * 4
+    chunk = max(1, MASK_BYTES // (head_bytes * batch))
+    judged = method.rule.theta is not None
+    plans = []
+    for start in range(0, heads, chunk):
+        part = slice(start, min(start + chunk, heads))
+        if pooled is None:
+            q_pooled = pool(q[:, part], rows, judged=judged)
+            k_pooled = pool(k[:, part], keys, judged=judged)
+        else:
+            q_pooled, k_pooled = (x.heads(part.start, part.stop) for x in pooled)
+        words, kept = top_p_words(
+            q_pooled,
+            k_pooled,
+            scale=dim**-0.5,
+            top_p=method.rule.top_p,
+            theta=method.rule.theta,
+            full_rows=grid.video // rows if grid.text else None,
+            full_columns=grid.video // keys if grid.text else None,
+        )
+        plans.append(make_plan_of_bits(words, kept, method.tile, tokens, method.merge))
+    return _of_all_heads(plans)
+
+
+def _of_all_heads(plans: list[SparsePlan]) -> SparsePlan:
+    """One plan of plans for neighbouring heads."""
     if len(plans) == 1:
         return plans[0]
     return SparsePlan(
         q_tiles=torch.cat([p.q_tiles for p in plans], 1),
         kv_count=torch.cat([p.kv_count for p in plans], 1),
-        kv_index=torch.cat([p.kv_index for p in plans], 1),
-        tile=method.tile,
-        tokens=tokens,
+        kv_bits=torch.cat([p.kv_bits for p in plans], 1),
+        tile=plans[0].tile,
+        tokens=plans[0].tokens,
         selected=torch.cat([p.selected for p in plans], 1),
         computed=torch.cat([p.computed for p in plans], 1),
     )

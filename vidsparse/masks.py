@@ -8,6 +8,7 @@ it has. A mask is bool ``[B, H, Tq, Tk]``, true where a tile is computed.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +94,20 @@ def self_similarity(x: Tensor, size: int) -> Tensor:
     return torch.where(longest > 0, pairs / longest.clamp_min(1e-38), torch.ones_like(pairs))
 
 
+@dataclass(frozen=True, slots=True)
+class PooledTopP:
+    """A selection that the kernels know: top-p of the pooled attention, stray tiles kept.
+
+    Attributes:
+        top_p: share of the pooled attention that each row keeps.
+        theta: key tiles less self-similar leave the softmax and are kept in every row, query tiles
+            less self-similar keep everything; None judges no tile.
+    """
+
+    top_p: float
+    theta: float | None = None
+
+
 def pooled_scores(
     q: Tensor, k: Tensor, tile: tuple[int, int], scale: float | None = None
 ) -> Tensor:
@@ -118,3 +133,17 @@ def top_p_mask(probabilities: Tensor, top_p: float) -> Tensor:
     # a row of zeros or NaN reaches nothing, and keeps its first tile all the same.
     kept[..., 0] = True
     return torch.zeros_like(kept).scatter_(-1, index, kept)
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """A bool mask ``[..., K]`` in words of 32, int32 ``[..., ceil(K / 32)]``, the first lowest."""
+    padded = F.pad(mask, (0, -mask.shape[-1] % 32))
+    bits = padded.view(*padded.shape[:-1], -1, 32).to(torch.int32)
+    place = torch.arange(32, dtype=torch.int32, device=mask.device)
+    return (bits << place).sum(-1, dtype=torch.int32)
+
+
+def unpack_bits(words: Tensor, columns: int) -> Tensor:
+    """The bool mask ``[..., columns]`` of which ``pack_bits`` made ``words``."""
+    place = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> place) & 1).bool().flatten(-2)[..., :columns]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grid import TokenGrid
+from vidsparse.kernels.dispatch import triton_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,31 @@ class TokenOrder:
 
     def apply(self, x: Tensor) -> Tensor:
         """Put ``x`` ``[B, H, S, D]`` into this order (a contiguous copy)."""
+        if _by_kernel(x):
+            from vidsparse.kernels.triton_pool import reorder
+
+            return reorder(x, self.permutation)
         return x.index_select(2, self.permutation)
 
-    def undo(self, y: Tensor) -> Tensor:
-        """Bring ``y`` ``[B, H, S, D]`` back into the pipeline's order (a contiguous copy)."""
+    def undo(self, y: Tensor, like: Tensor | None = None) -> Tensor:
+        """Bring ``y`` ``[B, H, S, D]`` back into the pipeline's order.
+
+        The answer is a contiguous copy, or where a kernel writes it laid out like ``like``: the
+        pipeline then need not copy once more.
+        """
+        if _by_kernel(y):
+            from vidsparse.kernels.triton_pool import reorder
+
+            if like is None or like.stride(-1) != 1:
+                return reorder(y, self.inverse)
+            return reorder(y, self.inverse, torch.empty_like(like, dtype=y.dtype))
         return y.index_select(2, self.inverse)
+
+
+def _by_kernel(x: Tensor) -> bool:
+    # the kernel moves rows at copy speed, but knows no gradients.
+    wants_gradient = torch.is_grad_enabled() and x.requires_grad
+    return not wants_gradient and x.ndim == 4 and triton_reason(x.device) is None
 
 
 def _coordinates(grid: TokenGrid) -> NDArray[np.int64]:

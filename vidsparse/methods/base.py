@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vidsparse.errors import OptionError
-from vidsparse.masks import check_tile, parse_tile
+from vidsparse.masks import PooledTopP, check_tile, parse_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +45,11 @@ class SparseMethod(Method):
 
         Tokens are in the chosen order already. No host synchronisation.
         """
+
+    @property
+    def rule(self) -> PooledTopP | None:
+        """What ``select`` does, where the kernels can do the same; None is always right."""
+        return None
 
 
 def option(

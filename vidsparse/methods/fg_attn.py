@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vidsparse.grouping import check_merge
-from vidsparse.masks import pooled_scores, top_p_mask
+from vidsparse.masks import PooledTopP, pooled_scores, top_p_mask
 from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
@@ -50,3 +50,8 @@ class FgAttn(SparseMethod):
     def select(self, q: Tensor, k: Tensor) -> Tensor:
         """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3)."""
         return top_p_mask(pooled_scores(q, k, self.tile).softmax(-1), self.top_p)
+
+    @property
+    def rule(self) -> PooledTopP:
+        """Top-p alone."""
+        return PooledTopP(self.top_p)

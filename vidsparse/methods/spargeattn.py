@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
-from vidsparse.masks import pooled_scores, self_similarity, top_p_mask
+from vidsparse.masks import PooledTopP, pooled_scores, self_similarity, top_p_mask
 from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
@@ -70,3 +70,8 @@ class SpargeAttn(SparseMethod):
         # a row whose every column is stray has no softmax; all of it is computed below.
         probabilities = scores.softmax(-1).nan_to_num(0.0)
         return top_p_mask(probabilities, self.tau) | stray_q.unsqueeze(-1) | stray_k
+
+    @property
+    def rule(self) -> PooledTopP:
+        """Top-cdf and the judge."""
+        return PooledTopP(self.tau, self.theta)

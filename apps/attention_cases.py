@@ -1,0 +1,126 @@
+"""What ``vidsparse bench attention`` times: shapes, lists and inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
+
+    from vidsparse.grid import TokenGrid
+
+Tile = tuple[int, int]
+
+KERNEL = "kernel"
+WITH_PLAN = "kernel and plan"
+WHOLE = "kernel, plan and mask"
+PLANNING = "plan and mask"
+
+SMALL_SHIFT = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row of the bench before it is measured.
+
+    Args:
+        counts: what the time and the ratio hold, one of the constants above.
+        tile: (M, N), query rows and keys of a tile.
+        kept: share of key chunks in a tile's list. For ``PLANNING`` it is what top-p finds.
+        skew: list lengths are spread evenly over ``kept * (1 - skew)`` to ``kept * (1 + skew)``.
+        merge: how tiles form blocks.
+        implementations: those to time; empty for all that run.
+    """
+
+    counts: str
+    tile: Tile
+    kept: float
+    seq_len: int
+    heads: int
+    head_dim: int = 128
+    skew: float = 0.0
+    merge: str = "consecutive"
+    implementations: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the row's numbers are of."""
+        return f"{self.counts}, skew {self.skew:g}" if self.skew else self.counts
+
+
+def _suite() -> Iterator[Case]:
+    long, longer = (32_768, 16), (75_600, 8)
+    for kept, tile in ((0.3, (128, 16)), (0.5, (128, 16)), (0.3, (128, 128))):
+        for seq_len, heads in (long, longer):
+            case = Case(counts=KERNEL, tile=tile, kept=kept, seq_len=seq_len, heads=heads)
+            yield case
+            yield replace(case, seq_len=seq_len - SMALL_SHIFT)
+    first = Case(counts=KERNEL, tile=(128, 16), kept=0.3, seq_len=long[0], heads=long[1])
+    for other in (
+        replace(first, tile=(128, 1)),
+        replace(first, counts=WITH_PLAN, tile=(64, 16), merge="xor-window"),
+        replace(first, skew=0.8),
+        replace(first, seq_len=8_192),
+        replace(first, seq_len=17_776, heads=48, head_dim=64),
+    ):
+        yield other
+        if other.counts == KERNEL and not other.skew:
+            yield replace(other, seq_len=other.seq_len - SMALL_SHIFT)
+    yield replace(
+        first, counts=PLANNING, tile=(16, 16), seq_len=75_600, heads=40, merge="xor-window"
+    )
+
+
+SUITE: Final[tuple[Case, ...]] = tuple(_suite())
+"""The cases of ``docs/benchmarks/attention-h200.json``."""
+
+
+def random_mask(case: Case, device: torch.device) -> torch.Tensor:
+    """Random lists of the case's lengths: bool ``[1, H, Tq, Tk]``.
+
+    Lengths are the same in every head and dealt at random over its query tiles; their mean is
+    ``kept`` whatever the skew.
+    """
+    import torch
+
+    q_tiles, k_tiles = (-(-case.seq_len // size) for size in case.tile)
+    spread = torch.linspace(1 - case.skew, 1 + case.skew, q_tiles, device=device)
+    count = (spread * case.kept * k_tiles).round().long().clamp(1, k_tiles)
+    mask = torch.empty(1, case.heads, q_tiles, k_tiles, dtype=torch.bool, device=device)
+    place = torch.arange(k_tiles, device=device)
+    for head in mask[0]:
+        # by head: random numbers for all of them would be gigabytes.
+        dealt = count[torch.randperm(q_tiles, device=device)]
+        rank = torch.rand(q_tiles, k_tiles, device=device).argsort(-1)
+        head.scatter_(-1, rank, place < dealt.unsqueeze(1))
+    return mask
+
+
+def structured_qk(
+    grid: TokenGrid, heads: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k ``[1, H, S, D]`` of ``grid`` in row-major order, with the locality of a real video.
+
+    Random Fourier features of a token's place (Rahimi and Recht 2007): the score of two tokens is a
+    Gaussian of their distance, wider in some heads than in others, plus noise. Random normal q and
+    k would make a pooled softmax flat and top-p keep nearly everything.
+    """
+    import torch
+
+    axes = [torch.arange(n, device=device) / n for n in (grid.frames, grid.height, grid.width)]
+    place = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, 3)
+    made = [torch.empty(1, heads, len(place), dim, dtype=dtype, device=device) for _ in "qk"]
+    for head in range(heads):
+        width = 0.05 * 4 ** (head / max(1, heads - 1))
+        waves = torch.randn(3, dim, device=device) / width
+        phase = torch.rand(dim, device=device) * (2 * math.pi)
+        feature = math.sqrt(2) * torch.cos(place @ waves + phase)
+        # scores reach sharpness where two tokens share a place.
+        sharpness = 9.0
+        gain = math.sqrt(sharpness / math.sqrt(dim))
+        for x in made:
+            x[0, head] = (gain * (feature + 0.5 * torch.randn_like(feature))).to(dtype)
+    return made[0], made[1]

@@ -1,0 +1,499 @@
+"""From pooled queries and keys to a tile mask in bits: product, softmax, top-p without a sort.
+
+Shape legend: B batch, H heads, Tq query tiles, Tk key tiles, D head dim, W = ceil(Tk / 32) words.
+
+Scores of a few rows at a time go to a bounded room: all of them would be 3.6 GB at 75,600 tokens,
+40 heads and 16x16 tiles. A second kernel takes a row at a time, holds it in registers (rows too
+long for that are read again in every pass), and searches the largest threshold whose kept mass
+reaches top-p. Weights are not negative, so their order is that of their bits, and halving the
+range of bits finds the threshold exactly, in at most 31 steps; about ten are needed, because a
+range that holds one weight ends the search.
+"""
+
+# what triton compiles is not typed python.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_bits import ones
+from .triton_pool import Pooled
+
+LOG2_E = 1.4426950408889634
+
+SCORE_BYTES = 512 * 2**20
+SCORE_WARPS = 8
+SCORE_STAGES = 2
+# blocks of columns that one program multiplies with its rows.
+SCORE_STEPS = 16
+
+# a row of so many columns fits the registers of a program.
+ROW_COLUMNS = 16_384
+COLUMNS_PER_WARP = 1280
+LONG_BLOCK = 2048
+LONG_WARPS = 8
+LONG_WAYS = 8
+
+
+@triton.jit(do_not_specialize=["first_block"])
+def scores_kernel(
+    q_high_ptr,
+    q_low_ptr,
+    q_scale_ptr,
+    k_high_ptr,
+    k_low_ptr,
+    k_scale_ptr,
+    k_similarity_ptr,
+    scores_ptr,
+    first_block,
+    TQ,
+    TK,
+    LD,
+    factor,
+    theta,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    JUDGED: tl.constexpr,
+):
+    """Scores of one block of BLOCK_Q rows and STEPS blocks of columns; rows stand LD apart.
+
+    LD is a multiple of 16, and -inf fills a row up to there, so that rows are written and read in
+    whole vectors; it also marks stray columns.
+    """
+    room = tl.program_id(0)
+    block = first_block + room
+    per_head = tl.cdiv(TQ, BLOCK_Q)
+    head = (block // per_head).to(tl.int64)
+    off_d = tl.arange(0, BLOCK_D)
+    off_k = tl.arange(0, BLOCK_K)
+    row = (block % per_head) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row_alive = row < TQ
+    dim_alive = off_d < D
+    entry = head * TQ + row
+    off_q = entry[:, None] * D + off_d[None, :]
+    q_alive = row_alive[:, None] & dim_alive[None, :]
+    q_high = tl.load(q_high_ptr + off_q, mask=q_alive, other=0.0)
+    q_low = tl.load(q_low_ptr + off_q, mask=q_alive, other=0.0)
+    q_scale = tl.load(q_scale_ptr + entry, mask=row_alive, other=0.0) * factor
+    k_high_ptr += head * TK * D
+    k_low_ptr += head * TK * D
+    k_scale_ptr += head * TK
+    if JUDGED:
+        k_similarity_ptr += head * TK
+    place = room.to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    scores_ptr += place[:, None] * LD
+
+    first = tl.program_id(1) * (STEPS * BLOCK_K)
+    last = tl.minimum(first + STEPS * BLOCK_K, TK)
+    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        column = start + off_k
+        column_alive = column < TK
+        off = column[:, None] * D + off_d[None, :]
+        k_alive = column_alive[:, None] & dim_alive[None, :]
+        k_high = tl.load(k_high_ptr + off, mask=k_alive, other=0.0)
+        k_low = tl.load(k_low_ptr + off, mask=k_alive, other=0.0)
+        k_scale = tl.load(k_scale_ptr + column, mask=column_alive, other=0.0)
+        # low times low is below the last bit of an fp32 result.
+        acc = tl.dot(q_low, tl.trans(k_high))
+        acc = tl.dot(q_high, tl.trans(k_low), acc)
+        acc = tl.dot(q_high, tl.trans(k_high), acc)
+        scores = acc * q_scale[:, None] * k_scale[None, :]
+        if JUDGED:
+            similarity = tl.load(k_similarity_ptr + column, mask=column_alive, other=1.0)
+            column_alive = column_alive & (similarity >= theta)
+        scores = tl.where(column_alive[None, :], scores, -float("inf"))
+        tl.store(scores_ptr + column[None, :], scores, mask=(column < LD)[None, :])
+
+
+@triton.jit
+def _weights(scores, top, JUDGED: tl.constexpr):
+    """Softmax weights of scores to base 2, not yet divided by their sum; -1 for a stray column."""
+    weights = tl.exp2(scores - top)
+    if JUDGED:
+        weights = tl.where(scores == -float("inf"), -1.0, weights)
+    return weights
+
+
+@triton.jit
+def _sum(weights, JUDGED: tl.constexpr):
+    """The sum of weights, stray columns apart."""
+    if JUDGED:
+        weights = tl.where(weights < 0, 0.0, weights)
+    return tl.sum(weights, 0)
+
+
+@triton.jit
+def _from(word, column):
+    """The bits of a word that stand for ``column`` or one behind it."""
+    shift = tl.minimum(tl.maximum(column - word * 32, 0), 32)
+    # there is no shift by 32.
+    return tl.where(shift < 32, (tl.zeros_like(shift) - 1) << (shift & 31), 0)
+
+
+@triton.jit
+def _words(
+    weights,
+    threshold,
+    first_word,
+    valid,
+    full_from,
+    TK,
+    COLUMNS: tl.constexpr,
+    JUDGED: tl.constexpr,
+):
+    """What is kept, in words: numbers of the words, and the words, a first column lowest."""
+    kept = weights >= threshold
+    if JUDGED:
+        kept = kept | (weights < 0)
+    bits = tl.reshape(kept.to(tl.int32), [COLUMNS // 32, 32])
+    words = tl.sum(bits << tl.arange(0, 32)[None, :], 1)
+    word = first_word + tl.arange(0, COLUMNS // 32)
+    # a row of zeros or NaN reaches no share, and keeps its first tile all the same.
+    words |= tl.where(word == 0, tl.where(valid, 0, 1), 0)
+    return word, (words | _from(word, full_from)) & ~_from(word, TK)
+
+
+@triton.jit
+def _bits(weight):
+    return weight.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _weight(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _least(total, top_p, columns):
+    """Bits of a threshold that certainly keeps enough: what lies below it is less than the rest.
+
+    A hair lower, so that rounding cannot make it too high.
+    """
+    return _bits(total * (1.0 - top_p) / columns.to(tl.float32) * 0.999)
+
+
+@triton.jit(do_not_specialize=["first_block"])
+def top_p_kernel(
+    scores_ptr,
+    q_similarity_ptr,
+    words_ptr,
+    keys_ptr,
+    first_block,
+    TQ,
+    TK,
+    W,
+    LD,
+    full_rows,
+    full_columns,
+    last_short,
+    top_p,
+    theta,
+    N: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BODY: tl.constexpr,
+    TAIL: tl.constexpr,
+    JUDGED: tl.constexpr,
+):
+    """Mask of one row, held on chip as BODY and TAIL columns (powers of two, TAIL may be 0)."""
+    room = tl.program_id(0).to(tl.int64)
+    block = first_block + (room // BLOCK_Q).to(tl.int32)
+    per_head = tl.cdiv(TQ, BLOCK_Q)
+    head = (block // per_head).to(tl.int64)
+    row = (block % per_head) * BLOCK_Q + (room % BLOCK_Q).to(tl.int32)
+    if row < TQ:
+        entry = head * TQ + row
+        scores_ptr += room * LD
+        whole = row >= full_rows
+        if JUDGED:
+            whole = whole | (tl.load(q_similarity_ptr + entry) < theta)
+        column = tl.arange(0, BODY)
+        body = tl.load(scores_ptr + column, mask=column < LD, other=-float("inf"))
+        top = tl.max(body, 0)
+        if TAIL > 0:
+            column = BODY + tl.arange(0, TAIL)
+            tail = tl.load(scores_ptr + column, mask=column < LD, other=-float("inf"))
+            top = tl.maximum(top, tl.max(tail, 0))
+        # a row of -inf: its weights become zeros.
+        top = tl.where(top == -float("inf"), 0.0, top)
+        body = _weights(body, top, JUDGED)
+        total = _sum(body, JUDGED)
+        if TAIL > 0:
+            tail = _weights(tail, top, JUDGED)
+            total += _sum(tail, JUDGED)
+
+        valid = (total > 0.0) & (total < float("inf"))
+        target = total * top_p
+        low = _least(total, top_p, TK)
+        low_mass = total
+        # no weight is above 1.
+        high = tl.where(valid, 0x3F800001, low)
+        high_mass = total * 0.0
+        # the weights from low up to high are worth less than two of the least: there is one.
+        while (high - low > 1) & (low_mass - high_mass >= 1.5 * _weight(low)):
+            middle = low + (high - low) // 2
+            threshold = _weight(middle)
+            mass = tl.sum(tl.where(body >= threshold, body, 0.0), 0)
+            if TAIL > 0:
+                mass += tl.sum(tl.where(tail >= threshold, tail, 0.0), 0)
+            enough = mass >= target
+            low = tl.where(enough, middle, low)
+            low_mass = tl.where(enough, mass, low_mass)
+            high = tl.where(enough, high, middle)
+            high_mass = tl.where(enough, high_mass, mass)
+        threshold = _weight(low)
+
+        full_from = tl.where(whole, 0, full_columns)
+        words_ptr += entry * W
+        last_word = (TK - 1) // 32
+        word, words = _words(body, threshold, 0, valid, full_from, TK, BODY, JUDGED)
+        tl.store(words_ptr + word, words, mask=word < W)
+        count = tl.sum(ones(words), 0)
+        ends = tl.sum(tl.where(word == last_word, words >> ((TK - 1) % 32), 0) & 1, 0)
+        if TAIL > 0:
+            word, words = _words(tail, threshold, BODY // 32, valid, full_from, TK, TAIL, JUDGED)
+            tl.store(words_ptr + word, words, mask=word < W)
+            count += tl.sum(ones(words), 0)
+            ends += tl.sum(tl.where(word == last_word, words >> ((TK - 1) % 32), 0) & 1, 0)
+        tl.store(keys_ptr + entry, count * N - ends * last_short)
+
+
+@triton.jit(do_not_specialize=["first_block"])
+def top_p_long_kernel(
+    scores_ptr,
+    q_similarity_ptr,
+    words_ptr,
+    keys_ptr,
+    first_block,
+    TQ,
+    TK,
+    W,
+    LD,
+    full_rows,
+    full_columns,
+    last_short,
+    top_p,
+    theta,
+    N: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAYS: tl.constexpr,
+    JUDGED: tl.constexpr,
+):
+    """Mask of one row of any length; each pass over it tries WAYS thresholds at once."""
+    room = tl.program_id(0).to(tl.int64)
+    block = first_block + (room // BLOCK_Q).to(tl.int32)
+    per_head = tl.cdiv(TQ, BLOCK_Q)
+    head = (block // per_head).to(tl.int64)
+    row = (block % per_head) * BLOCK_Q + (room % BLOCK_Q).to(tl.int32)
+    if row < TQ:
+        entry = head * TQ + row
+        scores_ptr += room * LD
+        whole = row >= full_rows
+        if JUDGED:
+            whole = whole | (tl.load(q_similarity_ptr + entry) < theta)
+        off = tl.arange(0, BLOCK)
+        tops = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
+        for start in range(0, TK, BLOCK):
+            piece = tl.load(scores_ptr + start + off, mask=start + off < LD, other=-float("inf"))
+            tops = tl.maximum(tops, piece)
+        top = tl.max(tops, 0)
+        top = tl.where(top == -float("inf"), 0.0, top)
+        sums = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, TK, BLOCK):
+            piece = tl.load(scores_ptr + start + off, mask=start + off < LD, other=-float("inf"))
+            sums += tl.exp2(piece - top)
+        total = tl.sum(sums, 0)
+
+        valid = (total > 0.0) & (total < float("inf"))
+        target = total * top_p
+        low = _least(total, top_p, TK)
+        low_mass = total
+        high = tl.where(valid, 0x3F800001, low)
+        high_mass = total * 0.0
+        way = 1 + tl.arange(0, WAYS)
+        while (high - low > 1) & (low_mass - high_mass >= 1.5 * _weight(low)):
+            step = tl.maximum((high - low) // (WAYS + 1), 1)
+            tried = tl.minimum(low + way * step, high - 1)
+            threshold = _weight(tried)[:, None]
+            masses = tl.zeros([WAYS, BLOCK], dtype=tl.float32)
+            for start in range(0, TK, BLOCK):
+                piece = tl.load(
+                    scores_ptr + start + off, mask=start + off < LD, other=-float("inf")
+                )
+                weights = tl.exp2(piece - top)[None, :]
+                masses += tl.where(weights >= threshold, weights, 0.0)
+            mass = tl.sum(masses, 1)
+            enough = mass >= target
+            low = tl.max(tl.where(enough, tried, low), 0)
+            low_mass = tl.min(tl.where(enough, mass, low_mass), 0)
+            high = tl.min(tl.where(enough, high, tried), 0)
+            high_mass = tl.max(tl.where(enough, high_mass, mass), 0)
+        threshold = _weight(low)
+
+        full_from = tl.where(whole, 0, full_columns)
+        words_ptr += entry * W
+        last_word = (TK - 1) // 32
+        counts = tl.zeros([BLOCK // 32], dtype=tl.int32)
+        ends = tl.zeros([BLOCK // 32], dtype=tl.int32)
+        for start in range(0, TK, BLOCK):
+            piece = tl.load(scores_ptr + start + off, mask=start + off < LD, other=-float("inf"))
+            weights = _weights(piece, top, JUDGED)
+            word, words = _words(
+                weights, threshold, start // 32, valid, full_from, TK, BLOCK, JUDGED
+            )
+            tl.store(words_ptr + word, words, mask=word < W)
+            counts += ones(words)
+            ends += tl.where(word == last_word, words >> ((TK - 1) % 32), 0) & 1
+        keys = tl.sum(counts, 0) * N - tl.sum(ends, 0) * last_short
+        tl.store(keys_ptr + entry, keys)
+
+
+def row_pieces(columns: int) -> tuple[int, int]:
+    """Powers of two that cover ``columns`` with little waste: 4,725 is held as 4,096 + 1,024."""
+    body = max(32, triton.next_power_of_2(columns + 1) // 2)
+    rest = columns - body
+    if rest <= 0:
+        return body, 0
+    tail = max(32, triton.next_power_of_2(rest))
+    return (2 * body, 0) if tail >= body else (body, tail)
+
+
+def row_warps(columns: int) -> int:
+    """Warps of the program that holds a row of ``columns``."""
+    return int(triton.next_power_of_2(triton.cdiv(columns, COLUMNS_PER_WARP)))
+
+
+def score_block(shared: int, dim: int) -> tuple[int, int]:
+    """Rows and columns of a block of scores, by the ``shared`` memory that a program can have.
+
+    Both halves of the queries, and of the keys as often as there are stages, lie there.
+    """
+    row = 2 * 2 * max(16, int(triton.next_power_of_2(dim)))
+    for rows, columns in ((128, 64), (128, 32), (64, 32), (32, 32), (16, 16)):
+        if (rows + SCORE_STAGES * columns) * row <= shared:
+            return rows, columns
+    raise ValueError(f"a head dim of {dim} leaves no room for a block of scores")
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have on ``device``."""
+    if device.type != "cuda":
+        return 2**20
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
+
+
+def _room_shape(bytes_allowed: int, rows: int, blocks: int, row_length: int) -> int:
+    """Blocks of rows whose scores are held at once, at least one."""
+    return max(1, min(blocks, bytes_allowed // (rows * row_length * 4)))
+
+
+def top_p_words(
+    q: Pooled,
+    k: Pooled,
+    *,
+    scale: float,
+    top_p: float,
+    theta: float | None = None,
+    full_rows: int | None = None,
+    full_columns: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The smallest set of key tiles of each query tile whose pooled attention reaches ``top_p``.
+
+    Equal to sorting, except that key tiles whose weight equals the smallest that is kept are all
+    kept.
+
+    Args:
+        q: pooled queries.
+        k: pooled keys.
+        scale: factor on q·k.
+        top_p: share to reach, above 0; 1 keeps everything.
+        theta: key tiles less self-similar than this leave the softmax and are kept in every row;
+            query tiles less self-similar keep everything. Both must have been judged.
+        full_rows: query tiles from this one on keep everything.
+        full_columns: key tiles from this one on are kept in every row.
+
+    Returns:
+        The mask in words of 32 key tiles, int32 ``[B, H, Tq, W]``, the first tile of a word in
+        its lowest bit; and the key tokens that each query tile keeps, int32 ``[B, H, Tq]``.
+    """
+    batch, heads, q_tiles, dim = q.high.shape
+    k_tiles = k.high.shape[2]
+    width = triton.cdiv(k_tiles, 32)
+    words = q.high.new_empty(batch, heads, q_tiles, width, dtype=torch.int32)
+    keys = q.high.new_empty(batch, heads, q_tiles, dtype=torch.int32)
+    if top_p >= 1:
+        words.fill_(-1)
+        if k_tiles % 32:
+            words[..., -1] = 2 ** (k_tiles % 32) - 1
+        return words, keys.fill_(k.tokens)
+
+    row_length = -(-k_tiles // 32) * 32
+    rows, columns = score_block(_shared_bytes(words.device), dim)
+    blocks = triton.cdiv(q_tiles, rows) * batch * heads
+    at_once = _room_shape(SCORE_BYTES, rows, blocks, row_length)
+    room = q.high.new_empty(at_once * rows, row_length, dtype=torch.float32)
+    pooled = [x.contiguous() for x in (q.high, q.low, q.scale, k.high, k.low, k.scale)]
+    judged = theta is not None
+    q_similarity = q.similarity.contiguous() if judged and q.similarity is not None else None
+    k_similarity = k.similarity.contiguous() if judged and k.similarity is not None else None
+    if judged and (q_similarity is None or k_similarity is None):
+        raise ValueError("theta judges tiles whose self-similarity was not pooled")
+    body, tail = row_pieces(k_tiles)
+    long = body + tail > ROW_COLUMNS
+    row_kernel = top_p_long_kernel if long else top_p_kernel
+    if long:
+        how = {"BLOCK": LONG_BLOCK, "WAYS": LONG_WAYS, "num_warps": LONG_WARPS}
+    else:
+        how = {"BODY": body, "TAIL": tail, "num_warps": row_warps(body + tail)}
+    with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
+        for first in range(0, blocks, at_once):
+            now = min(at_once, blocks - first)
+            scores_kernel[(now, triton.cdiv(k_tiles, columns * SCORE_STEPS))](
+                *pooled,
+                k_similarity,
+                room,
+                first,
+                q_tiles,
+                k_tiles,
+                row_length,
+                scale * LOG2_E,
+                0.0 if theta is None else theta,
+                D=dim,
+                BLOCK_D=max(16, triton.next_power_of_2(dim)),
+                BLOCK_Q=rows,
+                BLOCK_K=columns,
+                STEPS=SCORE_STEPS,
+                STAGES=SCORE_STAGES,
+                JUDGED=judged,
+                num_warps=SCORE_WARPS,
+            )
+            row_kernel[(now * rows,)](
+                room,
+                q_similarity,
+                words,
+                keys,
+                first,
+                q_tiles,
+                k_tiles,
+                width,
+                row_length,
+                q_tiles if full_rows is None else full_rows,
+                k_tiles if full_columns is None else full_columns,
+                k_tiles * k.size - k.tokens,
+                top_p,
+                0.0 if theta is None else theta,
+                N=k.size,
+                BLOCK_Q=rows,
+                JUDGED=judged,
+                **how,
+            )
+    return words, keys

@@ -1,0 +1,141 @@
+"""``vidsparse bench attention``: lists as asked for, wrong kernels refused, rows kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import vidsparse.kernels
+from vidsparse.apps.attention_cases import PLANNING, SUITE, Case, random_mask, structured_qk
+from vidsparse.apps.attention_peers import Offer, Peer, ready
+from vidsparse.apps.bench_attention import COLUMNS, Bench
+from vidsparse.apps.cli import main
+from vidsparse.grid import TokenGrid
+
+SMALL = Case(counts="kernel", tile=(128, 16), kept=0.3, seq_len=1000, heads=2, head_dim=64)
+CPU = torch.device("cpu")
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bench", "attention", *arguments])
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.8])
+def test_lists_have_the_mean_length_asked_for_and_the_spread(skew: float) -> None:
+    mask = random_mask(replace(SMALL, seq_len=16_000, skew=skew), CPU)
+    lengths = mask.sum(-1).float()
+    assert mask.shape == (1, 2, 125, 1000)
+    assert lengths.mean().item() == pytest.approx(300, abs=1)
+    assert lengths.min().item() == pytest.approx(300 * (1 - skew), abs=1)
+    assert lengths.max().item() == pytest.approx(300 * (1 + skew), abs=1)
+
+
+def test_no_list_is_empty_however_little_is_kept() -> None:
+    assert bool(random_mask(replace(SMALL, kept=0.001, skew=1), CPU).any(-1).all())
+
+
+def test_structured_queries_look_at_their_neighbours() -> None:
+    torch.manual_seed(0)
+    grid = TokenGrid(4, 16, 16)
+    q, k = structured_qk(grid, 3, 64, torch.float32, CPU)
+    scores = ((q @ k.transpose(-1, -2)) / 8).view(3, 4, 16, 16, 4, 16, 16)
+    same = torch.einsum("ntyxtyx->ntyx", scores).mean((1, 2, 3))
+    beside = torch.einsum("ntyxtyx->ntyx", scores[:, :, :, 1:, :, :, :-1]).mean((1, 2, 3))
+    corners = scores[:, :, 0, 0, :, -1, -1].mean((1, 2))
+    assert bool((same > 7).all())
+    assert bool((beside > corners + 1).all())
+    assert bool((corners.abs() < 1).all())
+
+
+def test_the_suite_measures_each_kernel_case_at_a_length_beside_it() -> None:
+    lengths = {(c.tile, c.kept, c.heads, c.head_dim, c.seq_len) for c in SUITE}
+    for case in (c for c in SUITE if c.counts == "kernel" and not c.skew and c.seq_len % 128 == 0):
+        beside = (case.tile, case.kept, case.heads, case.head_dim, case.seq_len - 16)
+        assert beside in lengths
+
+
+def test_a_peer_that_is_absent_or_fails_is_named_with_its_reason() -> None:
+    def missing() -> Peer:
+        raise ModuleNotFoundError("No module named 'nobody'", name="nobody")
+
+    def broken() -> torch.Tensor:
+        raise RuntimeError("no kernel image\nand much more")
+
+    def offers() -> Iterator[Offer]:
+        yield "nobody", missing
+        yield "broken", lambda: Peer("broken", broken)
+        yield "fine", lambda: Peer("fine", lambda: torch.ones(1))
+
+    peers, absent = ready(offers())
+    assert [peer.name for peer in peers] == ["fine"]
+    assert absent == {
+        "nobody": "not installed (nobody)",
+        "broken": "RuntimeError: no kernel image",
+    }
+
+
+def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = vidsparse.kernels.sparse_attention
+
+    def wrong(*arguments: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(*arguments, **options)  # type: ignore[arg-type]
+        return out * 1.001, lse
+
+    monkeypatch.setattr(vidsparse.kernels, "sparse_attention", wrong, raising=False)
+    result = bench("--seq-len", "512", "--kept", "0.5", "--repeats", "1")
+    assert result.exit_code != 0
+    assert "no speed is reported for a wrong result" in result.output
+
+
+@pytest.mark.parametrize(
+    ("counts", "mask", "plan"),
+    [
+        ("kernel", False, False),
+        ("kernel and plan", False, True),
+        ("kernel, plan and mask", True, True),
+    ],
+)
+def test_the_ratio_counts_what_the_case_says(counts: str, mask: bool, plan: bool) -> None:
+    rows = Bench(CPU, torch.float32, 1, False, print).rows(replace(SMALL, counts=counts))
+    for row in rows:
+        assert (row.mask_ms is not None, row.plan_ms is not None) == (mask, plan)
+        total = (row.ms or 0) + (row.mask_ms or 0) + (row.plan_ms or 0)
+        assert row.ratio == pytest.approx(row.dense_ms / total)
+        assert row.error is not None
+        assert row.error < 1e-5
+
+
+def test_planning_is_a_row_without_a_kernel() -> None:
+    case = replace(SMALL, counts=PLANNING, tile=(16, 16))
+    (row,) = Bench(CPU, torch.float32, 1, False, print).rows(case)
+    assert (row.ms, row.impl) == (None, "plan_attention")
+    assert row.ratio == pytest.approx(row.dense_ms / (row.plan_ms or 0))
+
+
+def test_rows_are_written_shown_as_a_table_and_drawn(tmp_path: Path) -> None:
+    file, picture = tmp_path / "rows.json", tmp_path / "rows.png"
+    arguments = ["--seq-len", "512", "--seq-len", "500", "--kept", "0.5", "--repeats", "1"]
+    result = bench(*arguments, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["seq_len"] for row in rows] == [512, 500]
+    shown = bench("--show", str(file), "--plot", str(picture))
+    assert shown.exit_code == 0, shown.output
+    table = [line for line in shown.output.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(rows)
+    assert all(line.count("|") == len(COLUMNS) + 1 for line in table)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('{"rows": [{"tile": "16x16"}]}')
+    result = bench("--show", str(file))
+    assert result.exit_code == 2
+    assert "holds no rows of this bench" in result.output
