@@ -18,18 +18,37 @@ if TYPE_CHECKING:
         sparse_attention,
         support,
     )
+    from .gates import AbsoluteGate, RelativeGate
+    from .quantize import QuantizedQK, quantize_qk
+
+_HOMES = {
+    "IMPLEMENTATIONS": "dispatch",
+    "AbsoluteGate": "gates",
+    "QuantizedQK": "quantize",
+    "RelativeGate": "gates",
+    "block_rows": "dispatch",
+    "choose": "dispatch",
+    "plans_on_device": "dispatch",
+    "quantize_qk": "quantize",
+    "sparse_attention": "dispatch",
+    "support": "dispatch",
+}
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "AbsoluteGate",
+    "QuantizedQK",
+    "RelativeGate",
     "block_rows",
     "choose",
     "plans_on_device",
+    "quantize_qk",
     "sparse_attention",
     "support",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module(".dispatch", __name__), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from .gates import Gate, check_gate
 from .gather_sdpa import gather_attention
+from .quantize import QuantizedQK, check_format, quantize_qk
 from .reference import reference_attention
 
 
@@ -26,8 +28,14 @@ class Implementation(Protocol):
         *,
         tile: tuple[int, int],
         scale: float,
+        gate: Gate | None = None,
+        quantized: QuantizedQK | None = None,
+        skipped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Output ``[B, H, S, D]`` and log-sum-exp ``[B, H, S]``."""
+        """Output ``[B, H, S, D]`` and log-sum-exp ``[B, H, S]``.
+
+        ``skipped`` comes with a gate only.
+        """
 
 
 def _triton_attention() -> Implementation:
@@ -58,7 +66,9 @@ def triton_reason(device: torch.device) -> str | None:
     return None
 
 
-def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def _triton_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, gate: Gate | None, quantize: str | None
+) -> str | None:
     reason = triton_reason(device)
     if reason is not None:
         return reason
@@ -66,12 +76,33 @@ def _triton_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
         return f"computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
     if head_dim not in (64, 96, 128):
         return f"handles head dims 64, 96 and 128, not {head_dim}"
+    if quantize == "fp8" and (
+        torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9)
+    ):
+        return "needs compute capability 8.9 (Ada) or newer for fp8"
+    if gate is not None:
+        from .triton_gather import block_n
+
+        if gate.keys > block_n(device):
+            return f"gates at most {block_n(device)} keys at once on this GPU, not {gate.keys}"
     return None
 
 
-def _gluon_reason(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    if (reason := _triton_reason(device, dtype, head_dim)) is not None:
+def _any_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, gate: Gate | None, quantize: str | None
+) -> str | None:
+    return None
+
+
+def _gluon_reason(
+    device: torch.device, dtype: torch.dtype, head_dim: int, gate: Gate | None, quantize: str | None
+) -> str | None:
+    if (reason := _triton_reason(device, dtype, head_dim, None, None)) is not None:
         return reason
+    if gate is not None:
+        return "has no gates yet"
+    if quantize is not None:
+        return "has no 8-bit operands yet"
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return "needs compute capability 9.0 (Hopper)"
     try:
@@ -106,11 +137,13 @@ _LOADERS: Final[dict[str, Callable[[], Implementation]]] = {
     "torch": lambda: gather_attention,
     "reference": lambda: reference_attention,
 }
-_REASONS: Final[dict[str, Callable[[torch.device, torch.dtype, int], str | None]]] = {
+_REASONS: Final[
+    dict[str, Callable[[torch.device, torch.dtype, int, Gate | None, str | None], str | None]]
+] = {
     "gluon": _gluon_reason,
     "triton": _triton_reason,
-    "torch": lambda device, dtype, head_dim: None,
-    "reference": lambda device, dtype, head_dim: None,
+    "torch": _any_reason,
+    "reference": _any_reason,
 }
 
 IMPLEMENTATIONS: Final[tuple[str, ...]] = tuple(_LOADERS)
@@ -118,32 +151,53 @@ IMPLEMENTATIONS: Final[tuple[str, ...]] = tuple(_LOADERS)
 
 
 def support(
-    implementation: str, device: torch.device | str, dtype: torch.dtype, head_dim: int
+    implementation: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    gate: Gate | None = None,
+    quantize: str | None = None,
 ) -> str | None:
     """Why ``implementation`` cannot run such a call, or None if it can.
 
+    ``gate`` and ``quantize`` are what the call will have: a gate, the 8-bit format of q and k.
+
     Raises:
-        ValueError: no such implementation.
+        ValueError: no such implementation or 8-bit format.
     """
     if implementation not in _REASONS:
         raise ValueError(
             f"unknown implementation {implementation!r}. "
             f"Hint: choose from auto, {', '.join(IMPLEMENTATIONS)}."
         )
-    return _REASONS[implementation](torch.device(device), dtype, head_dim)
+    if quantize is not None:
+        check_format(quantize)
+    return _REASONS[implementation](torch.device(device), dtype, head_dim, gate, quantize)
 
 
 def choose(
-    implementation: str, device: torch.device | str, dtype: torch.dtype, head_dim: int
+    implementation: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    gate: Gate | None = None,
+    quantize: str | None = None,
 ) -> str:
     """The implementation that runs such a call: the named one, or the fastest for ``auto``.
 
     Raises:
         ValueError: the named one does not exist or cannot run here; it is never replaced quietly.
+            Or no such 8-bit format.
     """
+
+    def reason_of(name: str) -> str | None:
+        return support(name, device, dtype, head_dim, gate=gate, quantize=quantize)
+
     if implementation == "auto":
-        return next(n for n in IMPLEMENTATIONS if support(n, device, dtype, head_dim) is None)
-    reason = support(implementation, device, dtype, head_dim)
+        return next(n for n in IMPLEMENTATIONS if reason_of(n) is None)
+    reason = reason_of(implementation)
     if reason is not None:
         raise ValueError(
             f"the {implementation!r} implementation cannot run here: it {reason}. Hint: auto."
@@ -162,6 +216,9 @@ def sparse_attention(
     tile: tuple[int, int],
     scale: float | None = None,
     implementation: str = "auto",
+    gate: Gate | None = None,
+    quantize: str | QuantizedQK | None = None,
+    skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in which each block of query rows sees only its listed key chunks.
 
@@ -175,8 +232,16 @@ def sparse_attention(
         kv_index: their numbers, int16 or int32 ``[B, H, G, C]``, rising; only the first
             ``kv_count`` are read.
         tile: (M, N), query rows of a tile and keys of a chunk. Last ones may be short.
-        scale: factor on q·k, 1/sqrt(D) by default.
+        scale: positive factor on q·k, 1/sqrt(D) by default.
         implementation: ``auto`` or one of ``IMPLEMENTATIONS``.
+        gate: a ``RelativeGate`` or ``AbsoluteGate``: pieces of scores whose product with V is
+            skipped. ``vidsparse.kernels.gates`` defines the pieces; the implementations agree.
+        quantize: ``int8`` or ``fp8``: q·k in 8 bits with a scale for every tile of queries and
+            every 64 keys. Or what ``quantize_qk`` has made of these very q and k. The product
+            with V stays in 16 bits. Only ``triton`` is faster for it; the others compute with
+            the rounded numbers, in fp32.
+        skipped: int32 ``[B, H, G]``, overwritten with the query-key pairs of every block whose
+            product with V the gate skipped (half of a pair's work). Zeros without a gate.
 
     Returns:
         Output ``[B, H, S, D]`` in the dtype of ``q`` and the natural log-sum-exp of the scaled
@@ -184,20 +249,64 @@ def sparse_attention(
 
     Raises:
         ValueError: the implementation does not exist, cannot run here, or would have to give
-            gradients (only ``reference`` does).
+            gradients (only ``reference`` does, and not through 8 bits); scale is not positive;
+            a gate, 8-bit operands or a counter do not fit the other tensors.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    name = choose(implementation, q.device, q.dtype, q.shape[-1])
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    kind = quantize.kind if isinstance(quantize, QuantizedQK) else quantize
+    name = choose(
+        implementation,
+        q.device,
+        q.dtype,
+        q.shape[-1],
+        gate=gate,
+        quantize=kind,
+    )
     if (
-        name != "reference"
+        (name != "reference" or quantize is not None)
         and torch.is_grad_enabled()
         and (q.requires_grad or k.requires_grad or v.requires_grad)
     ):
         # said here, because a kernel's output would leave the graph without a word.
+        what = f"the {name!r} implementation" if quantize is None else "8-bit attention"
         raise ValueError(
-            f"the {name!r} implementation has no backward pass, and gradients are asked for. "
-            "Hint: torch.no_grad(), or the 'reference' implementation."
+            f"{what} has no backward pass, and gradients are asked for. "
+            "Hint: torch.no_grad(), or the 'reference' implementation in full precision."
         )
+    if gate is not None:
+        check_gate(gate, q, q_tiles, kv_index, tile[0])
+    if skipped is not None:
+        if skipped.shape != kv_count.shape or skipped.dtype != torch.int32:
+            raise ValueError(
+                f"skipped must be int32 {tuple(kv_count.shape)}, "
+                f"got {skipped.dtype} {tuple(skipped.shape)}"
+            )
+        if gate is None:
+            skipped.zero_()
     # a kernel keeps scores in fp32 where it says so, whatever the caller's autocast.
     with torch.autocast(q.device.type, enabled=False):
-        return _LOADERS[name]()(q, k, v, q_tiles, kv_count, kv_index, tile=tile, scale=scale)
+        if isinstance(quantize, QuantizedQK):
+            if quantize.q.shape != q.shape:
+                raise ValueError(
+                    f"8-bit operands of shape {tuple(quantize.q.shape)} for q of {tuple(q.shape)}"
+                )
+            quantized: QuantizedQK | None = quantize
+        elif quantize is not None:
+            quantized = quantize_qk(q, k, quantize, q_run=tile[0])
+        else:
+            quantized = None
+        return _LOADERS[name]()(
+            q,
+            k,
+            v,
+            q_tiles,
+            kv_count,
+            kv_index,
+            tile=tile,
+            scale=scale,
+            gate=gate,
+            quantized=quantized,
+            skipped=None if gate is None else skipped,
+        )

@@ -10,13 +10,22 @@ measured at S = 8,192 with 4 heads of 64 at 30 % on two cores:
 - neighbours in a longest-first plan have nearly equal lengths, so padding a batch costs little.
 
 Blocks that keep every chunk are not gathered at all: they go to the dense kernel together.
+
+Gates need the scores, which no fused kernel of PyTorch shows: gated blocks take two products and a
+softmax, and skip nothing but memory. 8-bit operands are computed in fp32 from the rounded numbers.
+Both are here for what they do to the output.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .gates import AbsoluteGate, Gate, kept_pieces, skipped_pairs
+from .quantize import QuantizedQK
 
 ROWS_AT_ONCE = 256
 
@@ -45,6 +54,38 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) 
     if bias is not None:
         scores = scores + bias
     return [(scores.softmax(-1) @ v.to(work)).to(q.dtype), scores.logsumexp(-1)]
+
+
+def _attend_gated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    gate: Gate,
+    lengths: Tensor,
+    thresholds: Tensor,
+    row_alive: Tensor,
+    kept: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_attend`` with a gate, whose arguments are those of ``skipped_pairs``.
+
+    The third answer is how many pairs it skipped in every block, int32 ``[P]``.
+    """
+    work = torch.promote_types(q.dtype, torch.float32)
+    scores = (q[:, 0].to(work) @ k[:, 0].to(work).transpose(-1, -2)) * scale
+    if bias is not None:
+        scores = scores + bias[:, 0]
+    closed = skipped_pairs(gate, scores, lengths, thresholds.to(work), row_alive, kept)
+    within = torch.arange(scores.shape[-1], device=scores.device) < lengths.unsqueeze(-1)
+    count = (closed & within.unsqueeze(1) & row_alive.unsqueeze(-1)).sum((1, 2), dtype=torch.int32)
+    if isinstance(gate, AbsoluteGate):
+        scores = scores.masked_fill(closed, -torch.inf)
+    lse = scores.logsumexp(-1)
+    # a row that has lost all keys is all -inf.
+    floor = lse.masked_fill(lse == -torch.inf, 0)
+    weights = (scores - floor.unsqueeze(-1)).exp().masked_fill(closed, 0)
+    return (weights @ v[:, 0].to(work)).to(v.dtype).unsqueeze(1), lse.unsqueeze(1), count
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
@@ -87,15 +128,34 @@ def gather_attention(
     *,
     tile: tuple[int, int],
     scale: float,
+    gate: Gate | None = None,
+    quantized: QuantizedQK | None = None,
+    skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gather and attend, a few blocks at a time; see ``sparse_attention`` for the arguments."""
     batch, heads, tokens = q.shape[:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+    if quantized is not None:
+        q, k = quantized.dequantized(torch.float32)
+        v = v.float()
+    thresholds = kept = None
+    if gate is not None:
+        thresholds = gate.thresholds(q, -(-tokens // tile[0])).repeat_interleave(tile[0], 2)
+        thresholds = thresholds[:, :, :tokens]
+        if isinstance(gate, AbsoluteGate):
+            if quantized is not None:
+                # thresholds are on scores with the mean key in them.
+                thresholds = thresholds - quantized.shift * scale
+            if gate.keep is not None:
+                kept = kept_pieces(gate.keep, kv_count, tile[1], gate.keys)
     counts = kv_count.tolist()
     for b in range(batch):
         for h in range(heads):
-            out[b, h], lse[b, h] = _one_head(
+            pieces = None
+            if gate is not None and thresholds is not None:
+                pieces = _Pieces(gate, thresholds[b, h], None if kept is None else kept[b, h])
+            out[b, h], lse[b, h], count = _one_head(
                 q[b, h],
                 k[b, h],
                 v[b, h],
@@ -104,8 +164,22 @@ def gather_attention(
                 kv_index[b, h],
                 tile=tile,
                 scale=scale,
+                pieces=pieces,
             )
+            if skipped is not None:
+                skipped[b, h] = count
+    if quantized is not None:
+        lse += quantized.shift * scale
     return out, lse
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A gate for one head: thresholds of its tokens ``[S]``, pieces that stay ``[G, pieces]``."""
+
+    gate: Gate
+    thresholds: Tensor
+    kept: Tensor | None
 
 
 def _one_head(
@@ -118,8 +192,12 @@ def _one_head(
     *,
     tile: tuple[int, int],
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """One head: ``[S, D]`` tensors, ``q_tiles`` ``[G, R]``; output ``[S, D]`` and ``[S]``."""
+    pieces: _Pieces | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One head: ``[S, D]`` tensors, ``q_tiles`` ``[G, R]``.
+
+    Output ``[S, D]``, log-sum-exp ``[S]``, pairs that the gate skipped in every block ``[G]``.
+    """
     (tokens, dim), (rows, keys) = q.shape, tile
     blocks, per_block = q_tiles.shape
     block_rows = per_block * rows
@@ -133,8 +211,8 @@ def _one_head(
     short = (last + 1) * keys - tokens
 
     full = 0
-    if _has_flash(q.device):
-        # elsewhere the scores of all these rows would be held at once.
+    if _has_flash(q.device) and pieces is None:
+        # else the scores of all these rows would be held at once.
         while full < blocks and counts[full] == last + 1:
             full += 1
     if full:
@@ -150,6 +228,12 @@ def _one_head(
     most = at_once * max(counts[full:], default=0)
     k_room, v_room = k_chunks.new_empty(2, most, k_chunks.shape[1])
     chosen, bias = _padded_lists(counts, kv_index, keys, last, short, q.dtype)
+    skipped = torch.zeros(blocks, dtype=torch.int32, device=q.device)
+    if pieces is not None:
+        token = members.long().unsqueeze(1) * rows + torch.arange(rows, device=q.device)
+        alive = ((token < tokens) & (q_tiles.view(-1, 1) >= 0)).view(blocks, block_rows)
+        thresholds = pieces.thresholds[token.clamp_max(tokens - 1)].view(blocks, block_rows)
+        lengths = (bias == 0).flatten(1).sum(1)
     for g in range(full, blocks, at_once):
         batch = slice(g, min(g + at_once, blocks))
         length = max(counts[batch])
@@ -164,7 +248,22 @@ def _one_head(
         kk, vv = (x.view(n, 1, length * keys, dim) for x in (kk, vv))
         aligned = short == 0 and min(counts[batch]) == length
         mask = None if aligned else bias[batch, :, :, : length * keys]
-        o, s = _attend(grouped[batch], kk, vv, mask, scale)
+        if pieces is not None:
+            kept = None if pieces.kept is None else pieces.kept[batch]
+            o, s, skipped[batch] = _attend_gated(
+                grouped[batch],
+                kk,
+                vv,
+                mask,
+                scale,
+                pieces.gate,
+                lengths[batch],
+                thresholds[batch],
+                alive[batch],
+                kept,
+            )
+        else:
+            o, s = _attend(grouped[batch], kk, vv, mask, scale)
         result[batch] = o
         sums[batch] = s.flatten(1)
         if min(counts[batch]) == 0:
@@ -178,4 +277,4 @@ def _one_head(
     home = torch.where(q_tiles < 0, tiles, q_tiles).flatten().long()
     out = q.new_empty(tiles + 1, rows * dim).index_copy_(0, home, result.view(-1, rows * dim))
     lse = sums.new_empty(tiles + 1, rows).index_copy_(0, home, sums.view(-1, rows))
-    return out.view(-1, dim)[:tokens], lse.view(-1)[:tokens]
+    return out.view(-1, dim)[:tokens], lse.view(-1)[:tokens], skipped

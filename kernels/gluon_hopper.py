@@ -53,8 +53,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .gates import Gate
+from .quantize import QuantizedQK
+from .triton_gather import LOG2_E, heads_together
+
 BLOCK_ROWS = 128
-LOG2_E = 1.4426950408889634
 
 # triton 3.9 renames these.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -710,16 +713,6 @@ def config(keys: int, padded_dim: int) -> Config:
     return Config(stages, consumer_registers=232, producer_registers=40)
 
 
-# keys and values of the heads worked on at a time: what an H100's L2 of 50 MB keeps while queries
-# and outputs pass through it.
-TOGETHER_BYTES = 32 * 1024 * 1024
-
-
-def heads_together(heads: int, head_bytes: int) -> int:
-    """How many heads of ``head_bytes`` keys and values are worked on at a time."""
-    return max(1, min(heads, TOGETHER_BYTES // head_bytes))
-
-
 @cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -753,22 +746,22 @@ def gluon_attention(
     *,
     tile: tuple[int, int],
     scale: float,
+    gate: Gate | None = None,
+    quantized: QuantizedQK | None = None,
+    skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel; see ``sparse_attention`` for the arguments.
 
     Raises:
-        ValueError: a tile that the kernel does not have.
+        ValueError: a tile that the kernel does not have, a gate or 8-bit operands.
     """
+    if gate is not None or quantized is not None or skipped is not None:
+        raise ValueError("the Hopper kernel has neither gates nor 8-bit operands")
     rows, keys = tile
     if rows not in (16, 32, 64, 128) or keys not in (1, 8, 16, 32, 64, 128):
         raise ValueError(f"no kernel for tiles of {rows}x{keys}")
     if q_tiles.shape[3] * rows != BLOCK_ROWS:
         raise ValueError(f"blocks must have {BLOCK_ROWS // rows} tiles, not {q_tiles.shape[3]}")
-    # the kernel takes the largest score before it scales, so the factor must be positive; a
-    # factor of zero would make NaN of a masked score.
-    if scale < 0:
-        q, scale = -q, -scale
-    scale_log2 = max(scale * LOG2_E, 1e-30)
     batch, heads, tokens, dim = q.shape
     q, k, v = _dense(q), _dense(k), _dense(v)
     out = torch.empty_like(q)
@@ -798,7 +791,7 @@ def gluon_attention(
             kv_index.shape[-1],
             batch * heads,
             heads_together(batch * heads, 2 * tokens * dim * q.element_size()),
-            scale_log2,
+            scale * LOG2_E,
             D=dim,
             DP=padded,
             M=rows,

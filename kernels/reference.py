@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .gates import AbsoluteGate, Gate, kept_pieces, skipped_pairs
+from .quantize import QuantizedQK
+
 
 def token_mask(
     q_tiles: Tensor, kv_count: Tensor, kv_index: Tensor, tile: tuple[int, int], tokens: int
@@ -44,20 +47,79 @@ def reference_attention(
     *,
     tile: tuple[int, int],
     scale: float,
+    gate: Gate | None = None,
+    quantized: QuantizedQK | None = None,
+    skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Masked softmax attention, head by head; see ``sparse_attention`` for the arguments."""
     # low-precision inputs are computed in fp32; fp64 stays fp64, the yardstick of the tests.
     work = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=work, device=q.device)
+    shift = torch.zeros_like(lse)
+    if quantized is not None:
+        q, k = quantized.dequantized(work)
+        shift = quantized.shift.to(work)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             at = (slice(b, b + 1), slice(h, h + 1))
             mask = token_mask(q_tiles[at], kv_count[at], kv_index[at], tile, q.shape[2])[0, 0]
-            scores = (q[b, h].to(work) @ k[b, h].to(work).T) * scale
+            scores = (q[b, h].to(work) @ k[b, h].to(work).T + shift[b, h].unsqueeze(-1)) * scale
             scores = scores.masked_fill(~mask, -torch.inf)
+            closed = None
+            if gate is not None:
+                closed, count = _skipped(
+                    scores, q_tiles[b, h], kv_count[b, h], kv_index[b, h], tile, gate, (b, h), q
+                )
+                if skipped is not None:
+                    skipped[b, h] = count
+                if isinstance(gate, AbsoluteGate):
+                    mask = mask & ~closed
+                    scores = scores.masked_fill(closed, -torch.inf)
             lse[b, h] = scores.logsumexp(-1)
             # a row without keys is all -inf: its output is zero, its log-sum-exp -inf.
             weights = (scores - lse[b, h].unsqueeze(-1)).exp().masked_fill(~mask, 0)
-            out[b, h] = (weights @ v[b, h].to(work)).to(q.dtype)
+            if closed is not None:
+                weights = weights.masked_fill(closed, 0)
+            out[b, h] = (weights @ v[b, h].to(work)).to(out.dtype)
     return out, lse
+
+
+def _skipped(
+    scores: Tensor,
+    q_tiles: Tensor,
+    kv_count: Tensor,
+    kv_index: Tensor,
+    tile: tuple[int, int],
+    gate: Gate,
+    head: tuple[int, int],
+    q: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What a gate skips of one head's ``scores`` ``[S, S]``: which pairs, and how many a block."""
+    tokens = scores.shape[0]
+    rows, keys = tile
+    thresholds = gate.thresholds(q, -(-tokens // rows))[head].to(scores.dtype)
+    kept = None
+    if isinstance(gate, AbsoluteGate) and gate.keep is not None:
+        kept = kept_pieces(gate.keep[head], kv_count, keys, gate.keys)
+    closed = torch.zeros_like(scores, dtype=torch.bool)
+    count = torch.zeros_like(kv_count, dtype=torch.int32)
+    within_tile = torch.arange(rows, device=scores.device)
+    within_chunk = torch.arange(keys, device=scores.device)
+    for g, listed in enumerate(kv_count.tolist()):
+        row = (q_tiles[g, :, None].long() * rows + within_tile).flatten()
+        alive = (q_tiles[g] >= 0).repeat_interleave(rows) & (row < tokens)
+        run = (kv_index[g, :listed, None].long() * keys + within_chunk).flatten()
+        run = run[run < tokens]
+        row = row.clamp(0, tokens - 1)
+        pairs = skipped_pairs(
+            gate,
+            scores[row][:, run].unsqueeze(0),
+            torch.tensor([len(run)], device=scores.device),
+            thresholds[row // rows].unsqueeze(0),
+            alive.unsqueeze(0),
+            None if kept is None else kept[g : g + 1],
+        )[0]
+        closed[row[alive].unsqueeze(1), run.unsqueeze(0)] = pairs[alive]
+        count[g] = pairs[alive].sum()
+    return closed, count

@@ -5,8 +5,14 @@ G blocks of 128 query rows, R = 128 / M tiles of a block, C longest key list.
 Names: ``off_*`` offsets, ``*_ptr`` pointers, ``stride_*`` strides, ``BLOCK_*`` constants.
 
 A program owns one block of 128 query rows. Its key list is read as one run of ``count * N`` tokens
-in steps of BLOCK_N; only the last step can hold dead tokens, so it goes first, masked, and the loop
-over the others carries no mask. Blocks start longest first over all heads.
+in steps of BLOCK_N; only the last step can hold dead tokens, so its group of 128 keys goes first,
+masked, and the loop over the others carries no mask. A few heads are worked on at a time, so that
+their keys and values stay in L2, and of those the longest blocks start first.
+
+Gates and 8-bit operands are compiled in where they are asked for. A gate's branch around a product
+with V is taken by the whole block of rows: pieces of fewer rows that are skipped beside others that
+are not get weights of zero. V is loaded all the same, since a load that waits for the branch could
+not be started a step ahead.
 """
 
 # what triton compiles is not typed python.
@@ -18,6 +24,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .gates import KEY_GROUP, AbsoluteGate, Gate, RelativeGate, kept_pieces
+from .quantize import QuantizedQK
 
 # 8 warps and 2 stages kept the most on an H200 (BENCHMARKS.md); with 128 keys a step two stages
 # of keys and values and the queries want 160 KiB of shared memory at D = 128.
@@ -31,16 +40,84 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _step(q, k, v, acc, row_sum, row_max, alive, scale_log2, MASKED: tl.constexpr):
-    scores = tl.dot(q, k) * scale_log2
+def _step(
+    q,
+    k,
+    v,
+    acc,
+    row_sum,
+    row_max,
+    row_scale,
+    key_scale,
+    alive,
+    row_alive,
+    threshold,
+    kept,
+    skipped,
+    GATE: tl.constexpr,
+    GATE_ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    # scores stay unscaled until the exponential, which takes the scale in one instruction with the
+    # maximum: row_scale is positive.
+    scores = tl.dot(q, k).to(tl.float32)
+    if key_scale is not None:
+        if len(key_scale.shape) == 0:
+            row_scale *= key_scale
+        else:
+            scores *= key_scale[None, :]
     if MASKED:
         scores = tl.where(alive[None, :], scores, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_max[:, None])
-    rescale = tl.exp2(row_max - new_max)
-    row_sum = row_sum * rescale + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])
-    return acc, row_sum, new_max
+    local_max = tl.max(scores, 1) * row_scale
+    new_max = tl.maximum(row_max, local_max)
+    if GATE is None:
+        weights = tl.exp2(scores * row_scale[:, None] - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])
+    else:
+        compared = local_max
+        if GATE == "relative":
+            compared = local_max - new_max
+        # one bit for every piece, and all of them in one reduction over the block's warps (as a
+        # column: triton 3.6 and 3.7 do not compile a reduction of all of a tensor that depends on
+        # a product for sm_100). a row without a token has no say.
+        ROWS: tl.constexpr = q.shape[0]
+        piece = tl.arange(0, ROWS) // GATE_ROWS
+        bits = tl.where((compared >= threshold) & row_alive, 1 << piece, 0)
+        open_pieces = tl.reduce_or(bits[:, None], 0).item()
+        if kept is not None:
+            open_pieces = tl.where(kept != 0, 0xF, open_pieces)
+        computed = open_pieces != 0
+        opens = ((open_pieces >> piece) & 1) != 0
+        if MASKED:
+            keys = tl.sum(alive.to(tl.int32), 0)
+        else:
+            keys = v.shape[0]
+        skipped += tl.where(opens, 0, keys)
+        if GATE == "relative":
+            weights = tl.exp2(scores * row_scale[:, None] - new_max[:, None])
+            rescale = tl.exp2(row_max - new_max)
+            row_sum = row_sum * rescale + tl.sum(weights, 1)
+            # no row that is skipped has moved its maximum, so nothing is lost with the rescale.
+            if computed:
+                open_weights = weights
+                if GATE_ROWS < ROWS:
+                    open_weights = tl.where(opens[:, None], weights, 0.0)
+                acc = tl.dot(open_weights.to(v.dtype), v, acc * rescale[:, None])
+        else:
+            if GATE_ROWS < ROWS:
+                new_max = tl.where(opens, new_max, row_max)
+            if computed:
+                weights = tl.exp2(scores * row_scale[:, None] - new_max[:, None])
+                if GATE_ROWS < ROWS:
+                    weights = tl.where(opens[:, None], weights, 0.0)
+                rescale = tl.exp2(row_max - new_max)
+                row_sum = row_sum * rescale + tl.sum(weights, 1)
+                acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])
+                row_max = new_max
+            new_max = row_max
+    return acc, row_sum, new_max, skipped
 
 
 @triton.jit
@@ -53,10 +130,17 @@ def gather_attention_kernel(
     q_tiles_ptr,
     kv_count_ptr,
     kv_index_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    shift_ptr,
+    threshold_ptr,
+    kept_ptr,
+    skipped_ptr,
     S,
     G,
     C,
     BH,
+    TOGETHER,
     scale_log2,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -64,13 +148,24 @@ def gather_attention_kernel(
     N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    Q_RUN: tl.constexpr,
+    K_RUN: tl.constexpr,
+    GATE: tl.constexpr,
+    GATE_ROWS: tl.constexpr,
 ):
-    """Attend one block of 128 query rows to its key list; all tensors contiguous."""
-    # every head's longest block comes before any head's second longest.
+    """Attend one block of 128 query rows to its key list; all tensors contiguous.
+
+    Pointers that are None leave out what they are for: scales and shift of 8-bit operands, a gate's
+    thresholds and kept pieces, the count of skipped pairs.
+    """
     pid = tl.program_id(0)
-    head = pid % BH
-    block = pid // BH
+    start = pid // (TOGETHER * G) * TOGETHER
+    heads = min(BH - start, TOGETHER)
+    # of the heads that are worked on together, every longest block comes before a second longest.
+    head = start + (pid - start * G) % heads
+    block = (pid - start * G) // heads
     entry = head.to(tl.int64) * G + block
 
     off_m = tl.arange(0, BLOCK_M)
@@ -88,6 +183,26 @@ def gather_attention_kernel(
     v_ptr += base * D
     kv_index_ptr += entry * C
 
+    row_scale = tl.full([BLOCK_M], scale_log2, dtype=tl.float32)
+    shift = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if q_scale_ptr is not None:
+        runs = head.to(tl.int64) * tl.cdiv(S, Q_RUN)
+        row_scale *= tl.load(q_scale_ptr + runs + row // Q_RUN, mask=row_alive, other=1.0)
+        shift = tl.load(shift_ptr + base + row, mask=row_alive, other=0.0) * scale_log2
+        k_scale_ptr += head.to(tl.int64) * tl.cdiv(S, K_RUN)
+    # keys of a step that all share a scale: it goes to the rows, a multiplication less a score.
+    SHARED_SCALE: tl.constexpr = N % BLOCK_N == 0 and K_RUN % BLOCK_N == 0
+    threshold = shift
+    if GATE is not None:
+        tiles = head.to(tl.int64) * tl.cdiv(S, M)
+        threshold = tl.load(threshold_ptr + tiles + tile, mask=row_alive, other=0.0)
+        threshold *= 1.4426950408889634
+        if GATE == "absolute":
+            # thresholds are on scores with the mean key in them.
+            threshold -= shift
+    if kept_ptr is not None:
+        kept_ptr += entry * tl.cdiv(C * N, BLOCK_N)
+
     count = tl.load(kv_count_ptr + entry)
     # the list rises, so a short last chunk of the sequence can only stand at its end.
     last = tl.load(kv_index_ptr + tl.maximum(count - 1, 0)).to(tl.int32)
@@ -99,25 +214,59 @@ def gather_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     # finite: with -inf a fully masked first step would subtract infinities.
     row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
+    skipped = tl.zeros([BLOCK_M], dtype=tl.int32)
 
     if steps > 0:
-        place = (steps - 1) * BLOCK_N + off_n
-        alive = place < keys
-        chunk = tl.load(kv_index_ptr + place // N, mask=alive, other=0)
-        # numbers of 16 bits are widened before they count tokens.
-        token = chunk.to(tl.int32) * N + place % N
-        k = tl.load(
-            k_ptr + token[None, :] * D + off_d[:, None],
-            mask=alive[None, :] & dim_alive[:, None],
-            other=0.0,
-        )
-        v = tl.load(
-            v_ptr + token[:, None] * D + off_d[None, :],
-            mask=alive[:, None] & dim_alive[None, :],
-            other=0.0,
-        )
-        acc, row_sum, row_max = _step(q, k, v, acc, row_sum, row_max, alive, scale_log2, True)
-        for step in tl.range(0, steps - 1, num_stages=STAGES):
+        # gates count on this order: the last KEY_GROUP keys, in one step or several, go first.
+        early = tl.cdiv(keys, KEY_GROUP) * (KEY_GROUP // BLOCK_N) - KEY_GROUP // BLOCK_N
+        for part in tl.static_range(KEY_GROUP // BLOCK_N):
+            step = early + part
+            if step < steps:
+                place = step * BLOCK_N + off_n
+                alive = place < keys
+                chunk = tl.load(kv_index_ptr + place // N, mask=alive, other=0)
+                # numbers of 16 bits are widened before they count tokens.
+                token = chunk.to(tl.int32) * N + place % N
+                k = tl.load(
+                    k_ptr + token[None, :] * D + off_d[:, None],
+                    mask=alive[None, :] & dim_alive[:, None],
+                    other=0.0,
+                )
+                v = tl.load(
+                    v_ptr + token[:, None] * D + off_d[None, :],
+                    mask=alive[:, None] & dim_alive[None, :],
+                    other=0.0,
+                )
+                key_scale = None
+                if k_scale_ptr is not None:
+                    if SHARED_SCALE:
+                        chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N).to(tl.int32)
+                        first = chunk_of_step * N + step * BLOCK_N % N
+                        key_scale = tl.load(k_scale_ptr + first // K_RUN)
+                    else:
+                        key_scale = tl.load(k_scale_ptr + token // K_RUN, mask=alive, other=0.0)
+                kept = None
+                if kept_ptr is not None:
+                    kept = tl.load(kept_ptr + step).to(tl.int32)
+                acc, row_sum, row_max, skipped = _step(
+                    q,
+                    k,
+                    v,
+                    acc,
+                    row_sum,
+                    row_max,
+                    row_scale,
+                    key_scale,
+                    alive,
+                    row_alive,
+                    threshold,
+                    kept,
+                    skipped,
+                    GATE,
+                    GATE_ROWS,
+                    True,
+                )
+        for step in tl.range(0, early, num_stages=STAGES):
             place = step * BLOCK_N + off_n
             token = tl.load(kv_index_ptr + place // N).to(tl.int32) * N + place % N
             if D == BLOCK_D:
@@ -128,7 +277,35 @@ def gather_attention_kernel(
                 k = tl.load(k_ptr + off_k, mask=dim_alive[:, None], other=0.0)
                 off_v = token[:, None] * D + off_d[None, :]
                 v = tl.load(v_ptr + off_v, mask=dim_alive[None, :], other=0.0)
-            acc, row_sum, row_max = _step(q, k, v, acc, row_sum, row_max, alive, scale_log2, False)
+            key_scale = None
+            if k_scale_ptr is not None:
+                if SHARED_SCALE:
+                    chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N).to(tl.int32)
+                    first = chunk_of_step * N + step * BLOCK_N % N
+                    key_scale = tl.load(k_scale_ptr + first // K_RUN)
+                else:
+                    key_scale = tl.load(k_scale_ptr + token // K_RUN)
+            kept = None
+            if kept_ptr is not None:
+                kept = tl.load(kept_ptr + step).to(tl.int32)
+            acc, row_sum, row_max, skipped = _step(
+                q,
+                k,
+                v,
+                acc,
+                row_sum,
+                row_max,
+                row_scale,
+                key_scale,
+                None,
+                row_alive,
+                threshold,
+                kept,
+                skipped,
+                GATE,
+                GATE_ROWS,
+                False,
+            )
 
     # a row without keys: zeros and -inf.
     has_keys = row_sum > 0
@@ -139,8 +316,20 @@ def gather_attention_kernel(
         out.to(out_ptr.dtype.element_ty),
         mask=row_alive[:, None] & dim_alive[None, :],
     )
-    natural = (row_max + tl.log2(row_sum)) * 0.6931471805599453
+    natural = (row_max + shift + tl.log2(row_sum)) * 0.6931471805599453
     tl.store(lse_ptr + base + row, tl.where(has_keys, natural, -float("inf")), mask=row_alive)
+    if skipped_ptr is not None:
+        tl.store(skipped_ptr + entry, tl.sum(tl.where(row_alive, skipped, 0), 0))
+
+
+# keys and values of the heads worked on at a time: what an H100's L2 of 50 MB keeps while queries
+# and outputs pass through it.
+TOGETHER_BYTES = 32 * 1024 * 1024
+
+
+def heads_together(heads: int, head_bytes: int) -> int:
+    """How many heads of ``head_bytes`` keys and values are worked on at a time."""
+    return max(1, min(heads, TOGETHER_BYTES // head_bytes))
 
 
 def block_n(device: torch.device) -> int:
@@ -162,37 +351,68 @@ def triton_attention(
     *,
     tile: tuple[int, int],
     scale: float,
+    gate: Gate | None = None,
+    quantized: QuantizedQK | None = None,
+    skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel; see ``sparse_attention`` for the arguments."""
     batch, heads, tokens, dim = q.shape
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     blocks = q_tiles.shape[2]
     rows = q_tiles.shape[3] * tile[0]
+    if quantized is not None:
+        q, k = quantized.q, quantized.k
+    thresholds = kept = None
+    step = block_n(q.device)
+    if gate is not None:
+        # a step is a piece: its product with V is left out as one.
+        step = gate.keys
+        thresholds = gate.thresholds(q, -(-tokens // tile[0])).contiguous()
+        if isinstance(gate, AbsoluteGate) and gate.keep is not None:
+            kept = kept_pieces(gate.keep, kv_count, tile[1], step).contiguous()
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         gather_attention_kernel[(blocks * batch * heads,)](
-            q,
-            k,
-            v,
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
             out,
             lse,
             q_tiles.contiguous(),
             kv_count.contiguous(),
             kv_index.contiguous(),
+            None if quantized is None else quantized.q_scale,
+            None if quantized is None else quantized.k_scale,
+            None if quantized is None else quantized.shift,
+            thresholds,
+            kept,
+            skipped,
             tokens,
             blocks,
             kv_index.shape[-1],
             batch * heads,
+            heads_together(batch * heads, 2 * tokens * dim * v.element_size()),
             scale * LOG2_E,
             D=dim,
             BLOCK_D=triton.next_power_of_2(dim),
             M=tile[0],
             N=tile[1],
             BLOCK_M=rows,
-            BLOCK_N=block_n(q.device),
+            BLOCK_N=step,
+            KEY_GROUP=KEY_GROUP,
             STAGES=STAGES,
+            Q_RUN=1 if quantized is None else quantized.q_run,
+            K_RUN=1 if quantized is None else quantized.k_run,
+            GATE=gate_kind(gate),
+            GATE_ROWS=0 if gate is None else gate.rows,
             num_warps=WARPS,
         )
     return out, lse
+
+
+def gate_kind(gate: Gate | None) -> str | None:
+    """The kernel's name for a gate."""
+    if gate is None:
+        return None
+    return "relative" if isinstance(gate, RelativeGate) else "absolute"

@@ -13,6 +13,14 @@ that is off by a few units in the last place of the largest value is still right
 costs half a unit; each of the two products, the exponential and the division may cost as much again
 in a kernel that works in the dtype itself, hence 4 units at most and 1 in RMS.
 
+Products in 8 bits add an error that their formats promise. Rounding to a grid of width u is off by
+u / 12**0.5 in RMS, independently for every element, and to first order an output moves by
+
+    d o_i = scale * sum_j p_ij (v_j - o_i) (dq_i k_j + q_i dk_j)
+
+where all keys share dq_i. ``eight_bit_rms`` adds up the variances; a kernel may be wrong by half as
+much again (the second order, and a finite sample), and by what 16 bits allow on top.
+
 The log-sum-exp is used as exp(lse - other lse) to weigh outputs against each other, so an absolute
 error of it is a relative error of an output. A quarter of a unit in the last place of the inputs'
 dtype is half of what rounding the output costs anyway: no one can see less. In fp32, where sums of
@@ -21,17 +29,21 @@ S terms dominate, the allowance is 8 units in the last place of the largest valu
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vidsparse.kernels import QuantizedQK
+from vidsparse.kernels.gates import Gate
 from vidsparse.kernels.reference import reference_attention, token_mask
 
 TIMES_STOCK = 2.0
 FLOOR_MAX_ULPS = 4.0
 FLOOR_RMS_ULPS = 1.0
+TIMES_EIGHT_BIT = 1.5
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,16 @@ def random_work(
     return Work(q_tiles.view(batch, heads, blocks, per_block), kv_count, kv_index, tile, tokens)
 
 
+def in_order(work: Work) -> Work:
+    """The same lists for blocks of neighbouring tiles, whose rows look at the same keys."""
+    flat = work.q_tiles.flatten(2)
+    tiles = -(-work.tokens // work.tile[0])
+    line = torch.arange(flat.shape[-1], dtype=torch.int32)
+    line[tiles:] = -1
+    q_tiles = line.expand_as(flat).view_as(work.q_tiles)
+    return Work(q_tiles, work.kv_count, work.kv_index, work.tile, work.tokens)
+
+
 def random_qkv(
     tokens: int,
     dim: int,
@@ -115,6 +137,37 @@ def random_qkv(
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
+def clustered_qkv(
+    tokens: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    width: int = 64,
+    pull: float = 4.0,
+    mean: float = 0.0,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v whose queries look at some runs of ``width`` tokens and hardly at others.
+
+    Every run has a direction of its own and one that it shares with some others; ``mean`` is added
+    to all keys. Scores (at the default scale) differ by about ``pull ** 2`` between runs.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    runs = -(-tokens // width)
+    centres = torch.randn(batch, heads, runs, dim, generator=gen)
+    centres += torch.randn(batch, heads, 1 + runs // 3, dim, generator=gen).repeat(1, 1, 3, 1)[
+        :, :, :runs
+    ]
+    centres = (centres * pull / dim**0.25 / 2**0.5).repeat_interleave(width, 2)[:, :, :tokens]
+    q, k, v = random_qkv(
+        tokens, dim, torch.float32, batch=batch, heads=heads, spread=0.5, seed=seed + 1
+    )
+    common = mean * torch.randn(batch, heads, 1, dim, generator=gen)
+    return (q + centres).to(dtype), (k + centres + common).to(dtype), v.to(dtype)
+
+
 def truth(q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp in fp64, on the CPU."""
     q, k, v = (x.cpu().double() for x in (q, k, v))
@@ -125,6 +178,144 @@ def stock(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
     """PyTorch's attention under a token mask in the inputs' dtype, zeros where nothing is kept."""
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.masked_fill(~mask.any(-1, keepdim=True), 0)
+
+
+def check_gated(
+    kernel: object,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    work: Work,
+    gate: Gate,
+    quantized: QuantizedQK | None = None,
+    *,
+    flips: float = 0.0,
+) -> Tensor:
+    """Hold a kernel with a gate to the gated reference; the pairs that the gate skipped.
+
+    The budget is that of the attention without a gate, which does the same products. A score so
+    near a threshold that rounding decides may flip: ``flips`` is the share of all pairs that may,
+    and where it is not zero the output is not held to the reference's.
+    """
+    options = {"tile": work.tile, "scale": q.shape[-1] ** -0.5}
+    skipped = torch.full_like(work.kv_count, -1)
+    out, lse = kernel(  # type: ignore[operator]
+        q, k, v, *work.tensors, **options, gate=gate, quantized=quantized, skipped=skipped
+    )
+    wide = [x.cpu().double() for x in (q, k, v)]
+    on_cpu = work.to("cpu")
+    expected = torch.zeros_like(on_cpu.kv_count)
+    true, true_lse = reference_attention(
+        *wide,
+        *on_cpu.tensors,
+        **options,
+        gate=gate.to("cpu"),
+        quantized=None if quantized is None else quantized.to("cpu"),
+        skipped=expected,
+    )
+    pairs = int(on_cpu.mask().sum())
+    off = int((skipped.cpu() - expected).abs().sum())
+    assert off <= flips * pairs, f"{off} of {pairs} pairs are skipped that should not be, or not"
+    plain, _ = truth(q, k, v, work, options["scale"])
+    most, most_rms = allowed(stock(q, k, v, work.mask(), options["scale"]), plain)
+    assert out.dtype == q.dtype
+    assert bool(out.isfinite().all()), "output holds NaN or Inf"
+    if not flips:
+        largest, rms = errors(out, true)
+        assert largest <= most, f"largest error {largest:.3g}, budget {most:.3g}"
+        assert rms <= most_rms, f"RMS error {rms:.3g}, budget {most_rms:.3g}"
+        check_lse(lse, true_lse, q.dtype)
+    return skipped
+
+
+def _rounding_variance(x8: Tensor, scale: Tensor, run: int, kind: str) -> Tensor:
+    """Variance of the rounding error of every element of an 8-bit tensor, fp64."""
+    width = scale.double().repeat_interleave(run, 2)[:, :, : x8.shape[2], None]
+    if kind == "fp8":
+        # e4m3: three bits after the leading one, whose place is -6 at the least.
+        magnitude = x8.double().abs().clamp_min(2.0**-6)
+        width = width * 2.0 ** (magnitude.log2().floor() - 3)
+    return (width**2 / 12).expand(x8.shape)
+
+
+def eight_bit_rms(
+    q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float, quantized: QuantizedQK
+) -> tuple[float, float]:
+    """RMS error that 8 bits make in the output and in the log-sum-exp, to first order."""
+    q, k, v = (x.cpu().double() for x in (q, k, v))
+    k = k - k.mean(2, keepdim=True)
+    x8 = (quantized.q.cpu(), quantized.k.cpu())
+    scales = (quantized.q_scale.cpu(), quantized.k_scale.cpu())
+    q_variance = _rounding_variance(x8[0], scales[0], quantized.q_run, quantized.kind)
+    k_variance = _rounding_variance(x8[1], scales[1], quantized.k_run, quantized.kind)
+    mask = work.to("cpu").mask()
+    scores = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
+    p = scores.softmax(-1).nan_to_num(0)
+    o = p @ v
+    variance = torch.empty_like(o)
+    for at in itertools.product(*map(range, p.shape[:2])):
+        # [S, D of v, D of k], a head at a time.
+        pairs = v[at].unsqueeze(2) * k[at].unsqueeze(1)
+        moved = (p[at] @ pairs.flatten(1)).view_as(pairs)
+        moved -= o[at].unsqueeze(2) * (p[at] @ k[at]).unsqueeze(1)
+        variance[at] = (moved**2 * q_variance[at].unsqueeze(1)).sum(-1)
+    weight = p**2 * (q**2 @ k_variance.mT)
+    variance += weight @ v**2 - 2 * o * (weight @ v) + o**2 * weight.sum(-1, keepdim=True)
+    lse_variance = ((p @ k) ** 2 * q_variance).sum(-1) + weight.sum(-1)
+    kept = mask.any(-1)
+    return (
+        scale * variance.mean().sqrt().item(),
+        scale * lse_variance[kept].mean().sqrt().item(),
+    )
+
+
+def check_quantized(
+    kernel: object,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    work: Work,
+    quantized: QuantizedQK,
+    scale: float | None = None,
+    times: float = TIMES_EIGHT_BIT,
+) -> None:
+    """Hold a kernel with 8-bit operands to two yardsticks.
+
+    The one in fp64 on the very 8-bit operands, within the budget of 16 bits; and fp64 attention on
+    ``q`` and ``k``, within what 8 bits add.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"tile": work.tile, "scale": scale}
+    out, lse = kernel(q, k, v, *work.tensors, **options, quantized=quantized)  # type: ignore[operator]
+    wide = (x.cpu().double() for x in (q, k, v))
+    same, same_lse = reference_attention(
+        *wide, *work.to("cpu").tensors, **options, quantized=quantized.to("cpu")
+    )
+    true, true_lse = truth(q, k, v, work, scale)
+    stock_out = stock(q, k, v, work.mask(), scale)
+    most, most_rms = allowed(stock_out, true)
+    slack = 0.0
+    if quantized.kind == "fp8" and q.is_cuda:
+        # ada's and hopper's tensor cores keep 13 bits behind the leading one of a sum of fp8
+        # products, and round at every 32 of them.
+        q_wide, k_wide = (x.abs() for x in quantized.to("cpu").dequantized(torch.float64))
+        slack = 2.0**-12 * scale * (q_wide @ k_wide.mT).max().item()
+    largest, rms = errors(out, same)
+    assert out.dtype == q.dtype
+    assert bool(out.isfinite().all()), "output holds NaN or Inf"
+    most += slack * v.abs().max().item()
+    assert largest <= most, f"largest error {largest:.3g}, budget {most:.3g}"
+    assert rms <= most_rms + slack, f"RMS error {rms:.3g}, budget {most_rms + slack:.3g}"
+    check_lse(lse, same_lse, q.dtype, slack)
+    promised, promised_lse = eight_bit_rms(q, k, v, work, scale, quantized)
+    _, rms = errors(out, true)
+    budget = times * promised + most_rms
+    assert rms <= budget, f"8 bits: RMS error {rms:.3g}, budget {budget:.3g}"
+    kept = true_lse.isfinite()
+    if bool(kept.any()):
+        _, rms = errors(lse.cpu()[kept], true_lse[kept])
+        budget = times * promised_lse + allowed_lse(true_lse, q.dtype)
+        assert rms <= budget, f"8 bits: RMS error of lse {rms:.3g}, budget {budget:.3g}"
 
 
 def errors(got: Tensor, true: Tensor) -> tuple[float, float]:
@@ -160,15 +351,18 @@ def check_output(got: Tensor, stock_out: Tensor, true: Tensor, what: str = "outp
     assert rms <= most_rms, f"{what}: RMS error {rms:.3g}, budget {most_rms:.3g}"
 
 
-def check_lse(got: Tensor, true: Tensor, dtype: torch.dtype) -> None:
-    """Assert that a log-sum-exp stays inside the budget, and is -inf exactly where it must be."""
+def check_lse(got: Tensor, true: Tensor, dtype: torch.dtype, slack: float = 0.0) -> None:
+    """Assert that a log-sum-exp stays inside the budget, and is -inf exactly where it must be.
+
+    ``slack`` is what the scores themselves may be off by.
+    """
     got = got.cpu()
     empty = true == -torch.inf
     assert torch.equal(got == -torch.inf, empty), "-inf stands in the wrong rows"
     kept = ~empty
     if bool(kept.any()):
         largest, _ = errors(got[kept], true[kept])
-        most = allowed_lse(true, dtype)
+        most = allowed_lse(true, dtype) + slack
         assert largest <= most, f"log-sum-exp: largest error {largest:.3g}, budget {most:.3g}"
 
 

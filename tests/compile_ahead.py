@@ -30,7 +30,16 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from vidsparse.kernels import gluon_hopper, triton_gather, triton_mask, triton_plan, triton_pool
+from vidsparse.kernels import (
+    gluon_hopper,
+    triton_gather,
+    triton_mask,
+    triton_plan,
+    triton_pool,
+    triton_quantize,
+)
+from vidsparse.kernels.gates import KEY_GROUP
+from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
 
 # shared memory a block can opt in to, in KiB, by compute capability (CUDA programming guide).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
@@ -38,6 +47,9 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 TILES = [(m, n) for m in (16, 32, 64, 128) for n in (1, 8, 16, 32, 64, 128)]
 HEAD_DIMS = (64, 96, 128)
 DTYPES = ("bf16", "fp16")
+EIGHT_BITS = {"int8": "i8", "fp8": "fp8e4nv"}
+# gate and 8-bit format of the attention kernel.
+EXTRAS = [("relative", None), ("absolute", None), (None, "int8"), ("relative", "fp8")]
 
 
 @dataclass(frozen=True)
@@ -88,7 +100,35 @@ def variants(
         # what gathers single tokens reads their numbers otherwise than what loads boxes.
         if cc == 90:
             yield gluon_attention(cc, max(head_dims), (16, 1), "bf16", aligned=False)
+        for head_dim in head_dims if every else [max(head_dims)]:
+            for gate, quantize in EXTRAS:
+                if quantize != "fp8" or cc >= 89:
+                    yield attention(cc, head_dim, (128, 64), "bf16", gate=gate, quantize=quantize)
+            for kind in ("int8", "fp8") if cc >= 89 else ("int8",):
+                yield quantization(cc, head_dim, kind)
         yield from planning(cc, head_dims, every=every)
+
+
+def quantization(cc: int, head_dim: int, kind: str) -> Variant:
+    """Rounding to 8 bits, smoothed and in another order."""
+    wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
+    return _variant(
+        cc,
+        f"quantise D={head_dim} {kind}",
+        triton_quantize.quantize_kernel,
+        _pointers(x="bf16", out=EIGHT_BITS[kind], order="i64", **wide),
+        {
+            "D": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "RUN": 64,
+            "ROWS": ROWS_AT_ONCE,
+            "TOP": FORMATS[kind][1],
+            "SMALLEST": SMALLEST,
+            "INTEGER": kind == "int8",
+        },
+        triton_quantize.WARPS,
+        aligned=tuple(f"stride_x{d}" for d in "bhs"),
+    )
 
 
 def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[Variant]:
@@ -133,24 +173,48 @@ def _variant(
 
 
 def attention(
-    cc: int, head_dim: int, tile: tuple[int, int], dtype: str, *, aligned: bool = True
+    cc: int,
+    head_dim: int,
+    tile: tuple[int, int],
+    dtype: str,
+    *,
+    aligned: bool = True,
+    gate: str | None = None,
+    quantize: str | None = None,
 ) -> Variant:
     """The plain Triton kernel of attention."""
     large = SHARED_KIB[cc] * 1024 >= triton_gather.LARGE_SHARED_BYTES
+    step = triton_gather.BLOCK_N_LARGE if large else triton_gather.BLOCK_N_SMALL
     constants = {
         "D": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "M": tile[0],
         "N": tile[1],
         "BLOCK_M": 128,
-        "BLOCK_N": triton_gather.BLOCK_N_LARGE if large else triton_gather.BLOCK_N_SMALL,
+        "BLOCK_N": 64 if gate else step,
+        "KEY_GROUP": KEY_GROUP,
         "STAGES": triton_gather.STAGES,
+        "Q_RUN": tile[0],
+        "K_RUN": 64,
+        "GATE": gate,
+        "GATE_ROWS": 64,
     }
+    operand = EIGHT_BITS[quantize] if quantize else dtype
+    pointers = _attention_pointers(tile, dtype, aligned) | _pointers(q=operand, k=operand)
+    scales = _pointers(q_scale="fp32", k_scale="fp32", shift="fp32")
+    gating = _pointers(threshold="fp32", kept="i1", skipped="i32")
+    for wanted, those in ((quantize, scales), (gate, gating)):
+        if wanted:
+            pointers |= those
+        else:
+            constants |= dict.fromkeys(those)
     return _variant(
         cc,
-        f"triton {_call(head_dim, tile, dtype, aligned)}",
+        f"triton {_call(head_dim, tile, dtype, aligned)}"
+        + (f" {gate} gate" if gate else "")
+        + (f" {quantize}" if quantize else ""),
         triton_gather.gather_attention_kernel,
-        _pointers(q=dtype) | _attention_pointers(tile, dtype, aligned),
+        pointers,
         constants,
         triton_gather.WARPS,
         floats=("scale_log2",),

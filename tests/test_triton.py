@@ -18,7 +18,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from budget import Work, check_kernel, random_qkv, random_work
+from budget import (
+    Work,
+    check_gated,
+    check_kernel,
+    check_quantized,
+    clustered_qkv,
+    in_order,
+    random_qkv,
+    random_work,
+)
+
+from vidsparse.kernels import (
+    AbsoluteGate,
+    RelativeGate,
+    quantize_qk,
+    sparse_attention,
+    support,
+)
+from vidsparse.kernels.gates import Gate
+from vidsparse.kernels.quantize import quantize_runs
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -83,8 +102,174 @@ def interpreted_cases() -> Iterator[tuple[str, Callable[[], None]]]:
             )
     for rows in (16, 32, 64, 128):
         yield f"M={rows}", case(300, 64, torch.float16, (rows, 8))
+    yield from interpreted_gates()
+    yield from interpreted_quantized()
     yield "batch 2", case(200, 64, torch.float16, (16, 16), batch=2, heads=2)
     yield "strided", case(200, 64, torch.float16, (16, 16), batch=2, heads=2, layout=strided)
+
+
+def gates(work: Work, rows: int, keys: int) -> list[Gate]:
+    """One of each kind that skips some pieces of clustered queries and keys, and not all."""
+    gen = torch.Generator().manual_seed(6)
+    batch, heads = work.kv_count.shape[:2]
+    threshold = torch.rand(batch, heads, -(-work.tokens // work.tile[0]), generator=gen) * 3 + 6
+    keep = torch.rand(work.kv_index.shape, generator=gen) < 0.2 * min(1, work.tile[1] / 64)
+    lambda_ = torch.tensor([-3.0, -6.0])[:heads]
+    return [
+        RelativeGate(lambda_, rows, keys),
+        AbsoluteGate(threshold, keep, rows, keys),
+    ]
+
+
+def interpreted_gates() -> Iterator[tuple[str, Callable[[], None]]]:
+    def case(
+        which: int,
+        tokens: int,
+        dim: int,
+        tile: tuple[int, int],
+        rows: int,
+        keys: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        batch: int = 1,
+        heads: int = 1,
+        counts: list[int] | None = None,
+        kind: str | None = None,
+        some: bool = True,
+    ) -> Callable[[], None]:
+        def body() -> None:
+            q, k, v = clustered_qkv(tokens, dim, dtype, batch=batch, heads=heads, mean=0.5)
+            work = in_order(
+                random_work(tokens, tile, batch=batch, heads=heads, share=0.7, counts=counts)
+            )
+            gate = gates(work, rows, keys)[which]
+            quantized = None if kind is None else quantize_qk(q, k, kind, q_run=tile[0])
+            skipped = check_gated(triton_kernel(), q, k, v, work, gate, quantized)
+            assert not some or 0 < int(skipped.sum()) < int(work.mask().sum())
+
+        return body
+
+    for which, name in enumerate(("relative", "absolute")):
+        for n, keys in enumerate(CHUNKS):
+            # single tokens of every list would mix all clusters in every piece.
+            counts = [400] if keys == 1 else None
+            for dim in (64, 128):
+                yield (
+                    f"{name} gate D={dim} N={keys}",
+                    case(which, 400, dim, (64, keys), (32, 64)[n % 2], 64, counts=counts),
+                )
+        for rows in (32, 64, 128):
+            for keys in (64, 128):
+                yield (
+                    f"{name} gate {rows}x{keys} fp16",
+                    case(which, 300, 64, (16, 16), rows, keys, dtype=torch.float16, some=False),
+                )
+        for tokens in (1, 127, 129):
+            yield f"{name} gate S={tokens}", case(which, tokens, 64, (32, 16), 32, 64, some=False)
+        for lists, counts in LISTS.items():
+            yield (
+                f"{name} gate {lists}",
+                case(which, 300, 64, (128, 16), 64, 64, counts=counts, some=False),
+            )
+        yield f"{name} gate batch 2", case(which, 300, 64, (64, 64), 64, 64, batch=2, heads=2)
+        yield f"{name} gate int8", case(which, 400, 64, (64, 16), 32, 64, kind="int8")
+        yield (
+            f"{name} gate int8, a scale a step",
+            case(which, 400, 64, (64, 64), 32, 64, kind="int8"),
+        )
+        yield f"{name} gate fp8", case(which, 400, 64, (64, 16), 64, 128, kind="fp8")
+
+    def nothing_skipped(gate: Gate) -> Callable[[], None]:
+        def body() -> None:
+            q, k, v = random_qkv(300, 64, torch.float16, batch=2)
+            work = random_work(300, (32, 16), batch=2, counts=[19, 7, 0])
+            options = {"tile": work.tile, "scale": 0.125}
+            plain = triton_kernel()(q, k, v, *work.tensors, **options)
+            gated = triton_kernel()(q, k, v, *work.tensors, **options, gate=gate)
+            for a, b in zip(plain, gated, strict=True):
+                assert torch.equal(a, b)
+
+        return body
+
+    # with the kernel's own step for a piece: another step rounds otherwise.
+    yield "relative gate that skips nothing", nothing_skipped(RelativeGate(-torch.inf, 32, 128))
+    never = torch.tensor(-torch.inf)
+    yield "absolute gate that skips nothing", nothing_skipped(AbsoluteGate(never, None, 64, 128))
+
+    def all_but_kept() -> None:
+        q, k, v = random_qkv(300, 64, torch.float32)
+        work = random_work(300, (64, 64), counts=[5, 2, 0])
+        keep = torch.zeros(work.kv_index.shape, dtype=torch.bool)
+        keep[..., 0] = True
+        gate = AbsoluteGate(torch.tensor(torch.inf), keep, 64, 64)
+        skipped = check_gated(triton_kernel(), q, k, v, work, gate)
+        first = Work(work.q_tiles, work.kv_count.clamp_max(1), work.kv_index, work.tile, 300)
+        assert skipped.sum() == work.mask().sum() - first.mask().sum()
+
+    yield "absolute gate that skips all but the kept", all_but_kept
+
+
+def interpreted_quantized() -> Iterator[tuple[str, Callable[[], None]]]:
+    def attention(
+        dim: int, tile: tuple[int, int], kind: str, tokens: int = 300, batch: int = 1
+    ) -> Callable[[], None]:
+        def body() -> None:
+            q, k, v = clustered_qkv(tokens, dim, torch.float16, batch=batch, pull=2.0, mean=1.0)
+            work = random_work(tokens, tile, batch=batch)
+            quantized = quantize_qk(q, k, kind, q_run=tile[0])
+            check_quantized(triton_kernel(), q, k, v, work, quantized)
+
+        return body
+
+    for n, keys in enumerate(CHUNKS):
+        for dim in HEAD_DIMS:
+            kind = ("int8", "fp8")[(n + dim // 32) % 2]
+            yield f"{kind} D={dim} N={keys}", attention(dim, (16, keys), kind)
+    yield "int8 batch 2", attention(64, (128, 64), "int8", 200, 2)
+    yield "int8 one token", attention(64, (128, 64), "int8", 1)
+
+    def rounding(kind: str, run: int, order: bool) -> Callable[[], None]:
+        def body() -> None:
+            x = strided(random_qkv(333, 96, torch.float16, batch=2)[0])
+            if kind == "fp8":
+                # numbers that fp8 holds: the interpreter loses a carry when it rounds to it.
+                x = (x * 40).to(torch.float8_e4m3fn).to(torch.float16)
+                x[..., ::run, 0] = 448.0
+            tokens = torch.randperm(333) if order else None
+            mean = x.float().mean(2) if kind == "int8" else None
+            arguments = (kind, run, tokens, mean, x.float().mean(2))
+            check_rounding(x, *arguments)
+
+        return body
+
+    for run in (1, 16, 64, 128):
+        for kind in ("int8", "fp8"):
+            order = run < 64 and kind == "int8"
+            yield f"quantise {kind} runs of {run}", rounding(kind, run, order)
+
+
+def check_rounding(
+    x: torch.Tensor,
+    kind: str,
+    run: int,
+    order: torch.Tensor | None,
+    subtract: torch.Tensor | None,
+    multiply: torch.Tensor | None,
+) -> None:
+    """Hold the quantisation kernel to ``quantize_runs``: the same but for ties of rounding."""
+    from vidsparse.kernels.triton_quantize import triton_quantize_runs
+
+    arguments = (kind, run, order, subtract, multiply)
+    x8, scale, product = triton_quantize_runs(x, *arguments)
+    expected, expected_scale, expected_product = quantize_runs(x, *arguments)
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
+    near = 1e-5 * expected_product.abs().max().item()
+    torch.testing.assert_close(product, expected_product, rtol=1e-4, atol=near)
+    # neighbours in int8 and in fp8's ordered bits.
+    a, b = (t.view(torch.int8).int() for t in (x8, expected))
+    off = (a - b).abs()
+    assert int(off.max()) <= 1
+    assert off.float().mean() <= 1e-4
 
 
 CASES = [name for name, _ in interpreted_cases()]
@@ -145,7 +330,8 @@ def resources(cc: int, compiled: str, name: str) -> list[int]:
 @pytest.mark.parametrize("cc", [80, 89, 90, 100])
 def test_triton_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str) -> None:
     found = resources(cc, compiled, "triton")
-    assert len(found) == 4
+    # four plain ones, two gates, 8 bits without a gate and, where there is fp8, with one.
+    assert len(found) == (7 if cc < 89 else 8)
     # 26 to 28 registers of a thread on Ampere and Ada, none on Hopper and Blackwell.
     assert max(found) <= (128 if cc < 90 else 0)
 
@@ -162,8 +348,8 @@ def test_gluon_compiles_ahead_of_time_for_hopper_and_overlaps_its_products(compi
 
 
 @pytest.mark.parametrize("cc", [80, 89, 90, 100])
-def test_mask_and_plan_compile_ahead_of_time_and_hardly_spill(cc: int, compiled: str) -> None:
-    names = ("pool", "scores", "top-p", "group", "join", "longest first", "list")
+def test_what_goes_before_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str) -> None:
+    names = ("quantise", "pool", "scores", "top-p", "group", "join", "longest first", "list")
     for name in names:
         found = resources(cc, compiled, name)
         assert found
@@ -253,11 +439,6 @@ class TestOnGpu:
         got = kernel(q, k, v, work.q_tiles, work.kv_count, index, tile=work.tile, scale=0.1)
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))  # type: ignore[call-overload]
 
-    @pytest.mark.parametrize("scale", [-0.2, 0.0])
-    def test_any_factor(self, kernel: Callable[..., object], scale: float) -> None:
-        q, k, v = (x.cuda() for x in random_qkv(300, 64, torch.bfloat16))
-        check_kernel(kernel, q, k, v, random_work(300, (16, 16)).to("cuda"), scale)
-
     def test_keys_outside_the_list_are_not_touched(self, kernel: Callable[..., object]) -> None:
         # infinities and NaN in chunks that no list holds, in both short and full steps.
         for keys in CHUNKS:
@@ -274,6 +455,94 @@ class TestOnGpu:
                 v[:, :, chunk * keys : (chunk + 1) * keys] = torch.inf
             got = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.1)
             assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))  # type: ignore[call-overload]
+
+    @pytest.mark.parametrize("dim", HEAD_DIMS)
+    @pytest.mark.parametrize("keys", CHUNKS)
+    def test_gates(self, keys: int, dim: int) -> None:
+        dtype = torch.float16 if keys in (8, 32) else torch.bfloat16
+        for tokens, rows, piece in ((129, 32, 64), (1000, 64, 64), (1000, 128, 128)):
+            q, k, v = (x.cuda() for x in clustered_qkv(tokens, dim, dtype, batch=2))
+            counts = [tokens] if keys == 1 else None
+            work = in_order(random_work(tokens, (64, keys), batch=2, share=0.7, counts=counts))
+            for gate in gates(work, rows, piece):
+                skipped = check_gated(triton_kernel(), q, k, v, work.to("cuda"), gate.to("cuda"))
+                pairs = int(work.mask().sum())
+                assert int(skipped.sum()) < pairs
+                assert tokens < 1000 or int(skipped.sum()) > 0
+
+    @pytest.mark.parametrize("rows", [32, 64, 128])
+    def test_gates_that_skip_nothing_change_nothing(self, rows: int) -> None:
+        from vidsparse.kernels.triton_gather import block_n
+
+        q, k, v = (x.cuda() for x in random_qkv(1000, 128, torch.bfloat16, batch=2))
+        work = random_work(1000, (16, 16), batch=2, counts=[63, 20, 1, 0]).to("cuda")
+        step = block_n(q.device)
+        never = torch.tensor(-torch.inf)
+        options = {"tile": work.tile, "implementation": "triton"}
+        plain = sparse_attention(q, k, v, *work.tensors, **options)
+        for gate in (RelativeGate(-torch.inf, rows, step), AbsoluteGate(never, None, rows, step)):
+            gated = sparse_attention(q, k, v, *work.tensors, **options, gate=gate)
+            for a, b in zip(plain, gated, strict=True):
+                assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("kind", ["int8", "fp8"])
+    @pytest.mark.parametrize("dim", HEAD_DIMS)
+    @pytest.mark.parametrize("keys", CHUNKS)
+    def test_8_bits(self, keys: int, dim: int, kind: str) -> None:
+        self.skip_without(kind)
+        for tokens, rows in ((129, 16), (600, 128)):
+            qkv = clustered_qkv(tokens, dim, torch.bfloat16, heads=1, pull=2.0, mean=1.0)
+            q, k, v = (x.cuda() for x in qkv)
+            work = random_work(tokens, (rows, keys), heads=1, seed=rows).to("cuda")
+            quantized = quantize_qk(q, k, kind, q_run=rows)
+            check_quantized(triton_kernel(), q, k, v, work, quantized)
+
+    @pytest.mark.parametrize("kind", ["int8", "fp8"])
+    def test_8_bits_with_a_gate(self, kind: str) -> None:
+        self.skip_without(kind)
+        q, k, v = (x.cuda() for x in clustered_qkv(1000, 128, torch.bfloat16, mean=1.0))
+        work = in_order(random_work(1000, (128, 64), share=0.7))
+        quantized = quantize_qk(q, k, kind, q_run=128)
+        # hopper's tensor cores add fp8 products with 14 bits.
+        flips = 0.02 if kind == "fp8" else 0.0
+        for gate in gates(work, 64, 64):
+            on_gpu = work.to("cuda")
+            check_gated(triton_kernel(), q, k, v, on_gpu, gate.to("cuda"), quantized, flips=flips)
+
+    @staticmethod
+    def skip_without(kind: str) -> None:
+        reason = support("triton", "cuda", torch.bfloat16, 128, quantize=kind)
+        if reason is not None:
+            pytest.skip(f"triton {reason}")
+
+    @pytest.mark.parametrize("kind", ["int8", "fp8"])
+    @pytest.mark.parametrize("run", [1, 16, 64, 128])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_rounding_to_8_bits(self, dtype: torch.dtype, run: int, kind: str) -> None:
+        self.skip_without(kind)
+        x = strided(random_qkv(5000, 96, dtype, batch=2)[0].cuda())
+        order = torch.randperm(5000, device="cuda")
+        mean = x.float().mean(2)
+        check_rounding(x, kind, run, order, mean, mean)
+        check_rounding(x, kind, run, None, None, mean)
+
+    def test_thousands_of_tokens_with_all_at_once(self) -> None:
+        # what SpargeAttn runs: int8, lambda, 128x64 tiles, at a length where stock attention is
+        # the yardstick on some rows.
+        tokens = 16_384
+        q, k, v = (x.cuda() for x in clustered_qkv(tokens, 128, torch.bfloat16, heads=2, pull=2.0))
+        work = random_work(tokens, (128, 64), share=0.3).to("cuda")
+        skipped = torch.zeros_like(work.kv_count)
+        options = {"tile": work.tile, "implementation": "triton", "quantize": "int8"}
+        out, lse = sparse_attention(
+            q, k, v, *work.tensors, **options, gate=RelativeGate(-4.0), skipped=skipped
+        )
+        plain, plain_lse = sparse_attention(q, k, v, *work.tensors, **options)
+        assert int(skipped.sum(dtype=torch.int64)) > 0
+        torch.testing.assert_close(lse, plain_lse, rtol=1e-4, atol=1e-4)
+        # a skipped weight is at most exp(lambda) of the largest.
+        assert (out - plain).float().norm() < 0.1 * plain.float().norm()
+        assert (out - plain).float().norm() > 0
 
     @pytest.mark.parametrize("implementation", ["torch", "reference"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
