@@ -144,7 +144,12 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, tile: Tile) -> Peer:
     compiled = torch.compile(flex_attention, dynamic=False)
     count, index = _lists(mask)
     blocks = BlockMask.from_kv_blocks(
-        torch.zeros_like(count), torch.zeros_like(index), count, index, BLOCK_SIZE=tile
+        torch.zeros_like(count),
+        torch.zeros_like(index),
+        count,
+        index,
+        BLOCK_SIZE=tile,
+        seq_lengths=(q.shape[2], k.shape[2]),
     )
 
     def call() -> Tensor:

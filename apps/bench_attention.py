@@ -198,7 +198,13 @@ class Bench:
             others, absent = ready(sparse_offers(q, k, v, mask, case.tile))
             self._tell(absent)
             runners += others
-        errors = {one.name: self._checked(one, q, k, v, plan, case) for one in runners}
+        # a peer computes the mask as it stands; ours computes it merged.
+        merged = {one.name for one in runners if one.plan is None}
+        alone = make_plan(mask, case.tile, case.seq_len, "consecutive", block_rows=case.tile[0])
+        errors = {
+            one.name: self._checked(one, q, k, v, plan if one.name in merged else alone, case)
+            for one in runners
+        }
 
         dense = self._dense(q, k, v, case)
         calls: dict[str, Callable[[], Any]] = {one.name: one.call for one in runners}

@@ -81,10 +81,10 @@ def _triton_reason(
     ):
         return "needs compute capability 8.9 (Ada) or newer for fp8"
     if gate is not None:
-        from .triton_gather import block_n
+        from .triton_gather import keys_of_a_gate
 
-        if gate.keys > block_n(device):
-            return f"gates at most {block_n(device)} keys at once on this GPU, not {gate.keys}"
+        if gate.keys > (most := keys_of_a_gate(device)):
+            return f"gates at most {most} keys at once on this GPU, not {gate.keys}"
     return None
 
 

@@ -28,12 +28,8 @@ from torch import Tensor
 from .gates import KEY_GROUP, AbsoluteGate, Gate, RelativeGate, kept_pieces
 from .quantize import QuantizedQK
 
-# 8 warps and 2 stages kept the most on an H200 (BENCHMARKS.md); with 128 keys a step two stages
-# of keys and values and the queries want 160 KiB of shared memory at D = 128.
-WARPS = 8
 STAGES = 2
-BLOCK_N_LARGE = 128
-BLOCK_N_SMALL = 64
+# with 128 keys a step, two stages of keys and values and the queries want 160 KiB at D = 128.
 LARGE_SHARED_BYTES = 163 * 1024
 
 LOG2_E = 1.4426950408889634
@@ -332,13 +328,40 @@ def heads_together(heads: int, head_bytes: int) -> int:
     return max(1, min(heads, TOGETHER_BYTES // head_bytes))
 
 
-def block_n(device: torch.device) -> int:
-    """Keys of a step: as many as two stages leave shared memory for."""
-    if device.type != "cuda":
-        return BLOCK_N_LARGE
+def largest_step(shared: int) -> int:
+    """Keys of a step, as many as ``shared`` bytes a program leave room for."""
+    return 128 if shared >= LARGE_SHARED_BYTES else 64
+
+
+def step_and_warps(capability: tuple[int, int], shared: int) -> tuple[int, int]:
+    """Keys of a step and warps of a program, by compute capability and shared memory.
+
+    On Hopper two programs of 4 warps share a multiprocessor, one in its softmax while the other
+    multiplies: 454 kept TFLOP/s on an H200 where one of 8 warps kept 347.
+    """
+    if capability[0] == 9:
+        return 64, 4
+    return largest_step(shared), 8
+
+
+def _shared_bytes(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", 0)
-    return BLOCK_N_LARGE if shared >= LARGE_SHARED_BYTES else BLOCK_N_SMALL
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))
+
+
+def keys_of_a_gate(device: torch.device) -> int:
+    """The most keys that a gate can skip at once: those of the largest step."""
+    return largest_step(_shared_bytes(device)) if device.type == "cuda" else 128
+
+
+def _launch(device: torch.device, gate: Gate | None) -> tuple[int, int]:
+    """Keys of a step and warps of a program for a call."""
+    if gate is not None:
+        # a step is a piece: its product with V is left out as one. 4 warps would spill the gate.
+        return gate.keys, 8
+    if device.type != "cuda":
+        return 128, 8
+    return step_and_warps(torch.cuda.get_device_capability(device), _shared_bytes(device))
 
 
 def triton_attention(
@@ -364,10 +387,8 @@ def triton_attention(
     if quantized is not None:
         q, k = quantized.q, quantized.k
     thresholds = kept = None
-    step = block_n(q.device)
+    step, warps = _launch(q.device, gate)
     if gate is not None:
-        # a step is a piece: its product with V is left out as one.
-        step = gate.keys
         thresholds = gate.thresholds(q, -(-tokens // tile[0])).contiguous()
         if isinstance(gate, AbsoluteGate) and gate.keep is not None:
             kept = kept_pieces(gate.keep, kv_count, tile[1], step).contiguous()
@@ -406,7 +427,7 @@ def triton_attention(
             K_RUN=1 if quantized is None else quantized.k_run,
             GATE=gate_kind(gate),
             GATE_ROWS=0 if gate is None else gate.rows,
-            num_warps=WARPS,
+            num_warps=warps,
         )
     return out, lse
 

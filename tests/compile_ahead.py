@@ -183,15 +183,16 @@ def attention(
     quantize: str | None = None,
 ) -> Variant:
     """The plain Triton kernel of attention."""
-    large = SHARED_KIB[cc] * 1024 >= triton_gather.LARGE_SHARED_BYTES
-    step = triton_gather.BLOCK_N_LARGE if large else triton_gather.BLOCK_N_SMALL
+    step, warps = triton_gather.step_and_warps((cc // 10, cc % 10), SHARED_KIB[cc] * 1024)
+    if gate:
+        step, warps = 64, 8
     constants = {
         "D": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "M": tile[0],
         "N": tile[1],
         "BLOCK_M": 128,
-        "BLOCK_N": 64 if gate else step,
+        "BLOCK_N": step,
         "KEY_GROUP": KEY_GROUP,
         "STAGES": triton_gather.STAGES,
         "Q_RUN": tile[0],
@@ -216,7 +217,7 @@ def attention(
         triton_gather.gather_attention_kernel,
         pointers,
         constants,
-        triton_gather.WARPS,
+        warps,
         floats=("scale_log2",),
         aligned=("S", "C") if aligned else ("C",),
     )

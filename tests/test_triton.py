@@ -472,11 +472,11 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("rows", [32, 64, 128])
     def test_gates_that_skip_nothing_change_nothing(self, rows: int) -> None:
-        from vidsparse.kernels.triton_gather import block_n
+        from vidsparse.kernels.triton_gather import _launch
 
         q, k, v = (x.cuda() for x in random_qkv(1000, 128, torch.bfloat16, batch=2))
         work = random_work(1000, (16, 16), batch=2, counts=[63, 20, 1, 0]).to("cuda")
-        step = block_n(q.device)
+        step, _ = _launch(q.device, None)
         never = torch.tensor(-torch.inf)
         options = {"tile": work.tile, "implementation": "triton"}
         plain = sparse_attention(q, k, v, *work.tensors, **options)
