@@ -179,7 +179,7 @@ def _least(total, top_p, columns):
 
     A hair lower, so that rounding cannot make it too high.
     """
-    return _bits(total * (1.0 - top_p) / columns.to(tl.float32) * 0.999)
+    return _bits(total * (1.0 - top_p) / columns * 0.999)
 
 
 @triton.jit(do_not_specialize=["first_block"])
