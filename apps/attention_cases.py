@@ -32,6 +32,7 @@ class Case:
         kept: share of key chunks in a tile's list. For ``PLANNING`` it is what top-p finds.
         skew: list lengths are spread evenly over ``kept * (1 - skew)`` to ``kept * (1 + skew)``.
         merge: how tiles form blocks.
+        quantize: ``int8`` or ``fp8`` q·k; rounding counts as part of the kernel's time.
         implementations: those to time; empty for all that run.
     """
 
@@ -43,12 +44,14 @@ class Case:
     head_dim: int = 128
     skew: float = 0.0
     merge: str = "consecutive"
+    quantize: str | None = None
     implementations: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """What the row's numbers are of."""
-        return f"{self.counts}, skew {self.skew:g}" if self.skew else self.counts
+        name = f"{self.counts}, skew {self.skew:g}" if self.skew else self.counts
+        return f"{name}, {self.quantize}" if self.quantize else name
 
 
 def _suite() -> Iterator[Case]:
@@ -69,6 +72,15 @@ def _suite() -> Iterator[Case]:
         yield other
         if other.counts == KERNEL and not other.skew:
             yield replace(other, seq_len=other.seq_len - SMALL_SHIFT)
+    yield replace(
+        first,
+        counts=WHOLE,
+        tile=(128, 64),
+        seq_len=longer[0],
+        heads=longer[1],
+        quantize="int8",
+        implementations=("triton",),
+    )
     yield replace(
         first, counts=PLANNING, tile=(16, 16), seq_len=75_600, heads=40, merge="xor-window"
     )

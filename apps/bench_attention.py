@@ -179,7 +179,8 @@ class Bench:
         kv_index = plan.kv_index
         runners = []
         for asked in case.implementations or ("auto",):
-            name = _chosen(choose, asked, self.device, self.dtype, case.head_dim)
+            where = (self.device, self.dtype, case.head_dim)
+            name = _chosen(choose, asked, *where, quantize=case.quantize)
 
             def kernel(name: str = name) -> torch.Tensor:
                 return sparse_attention(
@@ -191,18 +192,19 @@ class Bench:
                     kv_index,
                     tile=case.tile,
                     implementation=name,
+                    quantize=case.quantize,
                 )[0]
 
-            runners.append(Peer(name, kernel))
+            runners.append(Peer(name, kernel, exact=case.quantize is None))
+        ours = {one.name for one in runners}
         if self.peers:
             others, absent = ready(sparse_offers(q, k, v, mask, case.tile))
             self._tell(absent)
             runners += others
         # a peer computes the mask as it stands; ours computes it merged.
-        merged = {one.name for one in runners if one.plan is None}
         alone = make_plan(mask, case.tile, case.seq_len, "consecutive", block_rows=case.tile[0])
         errors = {
-            one.name: self._checked(one, q, k, v, plan if one.name in merged else alone, case)
+            one.name: self._checked(one, q, k, v, plan if one.name in ours else alone, case)
             for one in runners
         }
 
@@ -225,11 +227,10 @@ class Bench:
         kept = plan.computed.mean().item()
         rows = []
         for one in runners:
-            if one.plan is not None:
-                # a peer computes the mask as it stands, in tiles of its own.
-                computed, plan_ms = plan.selected.mean().item(), ms.get(f"plan {one.name}")
-            else:
+            if one.name in ours:
                 computed, plan_ms = kept, ms.get("plan")
+            else:
+                computed, plan_ms = plan.selected.mean().item(), ms.get(f"plan {one.name}")
             mask_ms = ms.get("mask")
             total = ms[one.name] + (plan_ms or 0) + (mask_ms or 0)
             operations = 4 * case.head_dim * computed * case.seq_len**2 * case.heads
@@ -345,11 +346,11 @@ class Bench:
         return error
 
 
-def _chosen(choose: Callable[..., str], asked: str, *where: Any) -> str:
+def _chosen(choose: Callable[..., str], asked: str, *where: Any, **wanted: Any) -> str:
     from vidsparse.errors import UnsupportedError
 
     try:
-        return choose(asked, *where)
+        return choose(asked, *where, **wanted)
     except ValueError as reason:
         raise UnsupportedError(str(reason)) from None
 
@@ -570,7 +571,10 @@ def attention(
             for share in kept
         ]
         if suite:
-            cases = [replace(case, implementations=implementations) for case in SUITE]
+            cases = [
+                replace(case, implementations=case.implementations or implementations)
+                for case in SUITE
+            ]
         rows = _measure(cases, device, dtype, repeats, peers, json_path)
     if plot is not None:
         from vidsparse.apps.attention_plot import draw_ratios

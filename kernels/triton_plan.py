@@ -200,7 +200,7 @@ def group_constants(window: int, width: int) -> dict[str, Any]:
 
 def group_warps(window: int) -> int:
     """Warps of a program that groups ``window`` tiles."""
-    return max(1, min(16, triton.next_power_of_2(window + 1) // 32))
+    return max(1, min(16, int(triton.next_power_of_2(window + 1)) // 32))
 
 
 def group_by_xor(words: Tensor, per_block: int, window: int | None = None) -> Tensor:
