@@ -49,7 +49,7 @@ def draw_ratios(rows: Sequence[Row], path: Path) -> None:
         bound = 1 / group[0].kept
         panel.plot([bound, bound], [line - 0.45, line + 0.45], color="#999999", linewidth=1)
     panel.set_yticks(range(len(labels)), list(labels), fontsize=7)
-    panel.invert_yaxis()
+    panel.set_ylim(len(labels) - 0.5, -0.5)
     panel.set_xlabel(f"times faster than {against}")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour[name]) for name in names]
     panel.legend(handles, names, fontsize=8, loc="lower right")

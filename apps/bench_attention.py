@@ -462,7 +462,7 @@ Examples:
   vidsparse bench attention --device cpu
   vidsparse bench attention --device cuda --seq-len 32768 --heads 16 --head-dim 128
   vidsparse bench attention --device cuda --suite --json docs/benchmarks/attention-h200.json
-  vidsparse bench attention --show docs/benchmarks/attention-h200.json --plot attention.png
+  vidsparse bench attention --show docs/benchmarks/attention-h200.json --against cudnn
 """
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
@@ -528,6 +528,11 @@ Examples:
     metavar="FILE",
     help="Measure nothing: print the rows of FILE as a Markdown table.",
 )
+@click.option(
+    "--against",
+    metavar="NAME",
+    help="With --show and --plot: only rows against this dense implementation.",
+)
 @click.option("--plot", type=click.Path(dir_okay=False), metavar="PNG", help="Also draw the rows.")
 def attention(
     device: str,
@@ -545,6 +550,7 @@ def attention(
     repeats: int,
     json_path: str | None,
     show: str | None,
+    against: str | None,
     plot: str | None,
 ) -> None:
     """Time sparse attention against dense, after checking its output.
@@ -553,7 +559,7 @@ def attention(
     ratio is between medians of one run.
     """
     if show is not None:
-        rows = _read_rows(show)
+        rows = [row for row in _read_rows(show) if against in (None, row.dense_impl)]
         click.echo(markdown(rows))
     else:
         options = {"heads": heads, "head_dim": head_dim, "skew": skew, "counts": counts}

@@ -65,7 +65,8 @@ def models() -> None:
         _write(facts["description"])
         click.echo(
             f"{_INDENT}defaults: {facts['frames']} frames of {facts['size']}, {facts['steps']} "
-            f"steps, guidance {facts['guidance']}, {facts['fps']} frames a second"
+            f"steps, guidance {facts['guidance']}, {facts['fps']} frames a second, "
+            f"{facts['order']} order"
         )
         click.echo(f"{_INDENT}license: {facts['license']}")
         click.echo(f"{_INDENT}words it knows:")

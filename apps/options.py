@@ -196,9 +196,7 @@ def request_options(function: Function) -> Function:
             SPARSITY,
             "--order",
             metavar="NAME",
-            default="hilbert",
-            show_default=True,
-            help=f"Token order before tiles are cut: {_names(ORDERS)}.",
+            help=f"Token order before tiles are cut: {_names(ORDERS)}.  [default: the model's]",
         ),
         _option(
             SPARSITY,

@@ -18,6 +18,7 @@ class Defaults:
         steps: denoising steps.
         guidance: classifier-free guidance scale; 1 or less turns guidance off.
         fps: frames per second of the written video.
+        order: token order that sparse attention cuts its tiles in.
         frame_factor: valid frame counts are ``frame_factor * k + 1``.
         size_factor: width and height are multiples of this.
     """
@@ -29,6 +30,7 @@ class Defaults:
     steps: int
     guidance: float
     fps: int
+    order: str
     frame_factor: int
     size_factor: int
 
@@ -68,6 +70,8 @@ WAN: Final = Family(
         steps=50,
         guidance=5.0,
         fps=16,
+        # SpargeAttn (section 3.7) orders video tokens on a Hilbert curve.
+        order="hilbert",
         frame_factor=4,
         size_factor=16,
     ),

@@ -208,7 +208,7 @@ def _maybe_sparse(
     with sparsify(
         loaded.pipe,
         request.method,
-        order=request.order,
+        order=request.order or loaded.defaults.order,
         dense_steps=request.dense_steps,
         dense_last_steps=request.dense_last_steps,
         dense_layers=request.dense_layers,

@@ -107,6 +107,7 @@ def describe(name: str) -> dict[str, Any]:
         "steps": ref.defaults.steps,
         "guidance": ref.defaults.guidance,
         "fps": ref.defaults.fps,
+        "order": ref.defaults.order,
         "vocabulary": list(ref.vocabulary),
         "example_prompts": list(ref.example_prompts),
     }
@@ -297,7 +298,7 @@ def _read_defaults(family: Family, folder: Path, card: Mapping[str, Any]) -> Def
     vae = _read_json(folder / "vae" / "config.json")
     transformer = _read_json(folder / "transformer" / "config.json")
     values: dict[str, Any] = {
-        name: card[name] for name in ("frames", "steps", "guidance", "fps") if name in card
+        name: card[name] for name in ("frames", "steps", "guidance", "fps", "order") if name in card
     }
     if "size" in card:
         match = re.fullmatch(r"(\d+)x(\d+)", str(card["size"]))

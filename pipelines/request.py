@@ -28,8 +28,8 @@ MAX_PROMPT: Final = 10_000
 class GenerateRequest:
     """What to generate and how.
 
-    ``None`` leaves a setting to the model (``steps``, ``frames``, ``width``, ``height``, ``fps``,
-    ``guidance``) or to the machine (``device``, ``dtype``); ``resolve`` fills it in.
+    ``None`` leaves a setting to the model (``order``, ``steps``, ``frames``, ``width``, ``height``,
+    ``fps``, ``guidance``) or to the machine (``device``, ``dtype``); ``resolve`` fills it in.
 
     Args:
         prompt: what to show, at most 10,000 characters.
@@ -66,7 +66,7 @@ class GenerateRequest:
     model: str = "shapes"
     method: str = "fg-attn"
     method_options: Mapping[str, Any] = field(default_factory=dict)
-    order: str = "hilbert"
+    order: str | None = None
     dense_steps: int | float = 0.24
     dense_last_steps: int | float = 0
     dense_layers: int | float = 0
@@ -106,7 +106,8 @@ class GenerateRequest:
         from vidsparse.order import check_order
         from vidsparse.schedule import Schedule
 
-        check_order(self.order)
+        if self.order is not None:
+            check_order(self.order)
         _check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
         Schedule(**{f.name: getattr(self, f.name) for f in fields(Schedule)})
         # stored complete and as JSON values, so that equal requests look equal.
@@ -126,7 +127,7 @@ def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
     """
     values = {
         name: getattr(defaults, name) if getattr(request, name) is None else getattr(request, name)
-        for name in ("steps", "frames", "width", "height", "fps", "guidance")
+        for name in ("order", "steps", "frames", "width", "height", "fps", "guidance")
     }
     _check_frames(values["frames"], defaults)
     for name in ("width", "height"):

@@ -131,6 +131,8 @@ def test_rows_are_written_shown_as_a_table_and_drawn(tmp_path: Path) -> None:
     assert len(table) == 2 + len(rows)
     assert all(line.count("|") == len(COLUMNS) + 1 for line in table)
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    nobody = bench("--show", str(file), "--against", "nobody")
+    assert len([line for line in nobody.output.splitlines() if line.startswith("|")]) == 2
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ CARD = {
     "steps": 3,
     "guidance": 2.0,
     "fps": 8,
+    "order": "columnmajor",
     "vocabulary": list(WORDS),
     "example_prompts": ["a red circle"],
 }
@@ -122,6 +123,7 @@ def test_resolving_fills_what_is_open_and_keeps_what_is_given() -> None:
     resolved = resolve(a_request(frames=17, guidance=1.0, device="cpu"), WAN.defaults)
     assert (resolved.frames, resolved.width, resolved.height) == (17, 832, 480)
     assert (resolved.steps, resolved.guidance, resolved.fps) == (50, 1.0, 16)
+    assert resolved.order == "hilbert"
     assert resolved.dtype == "fp32"
     assert resolve(resolved, WAN.defaults) == resolved
 
@@ -183,6 +185,7 @@ def test_a_folder_brings_its_own_settings_and_words(folder: Path) -> None:
     assert (ref.source, ref.pipeline_class) == ("folder", "WanPipeline")
     assert (ref.defaults.frames, ref.defaults.width, ref.defaults.height) == (5, 48, 32)
     assert (ref.defaults.steps, ref.defaults.guidance, ref.defaults.fps) == (3, 2.0, 8)
+    assert ref.defaults.order == "columnmajor"
     assert describe(str(folder))["size"] == "48x32"
     assert describe(str(folder))["license"] == "Apache-2.0"
 
@@ -502,6 +505,7 @@ def test_the_record_says_how_the_video_was_made(loaded: LoadedPipeline) -> None:
     assert record["options"] == {
         **a_request(dense_steps=1).options(),
         "model": loaded.ref.name,
+        "order": "columnmajor",
         "frames": 5,
         "width": 48,
         "height": 32,

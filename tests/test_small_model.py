@@ -529,10 +529,11 @@ def test_commands_find_the_shipped_model_and_its_settings() -> None:
     assert ref.example_prompts == card.EXAMPLE_PROMPTS
     defaults = ref.defaults
     assert (defaults.frames, defaults.width, defaults.height) == (33, 256, 256)
-    assert (defaults.steps, defaults.guidance, defaults.fps) == (
+    assert (defaults.steps, defaults.guidance, defaults.fps, defaults.order) == (
         card.STEPS,
         card.GUIDANCE,
         card.FPS,
+        card.ORDER,
     )
 
 

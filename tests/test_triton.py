@@ -332,8 +332,8 @@ def test_triton_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str)
     found = resources(cc, compiled, "triton")
     # four plain ones, two gates, 8 bits without a gate and, where there is fp8, with one.
     assert len(found) == (7 if cc < 89 else 8)
-    # 26 to 28 registers of a thread on Ampere and Ada, none on Blackwell. Two programs of 4 warps on
-    # a Hopper multiprocessor spill and are faster all the same than one of 8 that does not.
+    # 26 to 28 registers of a thread on Ampere and Ada, none on Blackwell. Two programs of 4 warps
+    # on a Hopper multiprocessor spill and are faster all the same than one of 8 that does not.
     assert max(found) <= {80: 128, 89: 128, 90: 384, 100: 0}[cc]
 
 
