@@ -28,6 +28,7 @@ from vidsparse.trace import Cell, Trace
 
 if TYPE_CHECKING:
     from vidsparse.kernels.triton_pool import Pooled
+    from vidsparse.probe import CellProbe
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -96,6 +97,7 @@ class AttentionEngine:
         self.check_finite = check_finite
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
+        self.probe: CellProbe | None = None
         self._plans: dict[PlanKey, SparsePlan] = {}
 
     def begin_run(self, steps: int) -> None:
@@ -170,6 +172,9 @@ class AttentionEngine:
         layout = q
         if cell.action == Action.REPLAN.value:
             q, k, plan = order_and_plan(self.method, q, k, site.grid, order)
+            if self.probe is not None and self.probe.wants(site):
+                shares = plan.selected, plan.computed
+                self.probe.take(self.method, q, k, site, self.order, shares)
             if self.schedule.reuse > 1:
                 self._plans[key] = plan
         else:

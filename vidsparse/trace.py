@@ -132,6 +132,20 @@ class Trace:
             for step in range(steps)
         ]
 
+    def head_density(self, step: int, layer: int) -> list[float] | None:
+        """Computed density of each head in one cell, mean over branches and batch.
+
+        None where the cell was dense or never called.
+        """
+        self.resolve()
+        found = [
+            c.computed.mean(0)
+            for c in self.cells
+            if (c.step, c.layer) == (step, layer) and c.computed is not None
+        ]
+        shares: list[float] | None = torch.stack(found).mean(0).tolist() if found else None
+        return shares
+
     def to_json(self) -> list[dict[str, Any]]:
         """One JSON object per call, densities per head (mean over the batch)."""
         self.resolve()
