@@ -89,6 +89,7 @@ Start here:
   echo "a large red circle that moves right on a plain black background" > prompts.txt
   vidsparse generate prompts.txt          a video made with sparse attention, on any machine
   vidsparse compare prompts.txt           what the sparsity cost, as a page to look at
+  vidsparse ui                            the same in a browser
   vidsparse doctor                        what this machine can run
 """
 
@@ -107,6 +108,7 @@ Start here:
             "vidsparse.apps.compare_command:compare",
             "measure sparse videos against dense ones",
         ),
+        "ui": ("vidsparse.apps.page.command:ui", "open the page in a browser"),
         "doctor": ("vidsparse.apps.doctor:doctor", "check this machine"),
         "methods": ("vidsparse.apps.catalog:methods", "list the sparse attention methods"),
         "models": ("vidsparse.apps.catalog:models", "list bundled models and supported families"),

@@ -91,7 +91,7 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def _amount(text: str) -> int | float:
+def amount(text: str) -> int | float:
     """A whole count (12), or a share written with a point (0.24)."""
     try:
         return int(text) if text.strip().lstrip("+-").isdecimal() else float(text)
@@ -201,7 +201,7 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-steps",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0.24",
             show_default=True,
@@ -210,7 +210,7 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-last-steps",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0",
             show_default=True,
@@ -219,7 +219,7 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-layers",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0",
             show_default=True,
@@ -228,7 +228,7 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-last-layers",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0",
             show_default=True,

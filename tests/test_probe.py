@@ -13,6 +13,7 @@ from vidsparse.methods import FgAttn
 from vidsparse.order import token_order
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
+from vidsparse.trace import Cell, Trace
 
 GRID = TokenGrid(3, 8, 8, text=5)
 METHOD = FgAttn(top_p=0.5, tile=(16, 8))
@@ -89,12 +90,15 @@ def test_an_unknown_order_is_refused() -> None:
         CellProbe(0, 0, orders=("spiral",))
 
 
-def test_head_density_is_the_mean_over_branches() -> None:
+def test_head_density_map_is_the_mean_over_branches() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, GRID.tokens, 32) * 3 for _ in range(3))
     engine = AttentionEngine(METHOD, schedule=Schedule(dense_steps=0), layers=1)
     for branch, scale in (("conditional", 1.0), ("unconditional", 0.1)):
         engine.attend(q * scale, k, v, CallSite(0, 0, 1.0, GRID, branch))
     a, b = (cell.computed[0] for cell in engine.trace.cells)
-    assert engine.trace.head_density(0, 0) == pytest.approx(((a + b) / 2).tolist())
-    assert engine.trace.head_density(1, 0) is None
+    engine.trace.cells.append(Cell(1, 0, "conditional", "dense", "dense"))
+    density = engine.trace.head_density_map()
+    assert density[0][0] == pytest.approx(((a + b) / 2).tolist())
+    assert density[1] == [None]
+    assert Trace().head_density_map() == []

@@ -132,19 +132,29 @@ class Trace:
             for step in range(steps)
         ]
 
-    def head_density(self, step: int, layer: int) -> list[float] | None:
-        """Computed density of each head in one cell, mean over branches and batch.
+    def head_density_map(self) -> list[list[list[float] | None]]:
+        """Computed density, steps x layers x heads, mean over branches and batch.
 
-        None where the cell was dense or never called.
+        None where a cell was dense or never called.
         """
         self.resolve()
-        found = [
-            c.computed.mean(0)
-            for c in self.cells
-            if (c.step, c.layer) == (step, layer) and c.computed is not None
+        if not self.cells:
+            return []
+        steps = max(c.step for c in self.cells) + 1
+        layers = max(c.layer for c in self.cells) + 1
+        found: dict[tuple[int, int], list[Tensor]] = {}
+        for cell in self.cells:
+            if cell.computed is not None:
+                found.setdefault((cell.step, cell.layer), []).append(cell.computed.mean(0))
+        return [
+            [
+                torch.stack(shares).mean(0).tolist()
+                if (shares := found.get((step, layer)))
+                else None
+                for layer in range(layers)
+            ]
+            for step in range(steps)
         ]
-        shares: list[float] | None = torch.stack(found).mean(0).tolist() if found else None
-        return shares
 
     def to_json(self) -> list[dict[str, Any]]:
         """One JSON object per call, densities per head (mean over the batch)."""
