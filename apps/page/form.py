@@ -91,7 +91,7 @@ class Form:
         self._add(
             "model",
             gr.Dropdown(
-                [each.name for each in self.host.models],
+                [(Path(each.name).name, each.name) for each in self.host.models],
                 value=model.name,
                 label="Model",
                 visible=len(self.host.models) > 1,
@@ -128,47 +128,23 @@ class Form:
                 self.groups[name] = group
 
     def _video(self, model: ModelRef) -> None:
-        defaults, limits = model.defaults, self.host.limits
+        defaults, first = model.defaults, self.defaults_of(model)
         with gr.Accordion("Video", open=True), gr.Group():
             with gr.Row():
-                self._add("seed", _number("Seed", 0, 0, 2**53))
-                self._add("steps", _number("Steps", defaults.steps, 1, limits.steps))
+                self._add("seed", _number("Seed", 0))
+                self._add("steps", _number("Steps", first["steps"]))
             with gr.Row():
-                self._add(
-                    "frames",
-                    _number(
-                        f"Frames ({defaults.frame_factor}k+1)",
-                        defaults.frames,
-                        1,
-                        limits.frames,
-                        step=defaults.frame_factor,
-                    ),
-                )
+                label, step = f"Frames ({defaults.frame_factor}k+1)", defaults.frame_factor
+                self._add("frames", _number(label, first["frames"], step))
                 for side in ("width", "height"):
-                    self._add(
-                        side,
-                        _number(
-                            side.capitalize(),
-                            getattr(defaults, side),
-                            defaults.size_factor,
-                            limits.side,
-                            step=defaults.size_factor,
-                        ),
-                    )
+                    control = _number(side.capitalize(), first[side], defaults.size_factor)
+                    self._add(side, control)
             with gr.Row():
-                self._add(
-                    "guidance",
-                    gr.Number(value=defaults.guidance, label="Guidance", minimum=0, step=0.5,
-                              min_width=90),
-                )  # fmt: skip
-                self._add(
-                    "fps",
-                    gr.Number(value=defaults.fps, label="Frames a second", minimum=1, maximum=120,
-                              min_width=90),
-                )  # fmt: skip
+                for name, label in (("guidance", "Guidance"), ("fps", "Frames a second")):
+                    self._add(name, gr.Number(value=first[name], label=label, min_width=90))
             self._add(
                 "negative_prompt",
-                gr.Textbox(label="Negative prompt", placeholder="what not to show", lines=1),
+                gr.Textbox(value="", label="Negative prompt", placeholder="what not to show"),
             )
 
     def _schedule(self, model: ModelRef) -> None:
@@ -196,7 +172,7 @@ class Form:
                         min_width=110,
                     ),
                 )
-                self._add("reuse", _number("Steps a plan serves", 1, 1, 100))
+                self._add("reuse", _number("Steps a plan serves", 1))
             self._add(
                 "implementation",
                 gr.Dropdown(["auto", *IMPLEMENTATIONS], value="auto", label="Kernel"),
@@ -234,7 +210,7 @@ class Form:
         """
         model = self.host.model(values.get("model"))
         method = values.get("method")
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise OptionError(f"unknown method {method!r}. Hint: choose from {', '.join(METHODS)}.")
         own: dict[str, Any] = {name: whole(name, values.get(name)) for name in _WHOLE}
         own |= {name: _read_amount(name, values.get(name)) for name in _AMOUNTS}
@@ -251,10 +227,10 @@ class Form:
             prompt=values.get("prompt") or "",
             negative_prompt=values.get("negative_prompt") or "",
             model=model.name,
-            method=str(method),
-            method_options=method_options(str(method), values),
-            order=values.get("order") or None,
-            implementation=values.get("implementation") or "auto",
+            method=method,
+            method_options=method_options(method, values),
+            order=_name("token order", values.get("order")),
+            implementation=_name("implementation", values.get("implementation")) or "auto",
             device=self.host.devices[0],
             dtype=self.host.dtype,
             **own,
@@ -277,8 +253,16 @@ class Form:
         return {name: value for name, value in values.items() if name in self.controls}
 
     def defaults_of(self, model: ModelRef) -> dict[str, Any]:
-        """The controls' values that the model brings."""
-        return {name: getattr(model.defaults, name) for name in _FROM_MODEL}
+        """The controls' values that the model brings, as far as the host allows."""
+        values = {name: getattr(model.defaults, name) for name in _FROM_MODEL}
+        limits, defaults = self.host.limits, model.defaults
+        most = {
+            "steps": limits.steps,
+            "frames": (limits.frames - 1) // defaults.frame_factor * defaults.frame_factor + 1,
+            "width": limits.side // defaults.size_factor * defaults.size_factor,
+            "height": limits.side // defaults.size_factor * defaults.size_factor,
+        }
+        return values | {name: min(values[name], bound) for name, bound in most.items()}
 
 
 def control_for(field: dataclasses.Field[Any]) -> Any:
@@ -296,7 +280,7 @@ def control_for(field: dataclasses.Field[Any]) -> Any:
     if isinstance(field.default, float):
         # no step of its own: a number that is in range should never be called invalid.
         return gr.Number(value=field.default, label=label, info=info, step=0.05)
-    value = None if field.default is None else default_text(field)
+    value = "" if field.default is None else default_text(field)
     return gr.Textbox(value=value, label=label, info=info, placeholder=facts["metavar"])
 
 
@@ -353,6 +337,12 @@ def number(name: str, value: object) -> int | float | None:
     return int(value) if value == int(value) else value
 
 
+def _name(what: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise OptionError(f"unknown {what} {value!r}")
+    return value or None
+
+
 def _read_amount(name: str, value: object) -> int | float:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise OptionError(f"{name} must be a count (3) or a share (0.24), got {value!r}")
@@ -369,13 +359,12 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _number(label: str, value: int, least: int, most: int, step: int = 1) -> gr.Number:
+def _number(label: str, value: int, step: int = 1) -> gr.Number:
+    # no bounds: gradio would complain of a number without saying which.
     return gr.Number(
         value=value,
         label=label,
         precision=0,
-        minimum=least,
-        maximum=most,
         step=step,
         min_width=90,
     )

@@ -57,6 +57,7 @@ class ReportTab:
                 elem_id="vary",
             )
             self.over = gr.Textbox(
+                value="",
                 label="Over",
                 info="its values, with commas between",
                 placeholder="0.5, 0.7, 0.9",
