@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,12 +18,13 @@ from vidsparse.apps.console import Session, verbosity_options
 from vidsparse.apps.options import pixel_size
 from vidsparse.apps.progress import step_bar
 from vidsparse.apps.prompts import read_prompts
-from vidsparse.apps.quality_rows import (
+from vidsparse.apps.quality_rows import RowFile, markdown_tables
+from vidsparse.apps.quality_studies import (
+    KNOBS,
     STUDIES,
+    Aim,
     Configuration,
-    RowFile,
     configurations,
-    markdown_tables,
 )
 from vidsparse.errors import OptionError
 from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread
@@ -39,6 +41,11 @@ if TYPE_CHECKING:
 # sparse part they are taken from: every layer of these is 24 calls on the bundled model.
 RECORDED_PROMPTS = 2
 RECORDED_STEPS = 3
+
+# a density aimed at is met within this, or by the best of this many trials with a corrected aim:
+# the calls of a dense run, which the first number is taken from, are not those of a sparse one.
+AIM_TOLERANCE = 0.01
+AIM_TRIALS = 3
 
 # rows whose metrics may still be computed while the device is at work on the next one; each holds
 # a batch of videos in memory.
@@ -319,27 +326,21 @@ class _Study:
         """Make one configuration's videos and hand them to the pool; the metrics come later."""
         from vidsparse.methods import make_method
 
-        options = dict(configuration.options)
-        if configuration.target is not None:
-            options["top_p"] = self._calibrate(loaded, configuration)
+        order = configuration.order or self._requests[0].order
+        assert order is not None
+        if configuration.aim is None:
+            options = dict(configuration.options)
+            made = self._make(loaded, configuration.method, options, order, label)
+        else:
+            options, made = self._aimed(loaded, configuration, configuration.aim, order, label)
         method: Any = make_method(configuration.method, **options)
-        requests = [
-            replace(
-                request,
-                method=configuration.method,
-                method_options=options,
-                order=configuration.order,
-            )
-            for request in self._requests
-        ]
-        made = self._generate(loaded, requests, label)
         records = [one.record for one in made]
         row = {
             "method": configuration.method,
             "options": {
                 **method.options(),
-                "order": configuration.order,
-                "dense_steps": requests[0].dense_steps,
+                "order": order,
+                "dense_steps": self._requests[0].dense_steps,
             },
             "selected": spread([record["selected"] for record in records]).mean,
             "computed": spread([record["computed"] for record in records]).mean,
@@ -347,15 +348,52 @@ class _Study:
             "seconds": sum(record["times"]["denoise"] / record["batch"] for record in records),
             "implementation": records[0]["implementation"],
             "study": configuration.study,
-            "target": configuration.target,
+            "aim": configuration.aim and configuration.aim.density,
+            "target": configuration.aim and configuration.aim.value,
         }
         if configuration.study == "orders":
-            row.update(self._statistics(loaded, method, configuration.order))
+            row.update(self._statistics(loaded, method, order))
         measured = [
             pool.submit(compare_videos, a, one.frames, ssim_every=self._ssim_every)
             for a, one in zip(dense, made, strict=True)
         ]
         return _Pending(configuration, row, measured)
+
+    def _make(
+        self,
+        loaded: LoadedPipeline,
+        method: str,
+        options: Mapping[str, Any],
+        order: str,
+        label: str,
+    ) -> list[Generated]:
+        requests = [
+            replace(request, method=method, method_options=options, order=order)
+            for request in self._requests
+        ]
+        return self._generate(loaded, requests, label)
+
+    def _aimed(
+        self,
+        loaded: LoadedPipeline,
+        configuration: Configuration,
+        aim: Aim,
+        order: str,
+        label: str,
+    ) -> tuple[dict[str, Any], list[Generated]]:
+        """The options whose videos come nearest to the aim, and those videos."""
+        trials: list[tuple[float, dict[str, Any], list[Generated]]] = []
+        goal = aim.value
+        for _ in range(AIM_TRIALS):
+            options = self._turn_knob(loaded, configuration, Aim(aim.density, goal), order)
+            made = self._make(loaded, configuration.method, options, order, label)
+            miss = aim.value - fmean(one.record[aim.density] for one in made)
+            trials.append((abs(miss), options, made))
+            if abs(miss) <= AIM_TOLERANCE:
+                break
+            goal = min(max(goal + miss, 0.0), 1.0)
+        _, options, made = min(trials, key=lambda trial: trial[0])
+        return options, made
 
     def _finish(self, pending: _Pending) -> None:
         qualities = [future.result() for future in pending.measured]
@@ -429,25 +467,28 @@ class _Study:
             self._calls = calls
         return self._calls
 
-    def _calibrate(self, loaded: LoadedPipeline, configuration: Configuration) -> float:
-        """The ``top_p`` whose computed density over the recorded calls is the target's."""
+    def _turn_knob(
+        self, loaded: LoadedPipeline, configuration: Configuration, aim: Aim, order: str
+    ) -> dict[str, Any]:
+        """The configuration's options with the knob that meets ``aim`` on the recorded calls."""
         from vidsparse.methods import make_method
-        from vidsparse.statistics import computed_density
+        from vidsparse.statistics import mean_densities
 
         # every second call is enough to find a number that is rounded anyway.
         calls = self._recorded(loaded)[::2]
+        knob = KNOBS[configuration.method]
+        options = dict(configuration.options)
         low, high = 0.0, 1.0
-        assert configuration.target is not None
         for _ in range(8):
             middle = (low + high) / 2
-            method: Any = make_method(
-                configuration.method, **{**configuration.options, "top_p": middle}
-            )
-            if computed_density(calls, method, configuration.order) < configuration.target:
+            options[knob.name] = float(f"{knob.at(middle):.4g}")
+            method: Any = make_method(configuration.method, **options)
+            if mean_densities(calls, method, order)[aim.density] < aim.value:
                 low = middle
             else:
                 high = middle
-        return round((low + high) / 2, 4)
+        options[knob.name] = float(f"{knob.at((low + high) / 2):.4g}")
+        return options
 
     def _statistics(
         self, loaded: LoadedPipeline, method: SparseMethod, order: str

@@ -1,97 +1,19 @@
-"""What the quality study measures, and the file its rows are kept in.
-
-Three studies, each FG-Attn's with 24 % of the steps dense unless it says otherwise:
-
-- ``tiles``: square tiles of four sizes, ``top_p`` swept, so that curves can be compared.
-- ``merging``: the same fine tiles merged into 128-row blocks in other ways than by XOR distance.
-- ``orders``: token orders. FG-Attn's ``top_p`` is set for each order so that all of them compute
-  the same density; SpargeAttn's numbers are the same for all, as in its Tables 4 and 9.
-"""
+"""The file that the quality study's rows are kept in, and its Markdown tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vidsparse.apps.quality_studies import KNOBS, Configuration
 from vidsparse.apps.run_folder import write_text
 from vidsparse.errors import OptionError
 from vidsparse.metrics import Spread
-from vidsparse.order import ORDERS
 from vidsparse.report import finite_json, format_number, format_spread
 
 FORMAT = "vidsparse-quality/1"
-STUDIES = ("tiles", "merging", "orders")
-
-TILES = ("16x16", "32x32", "64x64", "128x128")
-TOP_P = (0.5, 0.65, 0.8, 0.9, 0.95)
-# a 128-row tile is a block of its own: there is nothing to merge.
-MERGED_TILES = ("16x16", "32x32", "64x64")
-MERGES = ("consecutive", "xor-window")
-MERGED_TOP_P = (0.65, 0.9)
-COMPUTED_TARGETS = (0.35, 0.55)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Configuration:
-    """One row to measure.
-
-    Args:
-        study: the study it belongs to.
-        method: the method's name.
-        options: the method's own numbers; without ``top_p`` where a target is given.
-        order: token order.
-        target: computed density that ``top_p`` is to be set for, or None.
-    """
-
-    study: str
-    method: str
-    options: Mapping[str, Any]
-    order: str = "hilbert"
-    target: float | None = None
-
-    def describes(self, row: Mapping[str, Any]) -> bool:
-        """Whether ``row`` was measured with this configuration, whatever the calibration found."""
-        mine = {**self.options, "order": self.order}
-        return (row["study"], row["method"], row["target"]) == (
-            self.study,
-            self.method,
-            self.target,
-        ) and all(row["options"].get(name) == value for name, value in mine.items())
-
-    def __str__(self) -> str:
-        own = " ".join(f"{name}={value}" for name, value in self.options.items())
-        aim = f" computed={self.target}" if self.target is not None else ""
-        return f"{self.study}: {self.method} {own}{aim} {self.order}"
-
-
-def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
-    """The rows of ``studies``, the most telling first within each."""
-    if "tiles" in studies:
-        for top_p in TOP_P:
-            for tile in TILES:
-                options = {"top_p": top_p, "tile": tile, "merge": "xor"}
-                yield Configuration(study="tiles", method="fg-attn", options=options)
-    if "merging" in studies:
-        for top_p in MERGED_TOP_P:
-            for tile in MERGED_TILES:
-                for merge in MERGES:
-                    options = {"top_p": top_p, "tile": tile, "merge": merge}
-                    yield Configuration(study="merging", method="fg-attn", options=options)
-    if "orders" in studies:
-        for order in ORDERS:
-            yield Configuration(study="orders", method="spargeattn", options={}, order=order)
-        for target in COMPUTED_TARGETS:
-            for order in ORDERS:
-                yield Configuration(
-                    study="orders",
-                    method="fg-attn",
-                    options={"tile": "16x16", "merge": "xor"},
-                    order=order,
-                    target=target,
-                )
 
 
 class RowFile:
@@ -174,6 +96,11 @@ def _option_text(name: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: str(row["options"].get(name, "-"))
 
 
+def _knob(row: Mapping[str, Any]) -> str:
+    name = KNOBS[row["method"]].name
+    return f"{name} {row['options'][name]:g}"
+
+
 def _number(name: str, spec: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: format_number(row.get(name), spec)
 
@@ -181,6 +108,7 @@ def _number(name: str, spec: str) -> Callable[[Mapping[str, Any]], str]:
 _CELLS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "method": lambda row: str(row["method"]),
     **{name: _option_text(name) for name in ("tile", "top_p", "merge", "order")},
+    "set to": _knob,
     "selected": _number("selected", ".3f"),
     "computed": _number("computed", ".3f"),
     "PSNR dB": lambda row: format_spread(
@@ -199,4 +127,6 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "tiles": ("tile", "top_p", *_QUALITY),
     "merging": ("tile", "top_p", "merge", *_QUALITY),
     "orders": ("method", "order", "top_p", "Sim-q", "Sim-k", "L1", "sparsity", *_QUALITY),
+    "equal": ("method", "tile", "set to", "order", *_QUALITY),
+    "curves": ("method", "tile", "set to", "order", *_QUALITY),
 }

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -139,17 +140,25 @@ def measure_calls(
     )
 
 
-def computed_density(calls: Sequence[RecordedCall], method: SparseMethod, order: str) -> float:
-    """Mean computed density of ``method`` over ``calls``; plans only, no attention is run.
+def mean_densities(
+    calls: Sequence[RecordedCall], method: SparseMethod, order: str
+) -> dict[str, float]:
+    """``selected`` and ``computed`` of ``method``, means over ``calls``, at least one.
+
+    Plans only: no attention is run.
 
     Raises:
         OptionError: unknown order.
     """
-    densities = []
+    plans = []
     for call in calls:
         permutation = token_order(order, call.site.grid, call.q.device)
-        plan = plan_attention(
-            method, permutation.apply(call.q), permutation.apply(call.k), call.site.grid
+        plans.append(
+            plan_attention(
+                method, permutation.apply(call.q), permutation.apply(call.k), call.site.grid
+            )
         )
-        densities.append(plan.computed.float().mean().item())
-    return math.fsum(densities) / len(densities)
+    return {
+        "selected": torch.stack([plan.selected for plan in plans]).double().mean().item(),
+        "computed": torch.stack([plan.computed for plan in plans]).double().mean().item(),
+    }
