@@ -330,7 +330,7 @@ class _Study:
         assert order is not None
         if configuration.aim is None:
             options = dict(configuration.options)
-            made = self._make(loaded, configuration.method, options, order, label)
+            made = self._make(loaded, configuration, options, order, label)
         else:
             options, made = self._aimed(loaded, configuration, configuration.aim, order, label)
         method: Any = make_method(configuration.method, **options)
@@ -340,6 +340,7 @@ class _Study:
             "options": {
                 **method.options(),
                 "order": order,
+                "reuse": configuration.reuse,
                 "dense_steps": self._requests[0].dense_steps,
             },
             "selected": spread([record["selected"] for record in records]).mean,
@@ -362,13 +363,19 @@ class _Study:
     def _make(
         self,
         loaded: LoadedPipeline,
-        method: str,
+        configuration: Configuration,
         options: Mapping[str, Any],
         order: str,
         label: str,
     ) -> list[Generated]:
         requests = [
-            replace(request, method=method, method_options=options, order=order)
+            replace(
+                request,
+                method=configuration.method,
+                method_options=options,
+                order=order,
+                reuse=configuration.reuse,
+            )
             for request in self._requests
         ]
         return self._generate(loaded, requests, label)
@@ -386,7 +393,7 @@ class _Study:
         goal = aim.value
         for _ in range(AIM_TRIALS):
             options = self._turn_knob(loaded, configuration, Aim(aim.density, goal), order)
-            made = self._make(loaded, configuration.method, options, order, label)
+            made = self._make(loaded, configuration, options, order, label)
             miss = aim.value - fmean(one.record[aim.density] for one in made)
             trials.append((abs(miss), options, made))
             if abs(miss) <= AIM_TOLERANCE:

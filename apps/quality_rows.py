@@ -107,7 +107,7 @@ def _number(name: str, spec: str) -> Callable[[Mapping[str, Any]], str]:
 
 _CELLS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "method": lambda row: str(row["method"]),
-    **{name: _option_text(name) for name in ("tile", "top_p", "merge", "order")},
+    **{name: _option_text(name) for name in ("tile", "top_p", "merge", "order", "reuse")},
     "set to": _knob,
     "selected": _number("selected", ".3f"),
     "computed": _number("computed", ".3f"),
@@ -128,5 +128,6 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "merging": ("tile", "top_p", "merge", *_QUALITY),
     "orders": ("method", "order", "top_p", "Sim-q", "Sim-k", "L1", "sparsity", *_QUALITY),
     "equal": ("method", "tile", "set to", "order", *_QUALITY),
+    "defaults": ("top_p", "reuse", "order", *_QUALITY),
     "curves": ("method", "tile", "set to", "order", *_QUALITY),
 }

@@ -8,6 +8,8 @@
   the same density; SpargeAttn's numbers are the same for all, as in its Tables 4 and 9.
 - ``equal``: methods at the same selected density, in the order that is the model's own.
 - ``curves``: every method over a range of computed densities, in the order that is the model's own.
+- ``defaults``: what a model's defaults are chosen from: FG-Attn in the model's own order, ``top_p``
+  and the steps that a plan serves.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, Final
 
 from vidsparse.order import ORDERS
 
-STUDIES: Final = ("tiles", "merging", "orders", "equal", "curves")
+STUDIES: Final = ("tiles", "merging", "orders", "equal", "curves", "defaults")
 
 TILES: Final = ("16x16", "32x32", "64x64", "128x128")
 TOP_P: Final = (0.5, 0.65, 0.8, 0.9, 0.95)
@@ -28,6 +30,8 @@ MERGES: Final = ("consecutive", "xor-window")
 MERGED_TOP_P: Final = (0.65, 0.9)
 COMPUTED_TARGETS: Final = (0.35, 0.55)
 EQUAL_SELECTED: Final = 0.35
+DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
+REUSED: Final = (1, 2, 4)
 CURVE_COMPUTED: Final = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
 
 
@@ -85,6 +89,7 @@ class Configuration:
         options: the method's own numbers; without its knob where there is an aim.
         order: token order; None is the model's own.
         aim: what the knob is to be set for, or None.
+        reuse: steps that a plan serves.
     """
 
     study: str
@@ -92,17 +97,24 @@ class Configuration:
     options: Mapping[str, Any]
     order: str | None = "hilbert"
     aim: Aim | None = None
+    reuse: int = 1
 
     def describes(self, row: Mapping[str, Any]) -> bool:
         """Whether ``row`` was measured with this configuration, whatever the knob was set to."""
         aim = Aim(row.get("aim", "computed"), row["target"]) if row["target"] else None
         same = (row["study"], row["method"], aim) == (self.study, self.method, self.aim)
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
-        return same and all(row["options"].get(name) == value for name, value in mine.items())
+        theirs = {"reuse": 1, **row["options"]}
+        return (
+            same
+            and theirs["reuse"] == self.reuse
+            and all(theirs.get(name) == value for name, value in mine.items())
+        )
 
     def __str__(self) -> str:
         words = [f"{name}={value}" for name, value in self.options.items()]
         words += [str(word) for word in (self.aim, self.order) if word is not None]
+        words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
         return f"{self.study}: {' '.join([self.method, *words])}"
 
 
@@ -140,3 +152,13 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
             for method, own in _COMPARED:
                 aim = Aim("computed", value)
                 yield Configuration(study="curves", method=method, options=own, order=None, aim=aim)
+    if "defaults" in studies:
+        for top_p in DEFAULT_TOP_P:
+            for reuse in REUSED:
+                yield Configuration(
+                    study="defaults",
+                    method="fg-attn",
+                    options={"top_p": top_p},
+                    order=None,
+                    reuse=reuse,
+                )

@@ -46,7 +46,8 @@ def test_rows_are_written_resumed_drawn_and_tabled(tiny_model: Path, tmp_path: P
     (row,) = _rows(tmp_path)
     assert list(row)[: len(PROMISED)] == PROMISED
     assert row["options"] == {
-        "top_p": 0.5, "tile": "16x16", "merge": "xor", "order": "hilbert", "dense_steps": 0.24,
+        "top_p": 0.5, "tile": "16x16", "merge": "xor", "order": "hilbert", "reuse": 1,
+        "dense_steps": 0.24,
     }  # fmt: skip
     assert (row["method"], row["size"], row["prompts"]) == ("fg-attn", "128x128", 2)
     assert row["commit"] == "c0ffee"
@@ -106,6 +107,16 @@ def test_methods_are_compared_at_equal_selected_density(tiny_model: Path, tmp_pa
     again = _quality(tiny_model, tmp_path, "--study", "equal")
     assert "rows are there already" in again.stderr
     assert _rows(tmp_path) == rows
+
+
+def test_a_plan_that_serves_two_steps_is_another_row(tiny_model: Path, tmp_path: Path) -> None:
+    done = _quality(tiny_model, tmp_path, "--study", "defaults", "--limit-rows", "2")
+    assert done.exit_code == 0, done.output
+    first, second = _rows(tmp_path)
+    assert (first["options"]["reuse"], second["options"]["reuse"]) == (1, 2)
+    assert first["psnr_mean"] != second["psnr_mean"]
+    again = _quality(tiny_model, tmp_path, "--study", "defaults", "--limit-rows", "0", "--table")
+    assert "| 0.6 | 2 |" in again.stdout
 
 
 def test_a_knob_runs_from_the_least_density_to_the_most() -> None:
