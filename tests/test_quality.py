@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from tiny_pipelines import save_tiny_wan
 
 from vidsparse.apps.cli import main
-from vidsparse.apps.quality import held_out_prompts
 from vidsparse.apps.quality_studies import STUDIES, Knob, configurations
+from vidsparse.apps.quality_study import held_out_prompts
 
 PROMISED = [
     "method", "options", "size", "selected", "computed", "psnr_mean", "psnr_std", "ssim_mean",
