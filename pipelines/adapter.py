@@ -29,10 +29,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from vidsparse.attention import AttentionEngine, CallSite
+from vidsparse.attention import AttentionEngine
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines.families import FAMILIES, Family, supported_pipelines
+from vidsparse.site import CallSite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +187,7 @@ class Session:
             timestep=self._timestep_values[step - steps],
             grid=grid,
             branch=self._branch(),
+            part=part,
         )
         self._forwards_in_step += 1
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vidsparse.attention import AttentionEngine, CallSite, attend
+from vidsparse.attention import AttentionEngine, attend
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import FgAttn, SpargeAttn, make_method
 from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
 from vidsparse.statistics import (
     RecordedCall,
     mean_densities,

@@ -565,10 +565,11 @@ class TestOnGpu:
         check_kernel(kernel, q, k, v, random_work(300, (16, 16)).to("cuda"))
 
     def test_nothing_waits_for_the_gpu_between_q_and_output(self) -> None:
-        from vidsparse.attention import AttentionEngine, CallSite
+        from vidsparse.attention import AttentionEngine
         from vidsparse.grid import TokenGrid
         from vidsparse.methods import make_method
         from vidsparse.schedule import Schedule
+        from vidsparse.site import CallSite
 
         grid = TokenGrid(3, 20, 20, text=30)
         q, k, v = (x.cuda() for x in random_qkv(grid.tokens, 64, torch.bfloat16, batch=2))
