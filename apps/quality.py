@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from vidsparse.apps.console import Session, verbosity_options
-from vidsparse.apps.quality_rows import RowFile, markdown_tables
+from vidsparse.apps.quality_rows import markdown_tables, quality_file
 from vidsparse.apps.quality_studies import STUDIES, configurations
 from vidsparse.apps.quality_study import prepare_study, study_options
 
@@ -59,7 +59,7 @@ def quality(
     8-bit frames before encoding; densities are means over the sparse steps.
     """
     session.interrupted = "Interrupted; finished rows are kept."
-    file = RowFile(Path(out))
+    file = quality_file(Path(out))
     if limit_rows is None or limit_rows > 0:
         study = prepare_study(session, prompts_file, file, options)
         study.run_missing(

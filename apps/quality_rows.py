@@ -1,79 +1,24 @@
-"""The file that the quality study's rows are kept in, and its Markdown tables."""
+"""The file of the quality study, and its Markdown tables."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vidsparse.apps.quality_studies import KNOBS, Configuration
-from vidsparse.apps.run_folder import write_text
-from vidsparse.errors import OptionError
+from vidsparse.apps.quality_studies import KNOBS
+from vidsparse.apps.row_file import RowFile
 from vidsparse.metrics import Spread
-from vidsparse.report import finite_json, format_number, format_spread
-
-FORMAT = "vidsparse-quality/1"
+from vidsparse.report import format_number, format_spread
 
 
-class RowFile:
-    """The rows measured so far, as JSON with one row a line.
-
-    Args:
-        path: the file; it need not exist.
+def quality_file(path: Path) -> RowFile:
+    """The rows of quality studies in ``path``, which need not exist.
 
     Raises:
         OptionError: it exists and holds something else.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[dict[str, Any]] = []
-        if not path.exists():
-            return
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise OptionError(
-                f"{path} cannot be read as JSON: {error}. Hint: give another file with --out."
-            ) from None
-        if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise OptionError(f"{path} holds no quality study. Hint: give another file with --out.")
-        self.rows = document["rows"]
-
-    def find(
-        self, configuration: Configuration, conditions: Mapping[str, Any]
-    ) -> dict[str, Any] | None:
-        """The row of ``configuration`` whose values agree with all of ``conditions``."""
-        for row in self.rows:
-            same = all(row.get(name) == value for name, value in conditions.items())
-            if same and configuration.describes(row):
-                return row
-        return None
-
-    def put(
-        self,
-        row: Mapping[str, Any],
-        configuration: Configuration,
-        conditions: Mapping[str, Any],
-        header: Mapping[str, Any],
-    ) -> None:
-        """Add ``row``, or replace the one of the same kind, and write the file.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
-        known = self.find(configuration, conditions)
-        if known is not None:
-            self.rows[self.rows.index(known)] = dict(row)
-        else:
-            self.rows.append(dict(row))
-        head = json.dumps(finite_json({"format": FORMAT, **header}), indent=1, ensure_ascii=False)
-        lines = ",\n".join(
-            "  " + json.dumps(finite_json(row), ensure_ascii=False, allow_nan=False)
-            for row in self.rows
-        )
-        write_text(self.path, f'{head[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+    return RowFile(path, "vidsparse-quality/1", "quality study")
 
 
 def markdown_tables(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -19,8 +19,8 @@ from vidsparse.apps.console import Session
 from vidsparse.apps.options import pixel_size
 from vidsparse.apps.progress import step_bar
 from vidsparse.apps.prompts import read_prompts
-from vidsparse.apps.quality_rows import RowFile
 from vidsparse.apps.quality_studies import KNOBS, Aim, Configuration
+from vidsparse.apps.row_file import Row, RowFile
 from vidsparse.errors import OptionError
 from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread
 from vidsparse.report import format_number, format_share, format_spread
@@ -182,11 +182,17 @@ class Study:
         self._batch = batch
         self._ssim_every = ssim_every
         self._commit = commit
-        self._header: dict[str, Any] = {}
 
     def known(self, configuration: Configuration) -> bool:
         """Whether the file holds this row already, measured on as many prompts."""
-        return self._file.find(configuration, self.conditions()) is not None
+        return self._file.find(self._is(configuration)) is not None
+
+    def _is(self, configuration: Configuration) -> Callable[[Row], bool]:
+        conditions = self.conditions()
+        return lambda row: (
+            all(row.get(name) == value for name, value in conditions.items())
+            and configuration.describes(row)
+        )
 
     @cached_property
     def _loaded(self) -> LoadedPipeline:
@@ -215,7 +221,7 @@ class Study:
     def run(self, todo: Sequence[Configuration]) -> None:
         """Measure ``todo`` and write each row as soon as its metrics are there."""
         dense = self._generate(self._requests, "dense")
-        self._header = self._describe(dense[0].record)
+        self._file.header = self._describe(dense[0].record)
         frames = [one.frames for one in dense]
         pending: list[_Pending] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -384,7 +390,7 @@ class Study:
             **pending.row,
             **conditions,
         }
-        self._file.put(row, pending.configuration, conditions, self._header)
+        self._file.put(row, self._is(pending.configuration))
         distance = format_spread(psnr, ".2f", " dB", identical)
         self._session.say(
             f"{pending.configuration}  selected {format_share(row['selected'])}, computed "
