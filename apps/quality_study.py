@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 RECORDED_PROMPTS = 2
 RECORDED_STEPS = 3
 
-# a density aimed at is met within this, or by the best of this many trials with a corrected aim:
-# the calls of a dense run, which the first number is taken from, are not those of a sparse one.
-AIM_TOLERANCE = 0.01
 AIM_TRIALS = 3
 
 # rows whose metrics may still be computed while the device is at work on the next one; each holds
@@ -361,7 +358,7 @@ class Study:
             made = self._make(configuration, options, order, label)
             miss = aim.value - fmean(one.record[aim.density] for one in made)
             trials.append((abs(miss), options, made))
-            if abs(miss) <= AIM_TOLERANCE:
+            if abs(miss) <= aim.tolerance:
                 break
             goal = min(max(goal + miss, 0.0), 1.0)
         _, options, made = min(trials, key=lambda trial: trial[0])
