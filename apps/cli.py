@@ -107,6 +107,7 @@ Start here:
             "vidsparse.apps.compare_command:compare",
             "measure sparse videos against dense ones",
         ),
+        "ablate": ("vidsparse.apps.ablate:ablate", "measure what each paper's parts are worth"),
         "doctor": ("vidsparse.apps.doctor:doctor", "check this machine"),
         "methods": ("vidsparse.apps.catalog:methods", "list the sparse attention methods"),
         "models": ("vidsparse.apps.catalog:models", "list bundled models and supported families"),

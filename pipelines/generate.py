@@ -280,22 +280,11 @@ def _shared_record(
     loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
 ) -> dict[str, Any]:
     summary = handle.summary() if handle is not None else None
-    scheduler = loaded.pipe.scheduler
     return {
         "negative_prompt": request.negative_prompt,
         "seed": request.seed,
-        "model": {
-            "name": loaded.ref.name,
-            "source": loaded.ref.source,
-            "weights_hash": loaded.weights_hash,
-        },
         "options": request.options(),
-        "scheduler": {
-            "class": type(scheduler).__name__,
-            "config": _jsonable(dict(scheduler.config)),
-        },
-        "versions": _versions(),
-        "device": _device_facts(loaded.device),
+        **run_facts(loaded),
         "selected": summary.selected if summary else None,
         "computed": summary.computed if summary else None,
         "dense_step_share": summary.dense_step_share if summary else 1.0,
@@ -303,6 +292,24 @@ def _shared_record(
         "implementation": summary.implementation if summary else "the stock pipeline",
         "notes": list(summary.notes) if summary else [],
         "density_map": handle.trace.density_map() if handle is not None else [],
+    }
+
+
+def run_facts(loaded: LoadedPipeline) -> dict[str, Any]:
+    """What a result depends on beside its request: weights, scheduler, versions and device."""
+    scheduler = loaded.pipe.scheduler
+    return {
+        "model": {
+            "name": loaded.ref.name,
+            "source": loaded.ref.source,
+            "weights_hash": loaded.weights_hash,
+        },
+        "scheduler": {
+            "class": type(scheduler).__name__,
+            "config": _jsonable(dict(scheduler.config)),
+        },
+        "versions": _versions(),
+        "device": _device_facts(loaded.device),
     }
 
 
