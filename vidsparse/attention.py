@@ -229,6 +229,10 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -
     rule = _rule_of_kernels(method, q, site)
     if rule is not None:
         return _plan_by_kernels(method, rule, q, k, site.grid)
+    if plans_on_device(q.device, q.dtype, q.shape[-1]):
+        plan = _plan_of_words(method, q, k, site)
+        if plan is not None:
+            return plan
     tokens, grid = q.shape[2], site.grid
     rows, keys = method.tile
     tiles = tile_count(tokens, rows) * tile_count(tokens, keys) * q.shape[0]
@@ -285,7 +289,8 @@ def _plan_by_kernels(
             q_pooled,
             k_pooled,
             scale=dim**-0.5,
-            top_p=rule.top_p,
+            top_p=rule.top_p[part] if isinstance(rule.top_p, Tensor) else rule.top_p,
+            topk=rule.topk,
             theta=rule.theta,
             full_rows=grid.video // rows if grid.text else None,
             full_columns=grid.video // keys if grid.text else None,
@@ -293,6 +298,30 @@ def _plan_by_kernels(
         plans.append(
             make_plan_of_bits(words, kept, method.tile, tokens, method.merge, block_rows=block)
         )
+    return _of_all_heads(plans)
+
+
+def _plan_of_words(
+    method: SparseMethod, q: Tensor, k: Tensor, site: CallSite
+) -> SparsePlan | None:
+    """``plan_attention`` by the method's own kernels, or None where it has none for this call."""
+    batch, heads, tokens, _ = q.shape
+    rows, keys = method.tile
+    head_bytes = tile_count(tokens, rows) * tile_count(tile_count(tokens, keys), 32) * 4
+    chunk = max(1, MASK_BYTES // (head_bytes * batch))
+    block = block_rows(q.device)
+    plans = []
+    # autocast would round means and products to 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        for start in range(0, heads, chunk):
+            heads_now = slice(start, start + chunk)
+            part = replace(site, first_head=site.first_head + start)
+            made = method.words(q[:, heads_now], k[:, heads_now], part)
+            if made is None:
+                return None
+            plans.append(
+                make_plan_of_bits(*made, method.tile, tokens, method.merge, block_rows=block)
+            )
     return _of_all_heads(plans)
 
 

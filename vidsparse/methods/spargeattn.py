@@ -11,14 +11,16 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
-from vidsparse.masks import PooledTopP, pooled_scores, self_similarity, top_p_mask
+from vidsparse.masks import PooledTopP, choose_tiles, pooled_scores, self_similarity
 from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
-    check_share,
     merge_option,
     option,
+    settle_share,
+    share_option,
     tile_option,
+    topk_option,
 )
 from vidsparse.site import CallSite
 
@@ -31,11 +33,12 @@ class SpargeAttn(SparseMethod):
     block that its mean may stand for. Columns of non-self-similar key blocks leave the softmax
     (their score is -inf) and are always computed; so are rows of non-self-similar query blocks.
     The pooled scores are scaled by 1/sqrt(d), which the printed algorithm omits, and the block
-    that crosses tau is kept.
+    that crosses tau is kept. ``topk`` keeps that share of the key blocks instead of top-cdf, rounded
+    up, and the judge's beside them.
 
     Raises:
-        OptionError: ``tau`` outside (0, 1], ``theta`` outside [-1, 1], a tile or merge that does
-            not exist.
+        OptionError: ``tau`` or ``topk`` outside (0, 1], both of them given, ``theta`` outside
+            [-1, 1], a tile or merge that does not exist.
     """
 
     name: ClassVar[str] = "spargeattn"
@@ -43,9 +46,10 @@ class SpargeAttn(SparseMethod):
     paper: ClassVar[str] = "SpargeAttn: Accurate Sparse Attention (arXiv 2502.18137)"
     summary: ClassVar[str] = "top-cdf over pooled blocks, blocks that are not self-similar kept"
 
-    tau: float = option(
-        0.9, flag="--tau", metavar="T", help="cumulative pooled attention kept per row, in (0, 1]"
+    tau: float | None = share_option(
+        0.9, "--tau", "cumulative pooled attention kept per row, in (0, 1]"
     )
+    topk: float | None = topk_option()
     theta: float = option(
         0.3,
         flag="--theta",
@@ -56,7 +60,7 @@ class SpargeAttn(SparseMethod):
     merge: str = merge_option()
 
     def __post_init__(self) -> None:
-        check_share("tau", self.tau)
+        settle_share(self, "tau", self.tau, self.topk)
         number = isinstance(self.theta, (int, float)) and not isinstance(self.theta, bool)
         if not number or not -1 <= self.theta <= 1 or math.isnan(self.theta):
             raise OptionError(f"theta must lie in [-1, 1], got {self.theta!r}")
@@ -68,10 +72,9 @@ class SpargeAttn(SparseMethod):
         stray_q = self_similarity(q, self.tile[0]) < self.theta
         stray_k = (self_similarity(k, self.tile[1]) < self.theta).unsqueeze(-2)
         scores = pooled_scores(q, k, self.tile).masked_fill(stray_k, -torch.inf)
-        # a row whose every column is stray has no softmax; all of it is computed below.
-        probabilities = scores.softmax(-1).nan_to_num(0.0)
-        return top_p_mask(probabilities, self.tau) | stray_q.unsqueeze(-1) | stray_k
+        # a row whose every column is stray has no softmax; all of it is computed.
+        return choose_tiles(scores, self.tau or 1.0, self.topk) | stray_q.unsqueeze(-1) | stray_k
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
-        """Top-cdf and the judge."""
-        return PooledTopP(self.tau, self.theta)
+        """Top-cdf or top-k, and the judge."""
+        return PooledTopP(self.tau or 1.0, self.theta, self.topk)
