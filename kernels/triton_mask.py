@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_bits import ones
+from .triton_bits import bits_from, ones
 from .triton_pool import Pooled
 
 LOG2_E = 1.4426950408889634
@@ -158,14 +158,6 @@ def _several(low, low_mass, high_mass, COUNTED: tl.constexpr):
 
 
 @triton.jit
-def _from(word, column):
-    """The bits of a word that stand for ``column`` or one behind it."""
-    shift = tl.minimum(tl.maximum(column - word * 32, 0), 32)
-    # there is no shift by 32.
-    return tl.where(shift < 32, (tl.zeros_like(shift) - 1) << (shift & 31), 0)
-
-
-@triton.jit
 def _words(
     weights,
     threshold,
@@ -185,7 +177,7 @@ def _words(
     word = first_word + tl.arange(0, COLUMNS // 32)
     # a row of zeros or NaN reaches no share, and keeps its first tile all the same.
     words |= tl.where(word == 0, tl.where(valid, 0, 1), 0)
-    return word, (words | _from(word, full_from)) & ~_from(word, TK)
+    return word, (words | bits_from(word, full_from)) & ~bits_from(word, TK)
 
 
 @triton.jit

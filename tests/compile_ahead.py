@@ -38,6 +38,7 @@ from vidsparse.kernels import (
     triton_plan,
     triton_pool,
     triton_quantize,
+    triton_sale,
 )
 from vidsparse.kernels.gates import KEY_GROUP
 from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
@@ -154,6 +155,11 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
         for stride in (4, 8, 16, 64) if every else (8,):
             yield antidiagonal(cc, head_dim, stride)
     yield block_sums(cc, 8)
+    for head_dim in head_dims:
+        yield least_sums(cc, head_dim, (64, 32))
+        for tile in ((64, 32), (16, 16), (128, 128)) if every else ((64, 32),):
+            for riding in ("int8", "fp8") if cc >= 89 else ("int8",):
+                yield sale(cc, head_dim, tile, riding)
 
 
 def _pointers(**dtypes: str) -> dict[str, str]:
@@ -425,6 +431,42 @@ def block_sums(cc: int, stride: int) -> Variant:
         },
         triton_antidiagonal.SUM_WARPS,
         aligned=("LD",),
+    )
+
+
+def least_sums(cc: int, head_dim: int, tile: tuple[int, int]) -> Variant:
+    """SALE's thresholds."""
+    wide = dict.fromkeys(("q_scale", "shift", "least"), "fp32")
+    return _variant(
+        cc,
+        f"least sums D={head_dim} {tile[0]}x{tile[1]}",
+        triton_sale.least_sums_kernel,
+        _pointers(q="bf16", k="bf16", **wide),
+        triton_sale.area_constants(head_dim, tile, False),
+        triton_sale.AREA_WARPS,
+        floats=("log_tau", "scale"),
+    )
+
+
+def sale(cc: int, head_dim: int, tile: tuple[int, int], riding: str) -> Variant:
+    """SALE's selection pass."""
+    how = triton_sale.config((cc // 10, cc % 10))
+    constants = triton_sale.sale_constants(how, head_dim, tile)
+    operands = _pointers(q=EIGHT_BITS[riding], k=EIGHT_BITS[riding])
+    if how.tma:
+        block_d = constants["BLOCK_D"]
+        boxes = zip(operands, (how.rows, how.keys), strict=True)
+        operands = {
+            name: f"tensordesc<{EIGHT_BITS[riding]}[{rows}, {block_d}]>" for name, rows in boxes
+        }
+    wide = dict.fromkeys(("q_scale", "k_inverse", "offset", "least"), "fp32")
+    return _variant(
+        cc,
+        f"sale D={head_dim} {tile[0]}x{tile[1]} {riding}",
+        triton_sale.sale_kernel,
+        _pointers(**wide, words="i32", keys="i32") | operands,
+        constants,
+        how.warps,
     )
 
 
