@@ -16,6 +16,7 @@ from vidsparse.kernels.dispatch import (
     IMPLEMENTATIONS,
     block_rows,
     choose,
+    eight_bits_that_pay,
     plans_on_device,
     sparse_attention,
 )
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from vidsparse.kernels.triton_pool import Pooled
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
+"""Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
 
 # layer, branch, and all else that a plan depends on: grid, batch, heads, device.
 PlanKey = tuple[int, str, TokenGrid, int, int, torch.device]
@@ -59,7 +63,7 @@ class AttentionEngine:
         trace: where calls are recorded; a new one is made at every ``begin_run``.
 
     Raises:
-        OptionError: unknown order or implementation.
+        OptionError: unknown order or implementation, or a method that lacks calibrated numbers.
     """
 
     def __init__(
@@ -75,6 +79,8 @@ class AttentionEngine:
     ) -> None:
         check_order(order)
         _check_implementation(implementation)
+        if isinstance(method, SparseMethod):
+            method.check_numbers()
         self.method = method
         self.schedule = schedule
         self.order = order
@@ -83,6 +89,7 @@ class AttentionEngine:
         self.check_finite = check_finite
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
+        self.observer: Observer | None = None
         self._plans: dict[PlanKey, SparsePlan] = {}
 
     def begin_run(self, steps: int) -> None:
@@ -114,6 +121,16 @@ class AttentionEngine:
         except ValueError as error:
             raise UnsupportedError(str(error)) from None
 
+    def _eight_bits(self, asked: str | None, q: Tensor, gate: Gate | None) -> str | None:
+        if asked != "auto":
+            return None if asked == "none" else asked
+        try:
+            return eight_bits_that_pay(
+                self.implementation, q.device, q.dtype, q.shape[-1], gate=gate
+            )
+        except ValueError as error:
+            raise UnsupportedError(str(error)) from None
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, dense: DenseAttention | None = None
     ) -> Tensor:
@@ -126,6 +143,11 @@ class AttentionEngine:
             UnsupportedError: the implementation asked for cannot run on these tensors.
             VidsparseError: ``check_finite`` found NaN or Inf.
         """
+        if self.observer is not None:
+            self.observer(q, k, v, site)
+        if isinstance(self.method, SparseMethod) and self.method.numbers is not None:
+            # said in the first step, though it may be a dense one.
+            self.method.numbers.check(site, q.shape[1])
         action = self._action(q, site)
         cell = Cell(site.step, site.layer, site.branch, action, "dense")
         with self.trace.timed(cell, q.device):
@@ -172,7 +194,8 @@ class AttentionEngine:
             q, k, plan = order.apply(q), order.apply(k), self._plans[key]
         v = order.apply(v)
         # a gate is of this very step, also where the plan is not.
-        gate, quantize = self.method.gate(q, site, plan), self.method.quantize
+        gate = self.method.gate(q, site, plan)
+        quantize = self._eight_bits(self.method.quantize, q, gate)
         cell.implementation = self.implementation_for(
             q.device, q.dtype, q.shape[-1], gate=gate, quantize=quantize
         )

@@ -116,15 +116,17 @@ def pooled_scores(
     return (pooled_mean(q, tile[0]) * scale) @ pooled_mean(k, tile[1]).transpose(-1, -2)
 
 
-def top_p_mask(probabilities: Tensor, top_p: float) -> Tensor:
+def top_p_mask(probabilities: Tensor, top_p: float | Tensor) -> Tensor:
     """The smallest set of each row whose sum reaches ``top_p``, as a bool mask of the same shape.
+
+    ``top_p`` may be a tensor of shares that broadcasts to ``[..., 1]``.
 
     The tile that crosses the threshold is kept, so no row is ever empty; SpargeAttn's printed
     ``Top_Cdf`` drops it, which would leave a row with one dominant tile without any key. Equal
     probabilities are taken in order of position. ``top_p = 1`` keeps everything, whatever the
     rounding of the running sum.
     """
-    if top_p >= 1:
+    if not isinstance(top_p, Tensor) and top_p >= 1:
         return torch.ones_like(probabilities, dtype=torch.bool)
     ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
     # a tile is kept while the tiles before it have not reached the share.
@@ -132,6 +134,8 @@ def top_p_mask(probabilities: Tensor, top_p: float) -> Tensor:
     kept = before < top_p * probabilities.sum(-1, keepdim=True)
     # a row of zeros or NaN reaches nothing, and keeps its first tile all the same.
     kept[..., 0] = True
+    if isinstance(top_p, Tensor):
+        kept |= top_p >= 1
     return torch.zeros_like(kept).scatter_(-1, index, kept)
 
 
