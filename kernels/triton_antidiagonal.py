@@ -89,7 +89,9 @@ def antidiagonal_kernel(
     across = tl.cdiv(G, BLOCK_U)
     down = tl.cdiv(G, BLOCK_T)
     squares = across * down
-    for square in tl.range(tl.program_id(0), heads * squares, tl.num_programs(0), flatten=PERSISTENT):
+    for square in tl.range(
+        tl.program_id(0), heads * squares, tl.num_programs(0), flatten=PERSISTENT
+    ):
         head = square // squares
         rest = square % squares
         strip = rest // (TOGETHER * across)
@@ -178,7 +180,7 @@ def _device_facts(index: int) -> tuple[tuple[int, int], int, int]:
 
 
 def can_score(q: Tensor) -> bool:
-    """Whether the kernels take such queries: 16 bits, and rows that whole blocks of columns make."""
+    """Whether the kernels take such queries: 16 bits, and a head dim of whole steps."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 16 == 0
 
 
@@ -192,13 +194,13 @@ def _groups(x: Tensor, stride: int, turn: Tensor | None) -> Tensor:
 
     Tokens of a group are put into the order ``turn`` where it is given.
     """
-    batch, heads, tokens, dim = x.shape
+    tokens, dim = x.shape[2:]
     short = tokens % stride
     if short:
         again = tokens - short + torch.arange(stride - short, device=x.device) % short
         x = torch.cat([x, x.index_select(2, again)], 2)
     if turn is not None:
-        x = x.unflatten(2, (-1, stride)).index_select(3, turn.to(x.device))
+        x = torch.unflatten(x, 2, (-1, stride)).index_select(3, turn.to(x.device))
     x = x.contiguous().view(-1, stride * dim)
     # TMA reads from multiples of 16 bytes.
     return x if x.data_ptr() % 16 == 0 else x.clone()

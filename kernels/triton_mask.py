@@ -463,8 +463,8 @@ def choose_columns(
         block_rows: rows of a block.
         tile_keys: N.
         tokens: S.
-        top_p: share of a row's weight to reach, or fp32 ``[H]``; not asked where ``count`` is given.
-        count: columns to keep.
+        top_p: share of a row's weight to reach, or one for every head, fp32 ``[H]``.
+        count: columns to keep instead, where it is given.
         full_rows: rows from this one on keep everything.
         full_columns: columns from this one on are kept in every row.
         theta: rows whose ``q_similarity`` is less keep everything; stray columns are kept.

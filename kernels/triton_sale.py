@@ -258,7 +258,7 @@ def sale_words(
         full_rows: query tiles from this one on keep everything.
         full_columns: key tiles from this one on are the sink, and kept in every row.
         how: sizes to run with, the GPU's own by default.
-        riding: ``fp8`` or ``int8``, the type that 4-bit numbers ride in; what the GPU has by default.
+        riding: ``fp8`` or ``int8``, the type that 4-bit numbers ride in; the GPU's own by default.
 
     Returns:
         The mask in words of 32 key tiles, int32 ``[B, H, Tq, W]``, the first tile of a word in its

@@ -156,13 +156,14 @@ def top_k_mask(scores: Tensor, count: int) -> Tensor:
     return torch.zeros_like(kept).scatter_(-1, index, kept)
 
 
-def choose_tiles(scores: Tensor, top_p: float | Tensor, topk: float | None) -> Tensor:
+def choose_tiles(scores: Tensor, top_p: float | Tensor | None, topk: float | None) -> Tensor:
     """Top-p of the softmax of ``scores`` ``[..., Tq, Tk]``, or the share ``topk`` of its columns.
 
-    Columns of -inf are outside both. A row that has no others has no softmax, and is not kept.
+    One of the two is given. Columns of -inf are outside both.
     """
     if topk is not None:
         return top_k_mask(scores, math.ceil(topk * scores.shape[-1]))
+    assert top_p is not None
     return top_p_mask(scores.softmax(-1).nan_to_num(0.0), top_p)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vidsparse.errors import OptionError
 from vidsparse.masks import PooledTopP, check_tile, parse_tile
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vidsparse.kernels.gates import Gate
+    from vidsparse.methods.numbers import Numbers
     from vidsparse.plan import SparsePlan
     from vidsparse.site import CallSite
+
+QUANTIZE: Final = ("auto", "int8", "fp8", "none")
+"""What a ``quantize`` option can be."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,15 +38,31 @@ class Method(ABC):
 
     def options(self) -> dict[str, Any]:
         """The options as JSON values, tiles written as ``"16x16"``."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {f.name: getattr(self, f.name) for f in self.option_fields()}
         return {k: "x".join(map(str, v)) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    @classmethod
+    def option_fields(cls) -> tuple[dataclasses.Field[Any], ...]:
+        """The fields that are options: all but calibrated numbers, which come from a preset."""
+        return tuple(f for f in dataclasses.fields(cls) if "flag" in f.metadata)
 
 
 class SparseMethod(Method):
-    """A method that selects tiles; it has at least these two options."""
+    """A method that selects tiles; it has at least the options ``tile`` and ``merge``.
+
+    ``quantize`` is the 8-bit format of the products q·k: ``int8``, ``fp8``, ``auto`` (int8 where
+    the kernels gain by it) or None.
+
+    A method that can be calibrated has a field ``numbers`` too, says in ``calibrated`` which of its
+    options the tables of numbers stand for, and in ``needs_numbers`` whether it can do without.
+    """
 
     tile: tuple[int, int]
     merge: str
+    quantize: str | None = None
+    numbers: Numbers | None = None
+    calibrated: ClassVar[tuple[str, ...]] = ()
+    needs_numbers: ClassVar[bool] = False
 
     @abstractmethod
     def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
@@ -74,10 +94,19 @@ class SparseMethod(Method):
         """
         return None
 
-    @property
-    def quantize(self) -> str | None:
-        """8-bit format of the products q·k, ``int8`` or ``fp8``; None computes them in full."""
-        return None
+    def check_numbers(self) -> None:
+        """Raise an ``OptionError`` where the method needs calibrated numbers and has none."""
+        if self.needs_numbers and self.numbers is None:
+            raise OptionError(
+                f"{self.name} works by calibrated numbers only. Hint: make a preset with "
+                f"`vidsparse calibrate --method {self.name}` and give it with --preset."
+            )
+
+    def number(self, name: str, site: CallSite, device: torch.device) -> Any:
+        """An option, or the calibrated numbers that stand for it, ``[H]`` from the site's first."""
+        if self.numbers is not None and name in self.numbers:
+            return self.numbers.of(name, site, device)
+        return getattr(self, name)
 
 
 def option(
@@ -153,6 +182,23 @@ def merge_option(default: str = "xor-window") -> Any:
         help="how query tiles form blocks of rows: xor, xor-window or consecutive",
         convert=str,
     )
+
+
+def eight_bit_option() -> Any:
+    """The format of q·k shared by the methods whose papers compute it in 8 bits."""
+    return option(
+        "auto",
+        flag="--quantize",
+        metavar="FORMAT",
+        help="q·k in int8, fp8 or none; auto: int8 where the kernels are faster for it",
+        convert=str,
+    )
+
+
+def check_eight_bits(value: object) -> None:
+    """Raise an ``OptionError`` unless ``value`` is one that ``eight_bit_option`` takes."""
+    if value not in QUANTIZE:
+        raise OptionError(f"unknown quantize {value!r}. Hint: choose from {', '.join(QUANTIZE)}.")
 
 
 def as_tile(value: object) -> tuple[int, int]:

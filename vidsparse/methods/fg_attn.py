@@ -55,7 +55,7 @@ class FgAttn(SparseMethod):
 
     def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3)."""
-        return choose_tiles(pooled_scores(q, k, self.tile), self.top_p or 1.0, self.topk)
+        return choose_tiles(pooled_scores(q, k, self.tile), self.top_p, self.topk)
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
         """Top-p or top-k alone."""

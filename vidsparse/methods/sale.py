@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -17,11 +17,14 @@ from vidsparse.masks import tile_count, tile_sizes
 from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
+    check_eight_bits,
     check_share,
+    eight_bit_option,
     merge_option,
     option,
     tile_option,
 )
+from vidsparse.methods.numbers import Numbers
 from vidsparse.site import CallSite
 
 # estimates held at once, in numbers: 256 MB in fp32.
@@ -113,10 +116,11 @@ def relative_scores_mask(
         scale = four.q_scale[:, :, row, None]
         least = (least - four.shift[:, :, row, None]) / scale
         estimate = four.q[:, :, row].float() @ k4 + four.offset.unsqueeze(2) / scale
-        best = F.pad(estimate, (0, padding), value=-math.inf).unflatten(-1, (-1, keys)).amax(-1)
+        best = F.pad(estimate, (0, padding), value=-math.inf)
+        best = torch.unflatten(best, -1, (-1, keys)).amax(-1)
         hit = best >= least / four.k_scale.unsqueeze(2)
         hit = F.pad(hit, (0, 0, 0, -hit.shape[2] % rows))
-        masks.append(hit.unflatten(2, (-1, rows)).any(3) | area[tiles])
+        masks.append(torch.unflatten(hit, 2, (-1, rows)).any(3) | area[tiles])
     return torch.cat(masks, 2)
 
 
@@ -127,23 +131,25 @@ class Sale(SparseMethod):
     Symbols: b_q x b_k block (here M x N, the tile), I_SL the keys of the sink and local areas,
     m_i and l_i maximum and sum of row i over them in full precision, S' = Q'K'^T / sqrt(d) the
     estimate of all scores from 4-bit queries and keys, tau the threshold. A block is computed
-    unless all its relative attention scores exp(S'[i, j] - m_i) / l_i are below tau. With logarithms
-    that is one comparison for each element, S'[i, j] >= ln(tau l_i) + m_i (equation 3 prints
-    ln(tau l_i + m_i)). m is a running maximum, which the printed algorithm overwrites.
+    unless all its relative attention scores exp(S'[i, j] - m_i) / l_i are below tau. With
+    logarithms that is one comparison for each element, S'[i, j] >= ln(tau l_i) + m_i (equation 3
+    prints ln(tau l_i + m_i)). m is a running maximum, which the printed algorithm overwrites.
 
     Attention here looks both ways: the sink is the text, where there is any, and the local area is
     centred on the query tile and holds it. Queries and keys are smoothed by their means over the
-    head; queries have a scale each, keys one for each tile. The selected tiles are computed with
-    q·k in int8.
+    head; queries have a scale each, keys one for each tile. q·k of the selected tiles runs in int8
+    where that is faster. Tau of every layer and head comes from a preset, else this option holds.
 
     Raises:
-        OptionError: ``tau`` outside (0, 1], ``local`` below 1, a tile or merge that does not exist.
+        OptionError: ``tau`` outside (0, 1], ``local`` below 1, ``quantize`` not one of its values,
+            a tile or merge that does not exist.
     """
 
     name: ClassVar[str] = "sale"
     title: ClassVar[str] = "SALE"
     paper: ClassVar[str] = "SALE: Low-bit Estimation for Efficient Sparse Attention"
     summary: ClassVar[str] = "every score estimated in 4 bits and compared with its neighbourhood's"
+    calibrated: ClassVar[tuple[str, ...]] = ("tau",)
 
     tau: float = option(
         0.004,
@@ -158,24 +164,28 @@ class Sale(SparseMethod):
         help="tokens around a query tile that are always computed",
         convert=int,
     )
+    quantize: str = eight_bit_option()
     tile: tuple[int, int] = tile_option((64, 32))
     merge: str = merge_option()
+    numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_share("tau", self.tau)
+        check_eight_bits(self.quantize)
         if not isinstance(self.local, int) or isinstance(self.local, bool) or self.local < 1:
             raise OptionError(f"local must be a whole number of tokens from 1, got {self.local!r}")
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
 
-    def threshold(self, site: CallSite, heads: int) -> float | Tensor:
-        """Tau at a call, one number or one for each of ``heads`` heads, fp32 ``[H]``."""
-        return self.tau
+    def threshold(self, q: Tensor, site: CallSite) -> float | Tensor:
+        """Tau at a call: one number, or one for each head of ``q``, fp32 ``[H]``."""
+        tau: float | Tensor = self.number("tau", site, q.device)
+        return tau[: q.shape[1]] if isinstance(tau, Tensor) else tau
 
     def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         """Tiles with an element that may matter, bool ``[B, H, Tq, Tk]`` (algorithm 1)."""
         sink_from = site.grid.video // self.tile[1] if site.grid.text else None
-        tau = self.threshold(site, q.shape[1])
+        tau = self.threshold(q, site)
         return relative_scores_mask(q, k, tau, self.tile, self.local, sink_from)
 
     def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor] | None:
@@ -188,7 +198,7 @@ class Sale(SparseMethod):
         return sale_words(
             q,
             k,
-            self.threshold(site, q.shape[1]),
+            self.threshold(q, site),
             tile=self.tile,
             local=self.local,
             full_rows=site.grid.video // self.tile[0] if text else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 import torch
@@ -24,6 +24,7 @@ from vidsparse.methods.base import (
     tile_option,
     topk_option,
 )
+from vidsparse.methods.numbers import Numbers
 from vidsparse.site import CallSite
 
 STRIDES: Final = (4, 8, 16, 64)
@@ -68,8 +69,8 @@ def strided_scores(q: Tensor, k: Tensor, stride: int, pattern: str) -> tuple[Ten
     """
     turn = query_turn(pattern, stride).to(q.device)
     scale = 1 / (math.sqrt(q.shape[-1]) * stride)
-    rows = whole_groups(q, stride).unflatten(2, (-1, stride)).index_select(3, turn)
-    columns = whole_groups(k, stride).unflatten(2, (-1, stride))
+    rows = torch.unflatten(whole_groups(q, stride), 2, (-1, stride)).index_select(3, turn)
+    columns = torch.unflatten(whole_groups(k, stride), 2, (-1, stride))
     return rows.flatten(3).float() * scale, columns.flatten(3).float()
 
 
@@ -87,12 +88,14 @@ def block_sums(
     padding = -groups % per_column
     chunk = max(1, SCORES_AT_ONCE // (batch * heads * groups * per_row)) * per_row
     sums = []
-    for part in rows.split(chunk, 2):
-        probabilities = F.pad((part @ columns.mT).softmax(-1), (0, padding))
-        sums += [
-            block.mean(2, keepdim=True)
-            for block in probabilities.unflatten(-1, (-1, per_column)).sum(-1).split(per_row, 2)
-        ]
+    for start in range(0, groups, chunk):
+        probabilities = (rows[:, :, start : start + chunk] @ columns.mT).softmax(-1)
+        across = torch.unflatten(F.pad(probabilities, (0, padding)), -1, (-1, per_column)).sum(-1)
+        short = -across.shape[2] % per_row
+        down = torch.unflatten(F.pad(across, (0, 0, 0, short)), 2, (-1, per_row)).sum(3)
+        # a short last tile has fewer query groups.
+        down[:, :, -1] *= per_row / (per_row - short)
+        sums.append(down / per_row)
     return torch.cat(sums, 2)
 
 
@@ -100,16 +103,17 @@ def block_sums(
 class XAttention(SparseMethod):
     """XAttention (Xu et al., 2025), algorithm 1 and its block selection.
 
-    Symbols: B block (here M x N, the tile), S stride, tau threshold, d_h head dim. Each S x S square
-    of the attention map is represented by the sum of the S scores on its antidiagonal, which is what
-    the product of queries and keys reshaped to [L / S, S d_h] gives, queries in falling order:
+    Symbols: B block (here M x N, the tile), S stride, tau threshold, d_h head dim. Each S x S
+    square of the attention map is represented by the sum of the S scores on its antidiagonal. That
+    is what queries and keys reshaped to [L / S, S d_h] give, queries in falling order:
     A = Softmax(Q_reshaped K_reshaped^T / (sqrt(d_h) S)). A block's importance is the sum of A over
     it; each row of blocks keeps the smallest set that holds tau of the row's sum. (The printed
     find_blocks compares with tau itself, though the sum over a row of blocks is its number of query
     groups: B / S, not 1.)
 
     ``topk`` keeps a share of the key blocks in every row (the paper's ratio), ``blocks`` a number
-    of them (its top-K). ``pattern`` takes other elements of the squares, for the ablation.
+    of them (its top-K). ``pattern`` takes other elements of the squares, for the ablation. Tau of
+    every layer and head comes from a preset, else this option holds.
 
     Raises:
         OptionError: a number out of range, more than one way to select, an unknown pattern or
@@ -120,6 +124,7 @@ class XAttention(SparseMethod):
     title: ClassVar[str] = "XAttention"
     paper: ClassVar[str] = "XAttention: Block Sparse Attention with Antidiagonal Scoring"
     summary: ClassVar[str] = "blocks scored by the sums of their antidiagonals"
+    calibrated: ClassVar[tuple[str, ...]] = ("tau",)
 
     tau: float | None = share_option(0.9, "--tau", "share of a row's sums kept, in (0, 1]")
     topk: float | None = topk_option()
@@ -146,6 +151,7 @@ class XAttention(SparseMethod):
     )
     tile: tuple[int, int] = tile_option((128, 128))
     merge: str = merge_option()
+    numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.blocks is not None and self.topk is not None:
@@ -188,9 +194,12 @@ class XAttention(SparseMethod):
             return math.ceil(self.topk * tiles)
         return None if self.blocks is None else min(self.blocks, tiles)
 
-    def share(self, site: CallSite, heads: int) -> float | Tensor:
-        """Tau at a call, one number or one for each of ``heads`` heads, fp32 ``[H]``."""
-        return 1.0 if self.tau is None else self.tau
+    def share(self, q: Tensor, site: CallSite) -> float | Tensor:
+        """Tau at a call: one number, or one for each head of ``q``, fp32 ``[H]``."""
+        tau: float | Tensor | None = self.number("tau", site, q.device)
+        if tau is None:
+            return 1.0
+        return tau[: q.shape[1]] if isinstance(tau, Tensor) else tau
 
     def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         """The blocks of the largest sums, bool ``[B, H, Tq, Tk]`` (algorithm 1)."""
@@ -198,7 +207,8 @@ class XAttention(SparseMethod):
         count = self.count(q.shape[2])
         if count is not None:
             return top_k_mask(sums, count)
-        return top_p_mask(sums, self.share(site, q.shape[1]))
+        tau = self.share(q, site)
+        return top_p_mask(sums, tau[:, None, None] if isinstance(tau, Tensor) else tau)
 
     def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor] | None:
         """``select`` by kernels, for 16-bit queries and keys."""
@@ -213,7 +223,7 @@ class XAttention(SparseMethod):
             tile=self.tile,
             stride=self.stride,
             turn=None if self.pattern == "antidiagonal" else query_turn(self.pattern, self.stride),
-            top_p=self.share(site, q.shape[1]),
+            top_p=self.share(q, site),
             count=self.count(q.shape[2]),
             full_rows=site.grid.video // self.tile[0] if text else None,
             full_columns=site.grid.video // self.tile[1] if text else None,
