@@ -46,15 +46,16 @@ class Config:
     stages: int
     warps: int
     tma: bool
+    persistent: bool
 
 
 def config(capability: tuple[int, int], shared: int) -> Config:
     """The fastest measured for a GPU whose programs can have ``shared`` bytes of shared memory."""
     if capability[0] >= 9 and shared >= 200 * 1024:
-        return Config(rows=128, columns=256, stages=4, warps=8, tma=True)
+        return Config(rows=128, columns=256, stages=4, warps=8, tma=True, persistent=True)
     if shared >= 160 * 1024:
-        return Config(rows=128, columns=128, stages=4, warps=8, tma=False)
-    return Config(rows=128, columns=128, stages=3, warps=8, tma=False)
+        return Config(rows=128, columns=128, stages=4, warps=8, tma=False, persistent=False)
+    return Config(rows=128, columns=128, stages=3, warps=8, tma=False, persistent=False)
 
 
 @triton.jit
@@ -268,7 +269,7 @@ def antidiagonal_words(
     with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
         for first in range(0, batch * heads, at_once):
             now = min(at_once, batch * heads - first)
-            programs = min(now * squares, multiprocessors) if how.tma else now * squares
+            programs = min(now * squares, multiprocessors) if how.persistent else now * squares
             antidiagonal_kernel[(programs,)](
                 *operands,
                 part,
@@ -324,6 +325,6 @@ def antidiagonal_constants(
         "BLOCK_D": block_d(dim),
         "TOGETHER": TOGETHER,
         "FALLING": falling,
-        "PERSISTENT": how.tma,
+        "PERSISTENT": how.persistent,
         "TMA": how.tma,
     }
