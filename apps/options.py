@@ -61,6 +61,8 @@ class MethodOption(click.Option):
 def default_text(field: dataclasses.Field[Any]) -> str:
     """A method option's default as one types it."""
     value = field.default
+    if value is None:
+        return "none"
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -125,7 +127,7 @@ def _option(group: str, *names: str, **attributes: Any) -> Callable[[Function], 
 def _method_options() -> list[MethodOption]:
     flags: dict[str, dict[str, dataclasses.Field[Any]]] = {}
     for name, cls in METHODS.items():
-        for field in dataclasses.fields(cls):
+        for field in cls.option_fields():
             flags.setdefault(field.metadata["flag"], {})[name] = field
     return [MethodOption(flag, fields) for flag, fields in flags.items()]
 

@@ -101,13 +101,13 @@ def test_recording_keeps_the_chosen_calls_and_leaves_the_engine_alone() -> None:
     engine.begin_run(3)
     call = _call()
     q, k, v = (x.expand(3, -1, -1, -1) for x in (call.q, call.k, call.v))
-    before = engine.attend
+    before = engine.observer
     with record_calls(engine, steps={1}, layers={0, 1}, rows=2) as calls:
         for branch in ("conditional", "unconditional"):
             for step in range(3):
                 for layer in range(2):
                     out = engine.attend(q, k, v, CallSite(layer, step, 0.0, GRID, branch))
-    assert engine.attend == before
+    assert engine.observer is before
     assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
     assert [(one.site.step, one.site.layer, one.site.branch) for one in calls] == [
         (1, 0, "conditional"),
@@ -119,7 +119,7 @@ def test_recording_keeps_the_chosen_calls_and_leaves_the_engine_alone() -> None:
 
 def test_an_error_while_recording_leaves_the_engine_alone() -> None:
     engine = AttentionEngine(make_method("dense"), schedule=Schedule(), layers=1)
-    before = engine.attend
+    before = engine.observer
     with pytest.raises(RuntimeError), record_calls(engine, steps=(), layers=(), rows=1):
         raise RuntimeError
-    assert engine.attend == before
+    assert engine.observer is before

@@ -11,13 +11,12 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vidsparse.attention import AttentionEngine, DenseAttention, plan_attention
+from vidsparse.attention import AttentionEngine, plan_attention
 from vidsparse.masks import self_similarity
 from vidsparse.methods import SparseMethod
 from vidsparse.order import token_order
@@ -75,23 +74,17 @@ def record_calls(
         branch: the guidance branch to keep.
     """
     calls: list[RecordedCall] = []
-    original = engine.attend
 
-    def recording(
-        q: Tensor, k: Tensor, v: Tensor, site: CallSite, dense: DenseAttention | None = None
-    ) -> Tensor:
+    def record(q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         if site.step in steps and site.layer in layers and site.branch == branch:
             kept = (x[:rows].detach().clone() for x in (q, k, v))
             calls.append(RecordedCall(**dict(zip("qkv", kept, strict=True)), site=site))
-        return original(q, k, v, site, dense)
 
-    # on this one instance only: the class and every other pipeline stay as they are.
-    instance: dict[str, Any] = vars(engine)
-    instance["attend"] = recording
+    before, engine.observer = engine.observer, record
     try:
         yield calls
     finally:
-        del instance["attend"]
+        engine.observer = before
 
 
 def run_call(
