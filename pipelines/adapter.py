@@ -33,10 +33,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vidsparse.attention import AttentionEngine, CallSite
+from vidsparse.attention import AttentionEngine
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines.families import FAMILIES, Family, supported_pipelines
+from vidsparse.site import CallSite
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +247,7 @@ class Session:
             timestep=self._timestep_values[step - steps],
             grid=layout.grid,
             branch=self._branch(),
+            part=part,
         )
         self._forwards_in_step += 1
 
