@@ -83,10 +83,10 @@ def sparsify(
     pipe: Any,
     method: str | Method = "fg-attn",
     *,
-    order: str = "hilbert",
-    dense_steps: int | float = 0.24,
+    order: str | None = None,
+    dense_steps: int | float | None = None,
     dense_last_steps: int | float = 0,
-    dense_layers: int | float = 0,
+    dense_layers: int | float | None = None,
     dense_last_layers: int | float = 0,
     reuse: int = 1,
     implementation: str = "auto",
@@ -96,7 +96,8 @@ def sparsify(
     """Make the video self-attention of a diffusers pipeline sparse.
 
     The pipeline keeps working as before: same call, same arguments, any size and length. Options
-    belong to this pipeline alone; others are untouched.
+    belong to this pipeline alone; others are untouched. What is left open is the family's default
+    (``Defaults`` in ``vidsparse.pipelines.families``; `vidsparse models` prints them).
 
     Args:
         pipe: a stock diffusers pipeline of a supported family.
@@ -117,8 +118,10 @@ def sparsify(
         OptionError: an option is unknown, or has a value that is not valid.
     """
     adapter = find_adapter(pipe)
+    defaults = adapter.family.defaults
     if isinstance(method, str):
-        method = make_method(method, **method_options)
+        own = defaults.method_options.get(method, {})
+        method = make_method(method, **{**own, **method_options})
     elif method_options:
         names = ", ".join(sorted(method_options))
         raise OptionError(
@@ -128,9 +131,9 @@ def sparsify(
     transformers = transformers_of(pipe, adapter)
     sites = [_checked_modules(transformer, adapter) for transformer in transformers]
     schedule = Schedule(
-        dense_steps=dense_steps,
+        dense_steps=defaults.dense_steps if dense_steps is None else dense_steps,
         dense_last_steps=dense_last_steps,
-        dense_layers=dense_layers,
+        dense_layers=defaults.dense_layers if dense_layers is None else dense_layers,
         dense_last_layers=dense_last_layers,
         reuse=reuse,
     )
@@ -138,7 +141,7 @@ def sparsify(
         AttentionEngine(
             method,
             schedule=schedule,
-            order=order,
+            order=defaults.order if order is None else order,
             layers=len(modules),
             implementation=implementation,
             check_finite=check_finite,

@@ -268,16 +268,38 @@ def hunyuan_video() -> Any:
     )
 
 
-def hunyuan_image_to_video(condition: str) -> Any:
-    """Without the towers for image and text: the call gives their embeddings."""
+def hunyuan_image_to_video(condition: str, *, towers: bool = False) -> Any:
+    """Without the towers for image and text the call gives their embeddings."""
     concat = condition == "latent_concat"
+    parts: dict[str, Any] = dict.fromkeys(
+        ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "image_processor")
+    )
+    if towers:
+        of_text = hunyuan_video().components
+        parts |= {name: of_text[name] for name in ("text_encoder_2", "tokenizer_2")}
+        parts["tokenizer"] = word_tokenizer(extra_special_tokens=["<image>", "<|end_header_id|>"])
+        parts["text_encoder"] = transformers.LlavaForConditionalGeneration(
+            transformers.LlavaConfig(
+                # 24 x 24 patches: the pipeline counts on 576 tokens of an image.
+                vision_config=transformers.CLIPVisionConfig(
+                    hidden_size=8,
+                    intermediate_size=16,
+                    num_hidden_layers=2,
+                    num_attention_heads=1,
+                    image_size=48,
+                    patch_size=2,
+                ),
+                text_config=of_text["text_encoder"].config,
+                image_token_index=4,
+                pad_token_id=0,
+            )
+        ).eval()
+        parts["image_processor"] = transformers.CLIPImageProcessor(
+            crop_size=48, size={"shortest_edge": 48}
+        )
     return ready(
         diffusers.HunyuanVideoImageToVideoPipeline(
-            text_encoder=None,
-            tokenizer=None,
-            text_encoder_2=None,
-            tokenizer_2=None,
-            image_processor=None,
+            **parts,
             transformer=hunyuan_transformer(
                 in_channels=9 if concat else 4,
                 guidance_embeds=not concat,
@@ -381,11 +403,15 @@ def hunyuan_video15(image: bool = False) -> Any:
         )
     name = "HunyuanVideo15ImageToVideoPipeline" if image else "HunyuanVideo15Pipeline"
     pipe = getattr(diffusers, name)(**parts)
-    # room for text as small as the rest.
+    return ready(with_little_text(pipe))
+
+
+def with_little_text(pipe: Any) -> Any:
+    """Make HunyuanVideo 1.5's room for text as small as the rest; saving forgets it."""
     pipe.tokenizer_max_length = 16
     pipe.tokenizer_2_max_length = 12
     pipe.vision_num_semantic_tokens = 9
-    return ready(pipe)
+    return pipe
 
 
 # CogVideoX
@@ -419,8 +445,9 @@ def cogvideox(
         latent_channels=4,
         layers_per_block=1,
         norm_num_groups=2,
-        sample_height=64,
-        sample_width=64,
+        # half of it is a tile, and tiles overlap by whole latents.
+        sample_height=96,
+        sample_width=80,
     ).eval()
     scheduler = diffusers.CogVideoXDPMScheduler if dpm else diffusers.CogVideoXDDIMScheduler
     transformer = diffusers.CogVideoXTransformer3DModel(**{**sizes, **changes}).eval()
@@ -582,8 +609,8 @@ def ltx2(kind: str = "LTX2Pipeline", **changes: Any) -> Any:
         spatio_temporal_scaling=(True, True, True),
         decoder_spatio_temporal_scaling=(True, True, True),
         decoder_inject_noise=(False,) * 4,
-        downsample_type=("spatial", "spatiotemporal", "spatiotemporal"),
-        upsample_type=("spatiotemporal", "spatiotemporal", "spatial"),
+        downsample_type=("spatiotemporal",) * 3,
+        upsample_type=("spatiotemporal",) * 3,
         upsample_residual=(False,) * 3,
         upsample_factor=(1, 1, 1),
         patch_size=1,
