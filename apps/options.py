@@ -148,7 +148,11 @@ def request_options(function: Function) -> Function:
             help="A bundled model, a diffusers folder or a hub id.",
         ),
         _option(
-            VIDEO, "--frames", type=int, metavar="N", help="Frames, 4k+1.  [default: the model's]"
+            VIDEO,
+            "--frames",
+            type=int,
+            metavar="N",
+            help="Frames; 4k+1, 6k+1 or 8k+1, by model.  [default: the model's]",
         ),
         _option(
             VIDEO,
@@ -168,6 +172,18 @@ def request_options(function: Function) -> Function:
             help="Classifier-free guidance scale.  [default: the model's]",
         ),
         _option(VIDEO, "--negative-prompt", metavar="TEXT", default="", help="What not to show."),
+        _option(
+            VIDEO,
+            "--image",
+            metavar="FILE",
+            help="First frame, for image-to-video; scaled and cut to the video's size.",
+        ),
+        _option(
+            VIDEO,
+            "--last-image",
+            metavar="FILE",
+            help="Last frame, where the model takes one (Wan's first-last-frame-to-video).",
+        ),
         _option(
             VIDEO,
             "--seed",
@@ -205,9 +221,8 @@ def request_options(function: Function) -> Function:
             "--dense-steps",
             type=_amount,
             metavar="N|SHARE",
-            default="0.24",
-            show_default=True,
-            help="First steps kept dense: a share rounded up (0.24) or a count (12).",
+            help="First steps kept dense: a share rounded up (0.24) or a count (12).  "
+            "[default: the model's]",
         ),
         _option(
             SPARSITY,
@@ -223,9 +238,7 @@ def request_options(function: Function) -> Function:
             "--dense-layers",
             type=_amount,
             metavar="N|SHARE",
-            default="0",
-            show_default=True,
-            help="First transformer layers kept dense.",
+            help="First transformer layers kept dense.  [default: the model's]",
         ),
         _option(
             SPARSITY,
