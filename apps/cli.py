@@ -77,6 +77,10 @@ bench = LazyGroup(
             "vidsparse.apps.bench_attention:attention",
             "time one attention call, sparse against dense",
         ),
+        "model": (
+            "vidsparse.apps.bench_model:model",
+            "time whole transformers of published sizes",
+        ),
         "quality": (
             "vidsparse.apps.quality:quality",
             "sweep tiles, merging and orders on the small model",

@@ -71,6 +71,10 @@ class AttentionEngine:
         check_finite: check every output for NaN and Inf and raise, naming layer and step.
         trace: where calls are recorded; a new one is made at every ``begin_run``.
 
+    Attributes:
+        planner: ``order_and_plan``. A benchmark may put another plan in the place of its answer.
+        kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
+
     Raises:
         OptionError: unknown order or implementation.
     """
@@ -96,6 +100,8 @@ class AttentionEngine:
         self.check_finite = check_finite
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
+        self.planner: Callable[..., tuple[Tensor, Tensor, SparsePlan]] = order_and_plan
+        self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
         self._plans: dict[PlanKey, SparsePlan] = {}
 
     def begin_run(self, steps: int) -> None:
@@ -169,14 +175,14 @@ class AttentionEngine:
         key = _plan_key(q, site)
         layout = q
         if cell.action == Action.REPLAN.value:
-            q, k, plan = order_and_plan(self.method, q, k, site.grid, order)
+            q, k, plan = self.planner(self.method, q, k, site.grid, order)
             if self.schedule.reuse > 1:
                 self._plans[key] = plan
         else:
             q, k, plan = order.apply(q), order.apply(k), self._plans[key]
         v = order.apply(v)
         cell.selected, cell.computed = plan.selected, plan.computed
-        out, _ = sparse_attention(
+        out, _ = self.kernel(
             q,
             k,
             v,
@@ -186,6 +192,8 @@ class AttentionEngine:
             tile=plan.tile,
             implementation=cell.implementation,
         )
+        # the copies in order are as large as what the caller holds: not to be kept beside another.
+        del q, k, v
         return order.undo(out, like=layout).to(asked)
 
 
