@@ -156,6 +156,7 @@ class Bench:
         from vidsparse.masks import pack_bits, tile_sizes
         from vidsparse.methods import FgAttn
         from vidsparse.plan import make_plan, make_plan_of_bits
+        from vidsparse.site import CallSite
 
         shape = (1, case.heads, case.seq_len, case.head_dim)
         q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in "qkv")
@@ -212,16 +213,16 @@ class Bench:
         calls: dict[str, Callable[[], Any]] = {one.name: one.call for one in runners}
         calls |= {f"dense {one.name}": one.call for one in dense}
         with_plan, with_mask = case.counts in (WITH_PLAN, WHOLE), case.counts == WHOLE
+        site = CallSite(0, 0, 0.0, TokenGrid(1, 1, case.seq_len))
         if with_plan:
             calls["plan"] = lambda: make().kv_index
             calls |= {f"plan {one.name}": one.plan for one in runners if one.plan is not None}
         if with_mask and by_kernels:
             # selection and plan as one, on the same q and k: what they cost does not depend on
             # what they select.
-            grid = TokenGrid(1, 1, case.seq_len)
-            calls["plan"] = lambda: plan_attention(method, q, k, grid).kv_index
+            calls["plan"] = lambda: plan_attention(method, q, k, site).kv_index
         elif with_mask:
-            calls["mask"] = lambda: method.select(q, k)
+            calls["mask"] = lambda: method.select(q, k, site)
         ms = time_together(calls, self.device, self.repeats)
 
         kept = plan.computed.mean().item()
@@ -257,6 +258,7 @@ class Bench:
         from vidsparse.grid import TokenGrid
         from vidsparse.methods import FgAttn
         from vidsparse.order import token_order
+        from vidsparse.site import CallSite
 
         # Wan at 720x1280 and 81 frames is 21x45x80; other lengths become one frame.
         grid = TokenGrid(21, 45, 80) if case.seq_len == 75_600 else TokenGrid(1, 1, case.seq_len)
@@ -268,9 +270,10 @@ class Bench:
         method = FgAttn(tile=case.tile, top_p=0.9, merge=case.merge)
 
         dense = self._dense(q, k, q, case)
-        made = plan_attention(method, q, k, grid)
+        site = CallSite(0, 0, 0.0, grid)
+        made = plan_attention(method, q, k, site)
         calls: dict[str, Callable[[], Any]] = {f"dense {one.name}": one.call for one in dense}
-        calls["plan"] = lambda: plan_attention(method, q, k, grid).kv_index
+        calls["plan"] = lambda: plan_attention(method, q, k, site).kv_index
         ms = time_together(calls, self.device, self.repeats)
         return [
             self._row(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vidsparse.apps.quality_rows import TILES
+from vidsparse.apps.quality_studies import TILES
 from vidsparse.errors import OptionError
 
 # four tile sizes, told apart by lightness as well as by hue.

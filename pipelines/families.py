@@ -41,12 +41,14 @@ class Family:
 
     Args:
         name: as errors and tables print it.
+        adapter: the module of this package that attaches to it.
         text_to_video: pipeline classes that make a video from text alone; ``generate`` runs these.
         other: further pipeline classes around the same transformer; ``sparsify`` takes these too.
         defaults: settings of a model that brings none of its own.
     """
 
     name: str
+    adapter: str
     text_to_video: tuple[str, ...]
     other: tuple[str, ...]
     defaults: Defaults
@@ -59,8 +61,9 @@ class Family:
 
 WAN: Final = Family(
     name="Wan",
+    adapter="wan",
     text_to_video=("WanPipeline",),
-    other=("WanImageToVideoPipeline", "WanVideoToVideoPipeline"),
+    other=("WanImageToVideoPipeline", "WanVideoToVideoPipeline", "WanVACEPipeline"),
     # the call defaults of diffusers' WanPipeline, and the frame rate Wan was trained at.
     defaults=Defaults(
         family="Wan",
@@ -77,7 +80,144 @@ WAN: Final = Family(
     ),
 )
 
-FAMILIES: Final[tuple[Family, ...]] = (WAN,)
+HUNYUAN_VIDEO: Final = Family(
+    name="HunyuanVideo",
+    adapter="hunyuan_video",
+    text_to_video=(),
+    other=(
+        "HunyuanVideoPipeline",
+        "HunyuanVideoImageToVideoPipeline",
+        "HunyuanSkyreelsImageToVideoPipeline",
+    ),
+    # the call defaults of diffusers' HunyuanVideoPipeline, and the frame rate of its training.
+    defaults=Defaults(
+        family="HunyuanVideo",
+        frames=129,
+        width=1280,
+        height=720,
+        steps=50,
+        guidance=6.0,
+        fps=24,
+        order="hilbert",
+        frame_factor=4,
+        size_factor=16,
+    ),
+)
+
+HUNYUAN_VIDEO_15: Final = Family(
+    name="HunyuanVideo 1.5",
+    adapter="hunyuan_video15",
+    text_to_video=(),
+    other=("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"),
+    # the call defaults of diffusers' HunyuanVideo15Pipeline; guidance is that of the checkpoints.
+    defaults=Defaults(
+        family="HunyuanVideo 1.5",
+        frames=121,
+        width=848,
+        height=480,
+        steps=50,
+        guidance=6.0,
+        fps=24,
+        order="hilbert",
+        frame_factor=4,
+        size_factor=16,
+    ),
+)
+
+COGVIDEOX: Final = Family(
+    name="CogVideoX",
+    adapter="cogvideox",
+    text_to_video=(),
+    other=(
+        "CogVideoXPipeline",
+        "CogVideoXImageToVideoPipeline",
+        "CogVideoXVideoToVideoPipeline",
+        "CogVideoXFunControlPipeline",
+    ),
+    # those of CogVideoX 1.0. its VAE takes latent frames in pairs after the first: 8k+1 frames.
+    defaults=Defaults(
+        family="CogVideoX",
+        frames=49,
+        width=720,
+        height=480,
+        steps=50,
+        guidance=6.0,
+        fps=8,
+        order="hilbert",
+        frame_factor=8,
+        size_factor=16,
+    ),
+)
+
+MOCHI: Final = Family(
+    name="Mochi",
+    adapter="mochi",
+    text_to_video=(),
+    other=("MochiPipeline",),
+    # the call defaults of diffusers' MochiPipeline, at the 5.4 seconds that the model was made for.
+    defaults=Defaults(
+        family="Mochi",
+        frames=163,
+        width=848,
+        height=480,
+        steps=64,
+        guidance=4.5,
+        fps=30,
+        order="hilbert",
+        frame_factor=6,
+        size_factor=16,
+    ),
+)
+
+LTX: Final = Family(
+    name="LTX-Video",
+    adapter="ltx",
+    text_to_video=(),
+    other=("LTXPipeline", "LTXImageToVideoPipeline"),
+    # the call defaults of diffusers' LTXPipeline.
+    defaults=Defaults(
+        family="LTX-Video",
+        frames=161,
+        width=704,
+        height=512,
+        steps=50,
+        guidance=3.0,
+        fps=25,
+        order="hilbert",
+        frame_factor=8,
+        size_factor=32,
+    ),
+)
+
+LTX_2: Final = Family(
+    name="LTX-2",
+    adapter="ltx2",
+    text_to_video=(),
+    other=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    # the call defaults of diffusers' LTX2Pipeline.
+    defaults=Defaults(
+        family="LTX-2",
+        frames=121,
+        width=768,
+        height=512,
+        steps=30,
+        guidance=3.0,
+        fps=24,
+        order="hilbert",
+        frame_factor=8,
+        size_factor=32,
+    ),
+)
+
+FAMILIES: Final[tuple[Family, ...]] = (
+    WAN,
+    HUNYUAN_VIDEO,
+    HUNYUAN_VIDEO_15,
+    COGVIDEOX,
+    MOCHI,
+    LTX,
+    LTX_2,
+)
 """The supported families."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +16,7 @@ from vidsparse.pipelines.adapter import (
     Session,
     SparseProcessor,
     find_adapter,
+    is_stock,
     parallel_unsupported,
 )
 from vidsparse.schedule import Schedule
@@ -29,10 +29,9 @@ class SparseHandle:
     Usable as a context manager: leaving the block removes it.
     """
 
-    def __init__(self, method: Method, session: Session, modules: list[Any]) -> None:
+    def __init__(self, method: Method, session: Session) -> None:
         self._method = method
         self._session = session
-        self._modules = modules
 
     @property
     def method(self) -> Method:
@@ -60,8 +59,7 @@ class SparseHandle:
 
     def remove(self) -> None:
         """Restore the pipeline: the same processor objects, no hooks. Harmless when repeated."""
-        _detach(self._session, self._modules)
-        self._modules = []
+        self._session.detach()
 
     def __enter__(self) -> SparseHandle:
         return self
@@ -148,13 +146,9 @@ def sparsify(
     # everything is known to be valid by here: from now on the pipeline is changed.
     session = Session(pipe, adapter, engines)
     for part, (transformer, modules) in enumerate(zip(transformers, sites, strict=True)):
-        session.watch(part, transformer)
-        for layer, module in modules.items():
-            session.stock[part, layer] = module.processor
-            module.processor = adapter.processor(module.processor, session, part, layer)
-    handle = SparseHandle(method, session, [m for modules in sites for m in modules.values()])
-    logger.info("%s on %d layers of %s", method.name, len(session.stock), type(pipe).__name__)
-    return handle
+        session.attach(part, transformer, modules)
+    logger.info("%s on %d layers of %s", method.name, session.layers, type(pipe).__name__)
+    return SparseHandle(method, session)
 
 
 def restore(pipe: Any) -> bool:
@@ -163,10 +157,10 @@ def restore(pipe: Any) -> bool:
     Raises:
         UnsupportedError: the pipeline's class is not supported.
     """
-    modules = _sparse_modules(pipe)
-    for session in {module.processor.session for module in modules}:
-        _detach(session, modules)
-    return bool(modules)
+    sessions = _sessions(pipe)
+    for session in sessions:
+        session.detach()
+    return bool(sessions)
 
 
 def is_sparse(pipe: Any) -> bool:
@@ -175,27 +169,19 @@ def is_sparse(pipe: Any) -> bool:
     Raises:
         UnsupportedError: the pipeline's class is not supported.
     """
-    return bool(_sparse_modules(pipe))
+    return bool(_sessions(pipe))
 
 
-def _sparse_modules(pipe: Any) -> list[Any]:
+def _sessions(pipe: Any) -> set[Session]:
+    """The sessions in effect on ``pipe``."""
     adapter = find_adapter(pipe)
-    return [
-        module
+    processors = [
+        module.processor
         for transformer in _transformers(pipe, adapter)
         for name, module in transformer.named_modules()
-        if adapter.attention.fullmatch(name) and isinstance(module.processor, SparseProcessor)
+        if adapter.attention.fullmatch(name)
     ]
-
-
-def _detach(session: Session, modules: Iterable[Any]) -> None:
-    """Put the stock processors of ``session`` back and stop following the transformers."""
-    for module in modules:
-        ours = module.processor
-        # a processor that somebody has put in place since is not ours to replace.
-        if isinstance(ours, SparseProcessor) and ours.session is session:
-            module.processor = ours.stock
-    session.unwatch()
+    return {p.session for p in processors if isinstance(p, SparseProcessor) and p.session.active}
 
 
 def _transformers(pipe: Any, adapter: Adapter) -> list[nn.Module]:
@@ -214,28 +200,31 @@ def _transformers(pipe: Any, adapter: Adapter) -> list[nn.Module]:
 
 def _attention_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, Any]:
     """The self-attention modules by layer, each checked to carry a stock processor."""
-    modules: dict[int, Any] = {}
-    for name, module in transformer.named_modules():
-        match = adapter.attention.fullmatch(name)
-        if not match:
-            continue
+    found = [
+        (name, module)
+        for name, module in transformer.named_modules()
+        if adapter.attention.fullmatch(name)
+    ]
+    for name, module in found:
         processor: Any = module.processor
         if isinstance(processor, SparseProcessor):
-            raise UnsupportedError(
-                "this pipeline is sparse already. Hint: call remove() on its handle, or "
-                "vidsparse.pipelines.restore(pipe)."
-            )
-        if type(processor).__name__ not in adapter.stock_processors:
+            if processor.session.active:
+                raise UnsupportedError(
+                    "this pipeline is sparse already. Hint: call remove() on its handle, or "
+                    "vidsparse.pipelines.restore(pipe)."
+                )
+            # left over from before: the host puts old processors back when it unfuses projections.
+            processor = module.processor = processor.stock
+        if not is_stock(processor, adapter):
             raise UnsupportedError(
                 f"{name} has its own attention processor, {type(processor).__name__}. "
                 f"Hint: sparsify replaces {', '.join(adapter.stock_processors)} only."
             )
         if getattr(processor, "_parallel_config", None) is not None:
             raise parallel_unsupported()
-        modules[int(match[1])] = module
-    if not modules:
+    if not found:
         raise UnsupportedError(
             f"{type(transformer).__name__} has no module named like {adapter.attention.pattern}. "
             "Hint: this version of diffusers may be too new; please report it."
         )
-    return modules
+    return {layer: module for layer, (_, module) in enumerate(found)}

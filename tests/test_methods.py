@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import vidsparse
+from vidsparse.grid import TokenGrid
 from vidsparse.methods import METHODS, Dense, FgAttn, SpargeAttn, SparseMethod, make_method
+from vidsparse.site import CallSite
 
 
 def test_the_methods_and_their_default_come_in_order() -> None:
@@ -124,7 +126,7 @@ def test_a_selection_has_a_row_of_key_tiles_for_every_query_tile(
     q, k = torch.randn(2, 3, 100, 16), torch.randn(2, 3, 100, 16)
     method = make_method(name, tile=tile)
     assert isinstance(method, SparseMethod)
-    mask = method.select(q, k)
+    mask = method.select(q, k, CallSite(0, 0, 0.0, TokenGrid(1, 10, 10)))
     assert mask.dtype == torch.bool
     assert mask.shape == (2, 3, -(-100 // tile[0]), -(-100 // tile[1]))
     assert bool(mask.any(-1).all())

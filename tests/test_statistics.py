@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vidsparse.attention import AttentionEngine, CallSite, attend
+from vidsparse.attention import AttentionEngine, attend
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import FgAttn, SpargeAttn, make_method
 from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
 from vidsparse.statistics import (
     RecordedCall,
-    computed_density,
+    mean_densities,
     measure_call,
     measure_calls,
     record_calls,
@@ -67,7 +68,9 @@ def test_measure_calls_is_the_mean_over_calls() -> None:
     each = [measure_call(call, method, "hilbert") for call in calls]
     both = measure_calls(calls, method, "hilbert")
     assert both.l1 == pytest.approx((each[0].l1 + each[1].l1) / 2)
-    assert computed_density(calls, method, "hilbert") == pytest.approx(both.computed)
+    densities = mean_densities(calls, method, "hilbert")
+    assert densities["selected"] == pytest.approx(both.selected)
+    assert densities["computed"] == pytest.approx(both.computed)
 
 
 def test_recording_keeps_the_chosen_calls_and_leaves_the_engine_alone() -> None:

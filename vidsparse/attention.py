@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +19,13 @@ from vidsparse.kernels.dispatch import (
     plans_on_device,
     sparse_attention,
 )
-from vidsparse.masks import tile_count
+from vidsparse.kernels.gates import Gate
+from vidsparse.masks import PooledTopP, tile_count
 from vidsparse.methods import Method, SparseMethod, make_method
 from vidsparse.order import TokenOrder, check_order, token_order
 from vidsparse.plan import SparsePlan, make_plan, make_plan_of_bits
 from vidsparse.schedule import Action, Schedule
+from vidsparse.site import CallSite
 from vidsparse.trace import Cell, Trace
 
 if TYPE_CHECKING:
@@ -42,21 +44,6 @@ MASK_TILES = 64_000_000
 # the kernels hold a mask as bits and tile means in 16 bits: all 40 heads at 75,600 tokens and 16x16
 # tiles are 300 MB. Their scores go to a room of fixed size.
 MASK_BYTES = 512 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class CallSite:
-    """Where in a run an attention call stands.
-
-    ``branch`` is ``conditional`` or ``unconditional`` (classifier-free guidance runs both);
-    ``timestep`` is the scheduler's, for methods whose thresholds depend on it.
-    """
-
-    layer: int
-    step: int
-    timestep: float
-    grid: TokenGrid
-    branch: str = "conditional"
 
 
 class AttentionEngine:
@@ -111,15 +98,25 @@ class AttentionEngine:
         self._plans.clear()
 
     def implementation_for(
-        self, device: torch.device | str, dtype: torch.dtype, head_dim: int
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        head_dim: int,
+        *,
+        gate: Gate | None = None,
+        quantize: str | None = None,
     ) -> str:
         """The kernel implementation that such a call will run.
+
+        ``gate`` and ``quantize`` are what the call will have beside its plan.
 
         Raises:
             UnsupportedError: the one asked for cannot run there.
         """
         try:
-            return choose(self.implementation, device, dtype, head_dim)
+            return choose(
+                self.implementation, device, dtype, head_dim, gate=gate, quantize=quantize
+            )
         except ValueError as error:
             raise UnsupportedError(str(error)) from None
 
@@ -170,18 +167,22 @@ class AttentionEngine:
         if torch.is_autocast_enabled(kind):
             # as autocast does for stock attention; planning and kernels choose their own precision.
             q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-        cell.implementation = self.implementation_for(q.device, q.dtype, q.shape[-1])
         order = token_order(self.order, site.grid, q.device)
         key = _plan_key(q, site)
         layout = q
         if cell.action == Action.REPLAN.value:
-            q, k, plan = self.planner(self.method, q, k, site.grid, order)
+            q, k, plan = self.planner(self.method, q, k, site, order)
             if self.schedule.reuse > 1:
                 self._plans[key] = plan
         else:
             q, k, plan = order.apply(q), order.apply(k), self._plans[key]
         v = order.apply(v)
-        cell.selected, cell.computed = plan.selected, plan.computed
+        # a gate is of this very step, also where the plan is not.
+        gate, quantize = self.method.gate(q, site, plan), self.method.quantize
+        cell.implementation = self.implementation_for(
+            q.device, q.dtype, q.shape[-1], gate=gate, quantize=quantize
+        )
+        skipped = None if gate is None else torch.empty_like(plan.kv_count)
         out, _ = self.kernel(
             q,
             k,
@@ -191,7 +192,13 @@ class AttentionEngine:
             plan.kv_index,
             tile=plan.tile,
             implementation=cell.implementation,
+            gate=gate,
+            quantize=quantize,
+            skipped=skipped,
         )
+        cell.selected, cell.computed = plan.selected, plan.computed
+        if skipped is not None:
+            cell.count_skipped(skipped, plan.tokens)
         # the copies in order are as large as what the caller holds: not to be kept beside another.
         del q, k, v
         return order.undo(out, like=layout).to(asked)
@@ -202,33 +209,35 @@ def _plan_key(q: Tensor, site: CallSite) -> PlanKey:
 
 
 def order_and_plan(
-    method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid, order: TokenOrder
+    method: SparseMethod, q: Tensor, k: Tensor, site: CallSite, order: TokenOrder
 ) -> tuple[Tensor, Tensor, SparsePlan]:
     """``q`` and ``k`` ``[B, H, S, D]`` put in order, and the plan for them.
 
     Where kernels plan, tiles are averaged on the way, while their tokens are at hand.
     """
-    if not _kernels_plan(method, q) or min(method.tile) == 1:
+    rule = _rule_of_kernels(method, q, site)
+    if rule is None or min(method.tile) == 1:
         # tiles of one token are their own mean: for all heads at once that would be a second q.
         q, k = order.apply(q), order.apply(k)
-        return q, k, plan_attention(method, q, k, grid)
+        return q, k, plan_attention(method, q, k, site)
     from vidsparse.kernels.triton_pool import reorder_and_pool
 
-    judged = method.rule is not None and method.rule.theta is not None
+    judged = rule.theta is not None
     q, q_pooled = reorder_and_pool(q, order.permutation, method.tile[0], judged=judged)
     k, k_pooled = reorder_and_pool(k, order.permutation, method.tile[1], judged=judged)
-    return q, k, _plan_by_kernels(method, q, k, grid, (q_pooled, k_pooled))
+    return q, k, _plan_by_kernels(method, rule, q, k, site.grid, (q_pooled, k_pooled))
 
 
-def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) -> SparsePlan:
+def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -> SparsePlan:
     """Mask and plan for ``q``, ``k`` ``[B, H, S, D]`` in token order, text last.
 
     Tiles that hold text tokens are computed in full, both ways. Heads go in chunks where the mask
     of all of them would be too large.
     """
-    if _kernels_plan(method, q):
-        return _plan_by_kernels(method, q, k, grid)
-    tokens = q.shape[2]
+    rule = _rule_of_kernels(method, q, site)
+    if rule is not None:
+        return _plan_by_kernels(method, rule, q, k, site.grid)
+    tokens, grid = q.shape[2], site.grid
     rows, keys = method.tile
     tiles = tile_count(tokens, rows) * tile_count(tokens, keys) * q.shape[0]
     chunk = max(1, MASK_TILES // tiles)
@@ -237,7 +246,8 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) 
     # autocast would round scores and counts to 16 bits.
     with torch.autocast(q.device.type, enabled=False):
         for h in range(0, q.shape[1], chunk):
-            mask = method.select(q[:, h : h + chunk], k[:, h : h + chunk])
+            part = replace(site, first_head=site.first_head + h)
+            mask = method.select(q[:, h : h + chunk], k[:, h : h + chunk], part)
             if grid.text:
                 mask[:, :, grid.video // rows :] = True
                 mask[:, :, :, grid.video // keys :] = True
@@ -245,12 +255,16 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) 
     return _of_all_heads(plans)
 
 
-def _kernels_plan(method: SparseMethod, q: Tensor) -> bool:
-    return method.rule is not None and plans_on_device(q.device, q.dtype, q.shape[-1])
+def _rule_of_kernels(method: SparseMethod, q: Tensor, site: CallSite) -> PooledTopP | None:
+    """The method's rule where kernels can follow it, else None."""
+    if not plans_on_device(q.device, q.dtype, q.shape[-1]):
+        return None
+    return method.rule(site, q.device)
 
 
 def _plan_by_kernels(
     method: SparseMethod,
+    rule: PooledTopP,
     q: Tensor,
     k: Tensor,
     grid: TokenGrid,
@@ -260,13 +274,12 @@ def _plan_by_kernels(
     from vidsparse.kernels.triton_mask import top_p_words
     from vidsparse.kernels.triton_pool import pool
 
-    assert method.rule is not None
     batch, heads, tokens, dim = q.shape
     rows, keys = method.tile
     q_tiles, k_tiles = tile_count(tokens, rows), tile_count(tokens, keys)
     head_bytes = q_tiles * k_tiles // 8 + (q_tiles + k_tiles) * dim * 4
     chunk = max(1, MASK_BYTES // (head_bytes * batch))
-    judged = method.rule.theta is not None
+    judged = rule.theta is not None
     block = block_rows(q.device)
     plans = []
     for start in range(0, heads, chunk):
@@ -280,8 +293,8 @@ def _plan_by_kernels(
             q_pooled,
             k_pooled,
             scale=dim**-0.5,
-            top_p=method.rule.top_p,
-            theta=method.rule.theta,
+            top_p=rule.top_p,
+            theta=rule.theta,
             full_rows=grid.video // rows if grid.text else None,
             full_columns=grid.video // keys if grid.text else None,
         )

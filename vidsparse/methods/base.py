@@ -11,7 +11,12 @@ from vidsparse.errors import OptionError
 from vidsparse.masks import PooledTopP, check_tile, parse_tile
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from vidsparse.kernels.gates import Gate
+    from vidsparse.plan import SparsePlan
+    from vidsparse.site import CallSite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,15 +45,28 @@ class SparseMethod(Method):
     merge: str
 
     @abstractmethod
-    def select(self, q: Tensor, k: Tensor) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         """The tiles to compute: ``q``, ``k`` ``[B, H, S, D]`` to bool ``[B, H, Tq, Tk]``.
 
-        Tokens are in the chosen order already. No host synchronisation.
+        Tokens are in the chosen order already. No host synchronisation. Where plans are reused,
+        ``site`` is that of the call which made the plan.
         """
 
-    @property
-    def rule(self) -> PooledTopP | None:
+    def rule(self, site: CallSite, device: torch.device) -> PooledTopP | None:
         """What ``select`` does, where the kernels can do the same; None is always right."""
+        return None
+
+    def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate | None:
+        """Which of the plan's products with V to skip once their scores are known; None: none.
+
+        Asked at every sparse call, also of a reused plan. ``q`` ``[B, H, S, D]`` in token order.
+        No host synchronisation.
+        """
+        return None
+
+    @property
+    def quantize(self) -> str | None:
+        """8-bit format of the products q·k, ``int8`` or ``fp8``; None computes them in full."""
         return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from vidsparse.grouping import check_merge
@@ -17,6 +18,7 @@ from vidsparse.methods.base import (
     option,
     tile_option,
 )
+from vidsparse.site import CallSite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +49,10 @@ class FgAttn(SparseMethod):
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
 
-    def select(self, q: Tensor, k: Tensor) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3)."""
         return top_p_mask(pooled_scores(q, k, self.tile).softmax(-1), self.top_p)
 
-    @property
-    def rule(self) -> PooledTopP:
+    def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
         """Top-p alone."""
         return PooledTopP(self.top_p)

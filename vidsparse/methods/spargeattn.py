@@ -20,6 +20,7 @@ from vidsparse.methods.base import (
     option,
     tile_option,
 )
+from vidsparse.site import CallSite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class SpargeAttn(SparseMethod):
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
 
-    def select(self, q: Tensor, k: Tensor) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         """Top-cdf with the self-similarity judge, bool ``[B, H, Tq, Tk]`` (equations 4 and 5)."""
         stray_q = self_similarity(q, self.tile[0]) < self.theta
         stray_k = (self_similarity(k, self.tile[1]) < self.theta).unsqueeze(-2)
@@ -71,7 +72,6 @@ class SpargeAttn(SparseMethod):
         probabilities = scores.softmax(-1).nan_to_num(0.0)
         return top_p_mask(probabilities, self.tau) | stray_q.unsqueeze(-1) | stray_k
 
-    @property
-    def rule(self) -> PooledTopP:
+    def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
         """Top-cdf and the judge."""
         return PooledTopP(self.tau, self.theta)
