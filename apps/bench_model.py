@@ -358,7 +358,7 @@ class Bench:
             timing, out = measure(run, watch, self.device)
             handle.trace.resolve()
             cells = handle.trace.cells[before:]
-        name = cells[0].implementation + ("" if form is None else f" {form}")
+        name = seen.implementation + ("" if form is None else f" {form}")
         _refuse_dense_calls(cells)
         _refuse_non_finite(out, name)
         calls = sum(cell.seconds or 0.0 for cell in cells) * 1e3

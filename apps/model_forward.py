@@ -148,10 +148,12 @@ class PlanToOrder:
     Args:
         real: density that each real plan would have computed, ``[B, H]`` per call.
         tokens: length of the longest call.
+        implementation: the kernel that ran.
     """
 
     real: list[Tensor] = field(default_factory=list)
     tokens: int = 0
+    implementation: str = ""
 
 
 @contextmanager
@@ -178,18 +180,22 @@ def planned_to_order(
     # ones are alike to a kernel.
     plans: dict[Any, SparsePlan] = {}
 
-    def plan(method: Any, q: Tensor, k: Tensor, grid: Any, order: Any) -> Any:
-        q, k, real = planner(method, q, k, grid, order)
-        key = (tuple(q.shape), grid)
+    def plan(method: Any, q: Tensor, k: Tensor, site: Any, order: Any) -> Any:
+        q, k, real = planner(method, q, k, site, order)
+        key = (tuple(q.shape), site.grid)
         if key not in plans:
-            plans[key] = random_plan(q, grid.video, method.tile, density, skew)
+            plans[key] = random_plan(q, site.grid.video, method.tile, density, skew)
         seen.real.append(real.computed)
         seen.tokens = max(seen.tokens, q.shape[2])
         return q, k, plans[key]
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.implementation = engine.implementation_for(
+            q.device, q.dtype, q.shape[-1], quantize=quantize
+        )
+        chosen = {"implementation": seen.implementation, "quantize": quantize}
         with watch.span():
-            return kernel(*args, **{**kwargs, "quantize": quantize})
+            return kernel(q, *args, **{**kwargs, **chosen})
 
     engine.planner, engine.kernel = plan, timed
     try:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from vidsparse.attention import AttentionEngine
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
+from vidsparse.kernels.dispatch import triton_reason
 from vidsparse.pipelines.families import FAMILIES, Family, supported_pipelines
 from vidsparse.site import CallSite
 
@@ -347,11 +348,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     ``cos`` and ``sin`` ``[..., D / 2]`` hold the angle of every pair. The product is formed in
     their precision and rounded once, as the stock processors do.
     """
+    if _by_kernel(x, cos, sin):
+        from vidsparse.kernels.triton_rotate import rotate_pairs
+
+        return rotate_pairs(x, cos, sin)
     even, odd = x[..., 0::2], x[..., 1::2]
     out = x.new_empty(x.shape)
     out[..., 0::2] = even * cos - odd * sin
     out[..., 1::2] = even * sin + odd * cos
     return out
+
+
+def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the one-pass kernel may rotate ``x``: it knows no gradients, and compilers fuse."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    if triton_reason(x.device) is not None:
+        return False
+    from vidsparse.kernels.triton_rotate import can_rotate
+
+    return can_rotate(x, cos, sin)
 
 
 def is_stock(processor: Any, adapter: Adapter) -> bool:

@@ -37,6 +37,7 @@ from vidsparse.kernels import (
     triton_plan,
     triton_pool,
     triton_quantize,
+    triton_rotate,
 )
 from vidsparse.kernels.gates import KEY_GROUP
 from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
@@ -137,6 +138,7 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
         for size in (1, 16, 128) if every else (16,):
             yield pool(cc, head_dim, size, reordered=True, judged=False)
         yield scores(cc, head_dim)
+        yield rotation(cc, head_dim)
     yield pool(cc, max(head_dims), 128, reordered=False, judged=True)
     yield scores(cc, max(head_dims), judged=True)
     # the default tile at 75,600 and 17,776 tokens, and the longest row held on chip.
@@ -298,6 +300,25 @@ def pool(cc: int, head_dim: int, size: int, *, reordered: bool, judged: bool) ->
         },
         triton_pool.WARPS,
         aligned=tuple(f"stride_{x}{d}" for x in "xo" for d in "bhs"),
+    )
+
+
+def rotation(cc: int, head_dim: int) -> Variant:
+    """Rotary embedding, of angles that stand there twice."""
+    pairs = head_dim // 2
+    block_p = triton.next_power_of_2(pairs)
+    return _variant(
+        cc,
+        f"rotate D={head_dim}",
+        triton_rotate.rotate_kernel,
+        _pointers(x="bf16", cos="fp32", sin="fp32", out="bf16"),
+        {
+            "P": pairs,
+            "BLOCK_P": block_p,
+            "BLOCK_R": triton_rotate.BLOCK_ELEMENTS // (2 * block_p),
+        },
+        triton_rotate.WARPS,
+        aligned=tuple(f"stride_x{d}" for d in "bsh"),
     )
 
 

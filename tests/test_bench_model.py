@@ -24,11 +24,12 @@ from vidsparse.apps.model_forward import (
     random_plan,
 )
 from vidsparse.apps.model_shapes import MODEL_SHAPES
-from vidsparse.attention import AttentionEngine, CallSite
+from vidsparse.attention import AttentionEngine
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels import sparse_attention
 from vidsparse.methods import make_method
 from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
 
 CPU = torch.device("cpu")
 
@@ -60,6 +61,48 @@ TINY: dict[str, dict[str, Any]] = {
         "freq_dim": 32,
         "ffn_dim": 48,
         "num_layers": 3,
+    },
+    "hunyuanvideo": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "num_refiner_layers": 1,
+        "mlp_ratio": 2.0,
+        "text_embed_dim": 16,
+        "pooled_projection_dim": 8,
+        "rope_axes_dim": (4, 6, 6),
+    },
+    "mochi": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 3,
+        "pooled_projection_dim": 16,
+        "text_embed_dim": 16,
+        "time_embed_dim": 8,
+        "max_sequence_length": 112,
+    },
+    "cogvideox-5b": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "time_embed_dim": 8,
+        "text_embed_dim": 16,
+        "num_layers": 3,
+        "max_text_seq_length": 20,
+    },
+    "ltx-2": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16,
+        "num_layers": 3,
+        "caption_channels": 16,
+        "in_channels": 8,
+        "out_channels": 8,
+        "audio_in_channels": 8,
+        "audio_out_channels": 8,
     },
 }
 
