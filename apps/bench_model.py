@@ -109,6 +109,19 @@ def projected_ratio(dense: float, sparse: float, warmup: float, steps: int) -> f
     return steps * dense / (first * dense + (steps - first) * sparse)
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One sparse forward: the tile (M, N) of FG-Attn, and the 8-bit format of q·k or None."""
+
+    tile: tuple[int, int]
+    quantize: str | None
+
+    @property
+    def name(self) -> str:
+        """The tile as one types it."""
+        return f"{self.tile[0]}x{self.tile[1]}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What to measure of one model.
@@ -120,9 +133,8 @@ class Setting:
         computed: density of the plan that the kernel runs.
         warmup: share of steps that stay dense.
         steps: steps of the projected run.
-        tile: (M, N) of FG-Attn.
         implementation: kernel, or ``auto``.
-        quantize: formats of q·k, one row each; ``EXACT`` for none.
+        sparse: tiles (M, N) of FG-Attn and formats of q·k (``EXACT`` for none), one row each.
     """
 
     family: str
@@ -131,9 +143,8 @@ class Setting:
     computed: float
     warmup: float
     steps: int
-    tile: tuple[int, int]
     implementation: str
-    quantize: tuple[str, ...]
+    sparse: tuple[Variant, ...]
 
     @property
     def model(self) -> ModelShape:
@@ -145,14 +156,14 @@ class Setting:
         """Width x height x frames."""
         return f"{self.latent.width}x{self.latent.height}x{self.latent.frames}"
 
-    def covers(self, row: Row, quantize: str) -> bool:
-        """Whether ``row`` is this setting's, in this 8-bit format."""
+    def covers(self, row: Row, variant: Variant) -> bool:
+        """Whether ``row`` is this setting's, in this variant."""
         return (
             (row.family, row.shape, row.asked, row.warmup, row.steps)
             == (self.family, self.shape, self.computed, self.warmup, self.steps)
-            and row.tile == f"{self.tile[0]}x{self.tile[1]}"
+            and row.tile == variant.name
             and row.layers == (self.layers or self.model.full_layers())
-            and row.impl.partition(" ")[2] == ("" if quantize == EXACT else quantize)
+            and row.impl.partition(" ")[2] == (variant.quantize or "")
             and self.implementation in ("auto", row.impl.partition(" ")[0])
         )
 
@@ -179,8 +190,8 @@ class Bench:
 
         torch.manual_seed(0)
         with torch.no_grad():
-            for quantize in setting.quantize:
-                self._check(setting, quantize)
+            for variant in setting.sparse:
+                self._check(setting, variant)
             self._free()
             model = setting.model.build(setting.layers, self.dtype, self.device)
             try:
@@ -201,7 +212,7 @@ class Bench:
 
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
-    def _check(self, setting: Setting, quantize: str) -> None:
+    def _check(self, setting: Setting, variant: Variant) -> None:
         """Sparse at full density equals dense, on a few layers and frames.
 
         The error of both against fp32 (fp64 where the model is fp32) is of the model's output.
@@ -232,7 +243,7 @@ class Bench:
                 pipe,
                 "fg-attn",
                 top_p=1.0,
-                tile=setting.tile,
+                tile=variant.tile,
                 dense_steps=0,
                 implementation=setting.implementation,
             ) as handle,
@@ -241,7 +252,7 @@ class Bench:
                 Stopwatch(self.device),
                 density=1.0,
                 skew=0.0,
-                quantize=None if quantize == EXACT else quantize,
+                quantize=variant.quantize,
             ),
         ):
             sparse = model(**inputs, return_dict=False)[0]
@@ -250,7 +261,7 @@ class Bench:
             ((out.double() - exact).norm() / exact.norm()).item() for out in (sparse, stock)
         )
         budget = 2 * stock_error + 4 * torch.finfo(self.dtype).eps
-        if quantize != EXACT:
+        if variant.quantize is not None:
             budget = max(budget, LOSSY_BUDGET)
         if not error <= budget:
             raise UnsupportedError(
@@ -258,8 +269,8 @@ class Bench:
                 f"dense, budget {budget:.2e}; no speed is reported for a wrong result"
             )
         self.say(
-            f"  {layers} layers at full density, q·k {quantize}: error {error:.1e}, "
-            f"stock {stock_error:.1e}"
+            f"  {layers} layers at full density, tile {variant.name}, 8-bit {variant.quantize}: "
+            f"error {error:.1e}, stock {stock_error:.1e}"
         )
 
     def _rows(self, setting: Setting, model: Any) -> Iterator[Row]:
@@ -282,8 +293,8 @@ class Bench:
                 fa4 = dense("FlashAttention-4", cudnn=True, attention=flash_attention_4)
             except ImportError as error:
                 self.say(f"  without FlashAttention-4: not installed ({error.name or error})")
-        for quantize in setting.quantize:
-            yield self._sparse(setting, model, pipe, run, (cudnn, fa4, stock), quantize)
+        for variant in setting.sparse:
+            yield self._sparse(setting, model, pipe, run, (cudnn, fa4, stock), variant)
 
     def _dense(
         self,
@@ -300,16 +311,16 @@ class Bench:
     ) -> Timing:
         from vidsparse.apps.model_forward import (
             Stopwatch,
-            WatchedAttention,
             first_blocks,
             measure,
+            watched_attention,
         )
         from vidsparse.pipelines import sparsify
 
         watch = Stopwatch(self.device)
         # stock attention with a mask is kept for `stock`; the others get what our adapter gives.
         ours = sparsify(pipe, "dense") if shape.masked and not as_stock else nullcontext()
-        with ours, _cudnn_first(cudnn), WatchedAttention(watch, tokens, attention):
+        with ours, _cudnn_first(cudnn), watched_attention(watch, tokens, attention):
             with first_blocks(model, shape.blocks, CHECKED_LAYERS):
                 run()
             timing, out = measure(run, watch, self.device)
@@ -324,7 +335,7 @@ class Bench:
         pipe: Any,
         run: Callable[[], list[Tensor]],
         dense: tuple[Timing, Timing | None, Timing],
-        quantize: str,
+        variant: Variant,
     ) -> Row:
         import torch
 
@@ -337,18 +348,21 @@ class Bench:
         from vidsparse.pipelines import sparsify
 
         shape, watch = setting.model, Stopwatch(self.device)
-        form = None if quantize == EXACT else quantize
         with (
             sparsify(
                 pipe,
                 "fg-attn",
                 top_p=TOP_P,
-                tile=setting.tile,
+                tile=variant.tile,
                 dense_steps=0,
                 implementation=setting.implementation,
             ) as handle,
             planned_to_order(
-                handle.engine, watch, density=setting.computed, skew=SKEW, quantize=form
+                handle.engine,
+                watch,
+                density=setting.computed,
+                skew=SKEW,
+                quantize=variant.quantize,
             ) as seen,
             _cudnn_first(self.device.type == "cuda"),
         ):
@@ -358,7 +372,7 @@ class Bench:
             timing, out = measure(run, watch, self.device)
             handle.trace.resolve()
             cells = handle.trace.cells[before:]
-        name = seen.implementation + ("" if form is None else f" {form}")
+        name = seen.implementation + ("" if variant.quantize is None else f" {variant.quantize}")
         _refuse_dense_calls(cells)
         _refuse_non_finite(out, name)
         calls = sum(cell.seconds or 0.0 for cell in cells) * 1e3
@@ -368,8 +382,8 @@ class Bench:
             projected_ratio, sparse=timing.ms, warmup=setting.warmup, steps=setting.steps
         )
         self.say(
-            f"  {name}: {timing.ms:.0f} ms, kernel {timing.attention_ms:.0f} ms; the real plan "
-            f"(top_p {TOP_P} on random q and k) would compute {real:.2f}"
+            f"  {name}, tile {variant.name}: {timing.ms:.0f} ms, kernel {timing.attention_ms:.0f} ms; "
+            f"the real plan (top_p {TOP_P} on random q and k) would compute {real:.2f}"
         )
         computed = [cell.computed.mean() for cell in cells if cell.computed is not None]
         return Row(
@@ -378,7 +392,7 @@ class Bench:
             tokens=seen.tokens,
             layers=setting.layers or shape.full_layers(),
             step=shape.step,
-            tile=f"{setting.tile[0]}x{setting.tile[1]}",
+            tile=variant.name,
             asked=setting.computed,
             computed=round(torch.stack(computed).mean().item(), 4),
             warmup=setting.warmup,
@@ -452,6 +466,7 @@ COLUMNS = (
     "model",
     "shape",
     "tokens",
+    "tile",
     "computed",
     "warm-up",
     "implementation",
@@ -475,6 +490,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row.family + part,
         row.shape,
         str(row.tokens),
+        row.tile,
         f"{row.computed:.2f}",
         f"{row.warmup:g}",
         row.impl,
@@ -542,6 +558,8 @@ def _settings(
     layers: int | None,
     computed: float | None,
     warmup: float | None,
+    tiles: Sequence[tuple[int, int]],
+    quantize: Sequence[str],
     **common: Any,
 ) -> list[Setting]:
     """One setting for each family, checked before anything is built."""
@@ -564,6 +582,11 @@ def _settings(
                 layers=layers,
                 computed=model.computed if computed is None else computed,
                 warmup=model.warmup if warmup is None else warmup,
+                sparse=tuple(
+                    Variant(tile, None if form == EXACT else form)
+                    for tile in tiles or (model.tile,)
+                    for form in quantize
+                ),
                 **common,
             )
         )
@@ -631,7 +654,13 @@ Examples:
     type=click.IntRange(min=1),
     help="Steps of the run that ratios are projected to.",
 )
-@click.option("--tile", default="16x16", show_default=True, metavar="MxN", help="Of FG-Attn.")
+@click.option(
+    "--tile",
+    "tiles",
+    multiple=True,
+    metavar="MxN",
+    help="Of FG-Attn; repeat for several.  [default: the model's own]",
+)
 @click.option(
     "--quantize",
     multiple=True,
@@ -663,7 +692,7 @@ def model(
     computed: float | None,
     warmup: float | None,
     steps: int,
-    tile: str,
+    tiles: tuple[str, ...],
     quantize: tuple[str, ...],
     implementation: str,
     device: str,
@@ -693,7 +722,7 @@ def model(
         computed,
         warmup,
         steps=steps,
-        tile=parse_tile(tile),
+        tiles=tuple(parse_tile(tile) for tile in dict.fromkeys(tiles)),
         implementation=implementation,
         quantize=tuple(dict.fromkeys(quantize)),
     )
@@ -717,7 +746,7 @@ def _measure(
     failed: list[str] = []
     for setting in settings:
         missing = tuple(
-            form for form in setting.quantize if not any(setting.covers(row, form) for row in rows)
+            one for one in setting.sparse if not any(setting.covers(row, one) for row in rows)
         )
         if not missing:
             say(f"{setting.family} {setting.shape}: measured already")
@@ -725,7 +754,7 @@ def _measure(
         say(f"{setting.family} {setting.shape}, one step is {setting.model.step}")
         try:
             with _memory_hint(setting):
-                for row in Bench(where, kind, say).rows(replace(setting, quantize=missing)):
+                for row in Bench(where, kind, say).rows(replace(setting, sparse=missing)):
                     rows.append(row)
                     click.echo("  ".join(cells(row)))
                     if json_path:

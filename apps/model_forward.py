@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from vidsparse.apps.attention_cases import KERNEL, Case, random_mask
 from vidsparse.grouping import WINDOW_TILES
@@ -61,40 +61,40 @@ class Stopwatch:
         return float(sum(start.elapsed_time(end) for start, end in spans))
 
 
-class WatchedAttention(TorchFunctionMode):
-    """Times PyTorch's attention over whole videos, and can put another kernel in its place.
+@contextmanager
+def watched_attention(
+    watch: Stopwatch, tokens: int, attention: Attention | None = None
+) -> Iterator[None]:
+    """Time PyTorch's attention over whole videos, and perhaps run another kernel in its place.
+
+    Stock processors of all families and our own dense calls look it up in ``torch.nn.functional``,
+    which is where this stands in for it until the block ends.
 
     Args:
         watch: counts calls whose queries and keys are at least ``tokens``; attention to text alone
             or to sound is not meant.
         tokens: video tokens.
-        attention: ``(q, k, v) -> out``, ``[B, H, S, D]``, computes calls without a mask instead.
+        attention: ``(q, k, v) -> out``, ``[B, H, S, D]``, computes such calls that have no mask.
     """
+    stock = F.scaled_dot_product_attention
 
-    def __init__(self, watch: Stopwatch, tokens: int, attention: Attention | None = None) -> None:
-        super().__init__()
-        self.watch = watch
-        self.tokens = tokens
-        self.attention = attention
+    def counted(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if min(query.shape[2], key.shape[2]) < tokens:
+            return stock(query, key, value, attn_mask, *args, **kwargs)
+        with watch.span():
+            if attention is not None and attn_mask is None:
+                return attention(query, key, value)
+            return stock(query, key, value, attn_mask, *args, **kwargs)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Called for every function of torch while the mode is on."""
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        named = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
-        if min(named["query"].shape[2], named["key"].shape[2]) < self.tokens:
-            return func(*args, **kwargs)
-        with self.watch.span():
-            if self.attention is not None and named.get("attn_mask") is None:
-                return self.attention(named["query"], named["key"], named["value"])
-            return func(*args, **kwargs)
+    with mock.patch.object(F, "scaled_dot_product_attention", counted):
+        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,7 @@ class ModelShape:
         compression: pixels along a side of one latent pixel.
         computed: density of sparse steps that the standard row is measured at.
         warmup: share of steps that stay dense there.
+        tile: tile of FG-Attn there.
         forwards: transformer calls of one denoising step.
         batch: samples in each.
         step: the same in words.
@@ -81,6 +82,7 @@ class ModelShape:
     compression: int
     computed: float
     warmup: float
+    tile: tuple[int, int] = (32, 32)
     forwards: int
     batch: int
     step: str
@@ -265,6 +267,9 @@ def _valid(text: torch.Tensor, *counts: int) -> torch.Tensor:
 
 
 _BATCH_OF_TWO = "one forward of two samples, the guidance branches"
+
+# Densities below are those that FG-Attn's table 1 gives for tiles of 32x32, its best trade of time
+# and quality, as far as it has the model.
 
 
 def _wan_shape(checkpoint: str, heads: int, ffn_dim: int, layers: int) -> ModelShape:

@@ -342,16 +342,25 @@ def valid_text(mask: Tensor) -> tuple[int, ...]:
     return tuple(mask.bool().sum(1).tolist())
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``x`` ``[..., D]``, channels in neighbouring pairs.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
+    """Rotary embedding of ``x`` ``[..., D]``, on a GPU in one pass.
 
-    ``cos`` and ``sin`` ``[..., D / 2]`` hold the angle of every pair. The product is formed in
-    their precision and rounded once, as the stock processors do.
+    ``cos`` and ``sin`` ``[..., D / 2]`` hold the angle of every pair of channels: neighbours, or
+    with ``halves`` one of the first half of the channels and one of the second. The product is
+    formed in their precision and rounded as the stock processors do.
     """
     if _by_kernel(x, cos, sin):
-        from vidsparse.kernels.triton_rotate import rotate_pairs
+        from vidsparse.kernels.triton_rotate import rotate_rows
 
-        return rotate_pairs(x, cos, sin)
+        return rotate_rows(x, cos, sin, halves=halves)
+    if halves:
+        first, second = x.chunk(2, -1)
+        # multiplied and added at once.
+        rotated = (
+            torch.addcmul(first * cos, -sin, second.to(sin.dtype)),
+            torch.addcmul(second * cos, sin, first.to(sin.dtype)),
+        )
+        return torch.cat(rotated, -1).type_as(x)
     even, odd = x[..., 0::2], x[..., 1::2]
     out = x.new_empty(x.shape)
     out[..., 0::2] = even * cos - odd * sin

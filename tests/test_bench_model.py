@@ -18,10 +18,10 @@ from vidsparse.apps.bench_model import COLUMNS, Row, projected_ratio
 from vidsparse.apps.cli import main
 from vidsparse.apps.model_forward import (
     Stopwatch,
-    WatchedAttention,
     first_blocks,
     planned_to_order,
     random_plan,
+    watched_attention,
 )
 from vidsparse.apps.model_shapes import MODEL_SHAPES
 from vidsparse.attention import AttentionEngine
@@ -164,6 +164,8 @@ def test_rows_are_kept_and_only_missing_ones_measured(tmp_path: Path) -> None:
     assert [row["impl"] for row in both] == ["torch", "torch int8"]
     other = measured(file, *SMALL, "--computed", "0.7")
     assert len(other) == 3
+    tiles = measured(file, *SMALL, "--tile", "16x16", "--tile", "32x32")
+    assert [row["tile"] for row in tiles] == ["32x32", "32x32", "32x32", "16x16"]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -342,12 +344,14 @@ def test_attention_of_whole_videos_is_counted_and_replaced() -> None:
         replaced.append(tuple(k.shape))
         return torch.zeros_like(q)
 
-    with WatchedAttention(watch, 64, other):
+    with watched_attention(watch, 64, other):
         assert bool((F.scaled_dot_product_attention(q, q, q) == 0).all())
         assert bool((F.scaled_dot_product_attention(query=q, key=q, value=q) == 0).all())
         assert bool((F.scaled_dot_product_attention(q, text, text) != 0).any())
         mask = torch.ones(64, 64, dtype=torch.bool)
         assert bool((F.scaled_dot_product_attention(q, q, q, attn_mask=mask) != 0).any())
+    stock = F.scaled_dot_product_attention(q, q, q)
+    assert bool((stock != 0).any())
     assert replaced == [(1, 2, 64, 8)] * 2
     assert watch.milliseconds() > 0
     assert watch.milliseconds() == 0

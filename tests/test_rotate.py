@@ -19,13 +19,20 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 HERE = Path(__file__).parent
 # the interpreter rounds to bf16 otherwise than GPUs and PyTorch do.
-INTERPRETED = {"fp16": torch.float16, "fp32": torch.float32}
+INTERPRETED = {"fp16": torch.float16}
 ON_GPU = {**INTERPRETED, "bf16": torch.bfloat16}
 
 Check = Callable[[], None]
 
 
-def plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def plain(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
+    if halves:
+        first, second = x.chunk(2, -1)
+        rotated = (
+            torch.addcmul(first * cos, -sin, second.to(sin.dtype)),
+            torch.addcmul(second * cos, sin, first.to(sin.dtype)),
+        )
+        return torch.cat(rotated, -1).type_as(x).contiguous()
     even, odd = x[..., 0::2], x[..., 1::2]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     out[..., 0::2] = even * cos - odd * sin
@@ -38,13 +45,18 @@ def angles(*shape: int) -> tuple[Tensor, Tensor]:
     return angle.cos(), angle.sin()
 
 
-def check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    from vidsparse.kernels.triton_rotate import can_rotate, rotate_pairs
+def check(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> None:
+    from vidsparse.kernels.triton_rotate import can_rotate, rotate_rows
 
     assert can_rotate(x, cos, sin)
-    got = rotate_pairs(x, cos, sin)
+    got = rotate_rows(x, cos, sin, halves=halves)
     assert got.is_contiguous()
-    assert torch.equal(got, plain(x, cos, sin))
+    expected = plain(x, cos, sin, halves=halves)
+    if halves:
+        # multiplied and added at once, which neither the interpreter nor every CPU does.
+        torch.testing.assert_close(got, expected, rtol=torch.finfo(x.dtype).eps, atol=1e-7)
+    else:
+        assert torch.equal(got, expected)
 
 
 def cases(device: str, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Check]]:
@@ -68,6 +80,9 @@ def cases(device: str, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str,
         yield f"{name} part of a sequence", partial(check, x[:, 7:], *table(30, 1, 32))
         wide = of(dtype, 1, 3, 37, 96).transpose(1, 2)
         yield f"{name} 96 channels, strided", partial(check, wide, *table(37, 1, 48))
+        by_head = tuple(t.transpose(1, 2) for t in table(2, 3, 37, 32))
+        yield f"{name} halves", partial(check, x, *by_head, halves=True)
+        yield f"{name} halves, strided", partial(check, wide, *table(37, 1, 48), halves=True)
         yield f"{name} over all heads", partial(check, of(dtype, 2, 37, 192), *table(1, 37, 96))
 
 
@@ -113,11 +128,11 @@ def test_the_processors_use_it_but_not_where_gradients_are_asked_for(
     def unwanted(*args: object) -> Tensor:
         raise AssertionError("the kernel ran")
 
-    x = torch.randn(1, 5, 2, 16, device="cuda")
+    x = torch.randn(1, 5, 2, 16, device="cuda", dtype=torch.bfloat16)
     cos, sin = (t.cuda() for t in angles(5, 1, 8))
     expected = plain(x, cos, sin)
     assert torch.equal(rotate(x, cos, sin), expected)
-    monkeypatch.setattr(triton_rotate, "rotate_pairs", unwanted)
+    monkeypatch.setattr(triton_rotate, "rotate_rows", unwanted)
     assert torch.equal(rotate(x.clone().requires_grad_(), cos, sin), expected)
     with pytest.raises(AssertionError, match="the kernel ran"):
         rotate(x, cos, sin)
@@ -126,10 +141,11 @@ def test_the_processors_use_it_but_not_where_gradients_are_asked_for(
 def test_other_tensors_are_left_to_pytorch() -> None:
     from vidsparse.kernels.triton_rotate import can_rotate
 
-    x = torch.randn(1, 5, 2, 16)
+    x = torch.randn(1, 5, 2, 16).half()
     cos, sin = angles(5, 1, 8)
     assert can_rotate(x, cos, sin)
-    assert not can_rotate(x.double(), cos, sin)
+    assert not can_rotate(x.float(), cos, sin)
+    assert not can_rotate(x.flatten()[1:-15].view(1, 9, 1, 16), cos, sin)
     assert not can_rotate(x, cos.double(), sin.double())
     assert not can_rotate(x.transpose(2, 3), cos, sin)
     assert not can_rotate(x[0, 0], cos, sin)
