@@ -382,8 +382,9 @@ class Bench:
             projected_ratio, sparse=timing.ms, warmup=setting.warmup, steps=setting.steps
         )
         self.say(
-            f"  {name}, tile {variant.name}: {timing.ms:.0f} ms, kernel {timing.attention_ms:.0f} ms; "
-            f"the real plan (top_p {TOP_P} on random q and k) would compute {real:.2f}"
+            f"  {name}, tile {variant.name}: {timing.ms:.0f} ms, kernel "
+            f"{timing.attention_ms:.0f} ms; the real plan (top_p {TOP_P} on random q and k) would "
+            f"compute {real:.2f}"
         )
         computed = [cell.computed.mean() for cell in cells if cell.computed is not None]
         return Row(
