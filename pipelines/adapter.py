@@ -122,6 +122,29 @@ def find_adapter(pipe: Any) -> Adapter:
     )
 
 
+def transformers_of(pipe: Any, adapter: Adapter) -> list[nn.Module]:
+    """The pipeline's transformers, each as it is beneath ``torch.compile``."""
+    found = [
+        getattr(component, "_orig_mod", component)
+        for name in adapter.transformers
+        if (component := getattr(pipe, name, None)) is not None
+    ]
+    if not found:
+        raise UnsupportedError(
+            f"this {type(pipe).__name__} has no transformer. Hint: load the whole pipeline."
+        )
+    return found
+
+
+def attention_modules(transformer: nn.Module, adapter: Adapter) -> list[tuple[str, Any]]:
+    """The modules of video self-attention, by name, in the order of their layers."""
+    return [
+        (name, module)
+        for name, module in transformer.named_modules()
+        if adapter.attention.fullmatch(name)
+    ]
+
+
 class Session:
     """The running state of one sparse pipeline.
 

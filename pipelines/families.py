@@ -43,6 +43,7 @@ class Family:
         name: as errors and tables print it.
         adapter: the module of this package that attaches to it.
         text_to_video: pipeline classes that make a video from text alone; ``generate`` runs these.
+        image_to_video: those that make one from text and its first frame; ``generate`` runs these.
         other: further pipeline classes around the same transformer; ``sparsify`` takes these too.
         defaults: settings of a model that brings none of its own.
     """
@@ -50,13 +51,14 @@ class Family:
     name: str
     adapter: str
     text_to_video: tuple[str, ...]
+    image_to_video: tuple[str, ...] = ()
     other: tuple[str, ...]
     defaults: Defaults
 
     @property
     def pipelines(self) -> tuple[str, ...]:
         """Every pipeline class of the family."""
-        return self.text_to_video + self.other
+        return self.text_to_video + self.image_to_video + self.other
 
 
 WAN: Final = Family(

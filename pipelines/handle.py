@@ -15,9 +15,11 @@ from vidsparse.pipelines.adapter import (
     Adapter,
     Session,
     SparseProcessor,
+    attention_modules,
     find_adapter,
     is_stock,
     parallel_unsupported,
+    transformers_of,
 )
 from vidsparse.schedule import Schedule
 from vidsparse.trace import Trace, TraceSummary
@@ -123,8 +125,8 @@ def sparsify(
             f"{names} given beside a method that is built already. "
             "Hint: give the options when building it."
         )
-    transformers = _transformers(pipe, adapter)
-    sites = [_attention_modules(transformer, adapter) for transformer in transformers]
+    transformers = transformers_of(pipe, adapter)
+    sites = [_checked_modules(transformer, adapter) for transformer in transformers]
     schedule = Schedule(
         dense_steps=dense_steps,
         dense_last_steps=dense_last_steps,
@@ -177,34 +179,15 @@ def _sessions(pipe: Any) -> set[Session]:
     adapter = find_adapter(pipe)
     processors = [
         module.processor
-        for transformer in _transformers(pipe, adapter)
-        for name, module in transformer.named_modules()
-        if adapter.attention.fullmatch(name)
+        for transformer in transformers_of(pipe, adapter)
+        for _, module in attention_modules(transformer, adapter)
     ]
     return {p.session for p in processors if isinstance(p, SparseProcessor) and p.session.active}
 
 
-def _transformers(pipe: Any, adapter: Adapter) -> list[nn.Module]:
-    """The pipeline's transformers, each as it is beneath ``torch.compile``."""
-    found = [
-        getattr(component, "_orig_mod", component)
-        for name in adapter.transformers
-        if (component := getattr(pipe, name, None)) is not None
-    ]
-    if not found:
-        raise UnsupportedError(
-            f"this {type(pipe).__name__} has no transformer. Hint: load the whole pipeline."
-        )
-    return found
-
-
-def _attention_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, Any]:
+def _checked_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, Any]:
     """The self-attention modules by layer, each checked to carry a stock processor."""
-    found = [
-        (name, module)
-        for name, module in transformer.named_modules()
-        if adapter.attention.fullmatch(name)
-    ]
+    found = attention_modules(transformer, adapter)
     for name, module in found:
         processor: Any = module.processor
         if isinstance(processor, SparseProcessor):
@@ -220,7 +203,8 @@ def _attention_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, An
                 f"{name} has its own attention processor, {type(processor).__name__}. "
                 f"Hint: sparsify replaces {', '.join(adapter.stock_processors)} only."
             )
-        if getattr(processor, "_parallel_config", None) is not None:
+        # CogVideoX's and Mochi's processors do not know of it; the transformer does.
+        if any(getattr(x, "_parallel_config", None) is not None for x in (processor, transformer)):
             raise parallel_unsupported()
     if not found:
         raise UnsupportedError(

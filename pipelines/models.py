@@ -193,9 +193,7 @@ def load(
             # one video of a batch at a time: same frames, and memory does not grow with the batch.
             pipe.vae.enable_slicing()
         if compile:
-            for transformer in (pipe.transformer, getattr(pipe, "transformer_2", None)):
-                if transformer is not None:
-                    transformer.compile_repeated_blocks(fullgraph=True)
+            compile_blocks(pipe)
     loaded = LoadedPipeline(
         pipe=pipe,
         ref=ref,
@@ -459,6 +457,23 @@ def _place(pipe: Any, device: str, offload: str) -> None:
         )
     else:
         pipe.to(device)
+
+
+def compile_blocks(pipe: Any, **options: Any) -> None:
+    """Compile the blocks around every video self-attention, each kind of block once.
+
+    ``options`` go to ``torch.compile``, which is asked for full graphs.
+
+    Raises:
+        UnsupportedError: the pipeline's class is not supported.
+    """
+    from vidsparse.pipelines.adapter import attention_modules, find_adapter, transformers_of
+
+    adapter = find_adapter(pipe)
+    for transformer in transformers_of(pipe, adapter):
+        for name, _ in attention_modules(transformer, adapter):
+            block = transformer.get_submodule(name.rpartition(".")[0])
+            block.compile(**{"fullgraph": True, **options})
 
 
 def _require_compiler(device: str) -> None:
