@@ -317,7 +317,9 @@ def rotation(cc: int, head_dim: int, *, halves: bool) -> Variant:
         {
             "P": pairs,
             "BLOCK_P": block_p,
-            "BLOCK_R": triton_rotate.BLOCK_PAIRS // block_p,
+            "BLOCK_H": triton_rotate.STEP_PAIRS // block_p,
+            # LTX-2 has angles of each head.
+            "SHARED": not halves,
             "HALVES": halves,
             "BF16": True,
         },

@@ -125,7 +125,7 @@ def test_the_processors_use_it_but_not_where_gradients_are_asked_for(
     from vidsparse.kernels import triton_rotate
     from vidsparse.pipelines.adapter import rotate
 
-    def unwanted(*args: object) -> Tensor:
+    def unwanted(*args: object, halves: bool) -> Tensor:
         raise AssertionError("the kernel ran")
 
     x = torch.randn(1, 5, 2, 16, device="cuda", dtype=torch.bfloat16)
