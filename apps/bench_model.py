@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from vidsparse.apps.bench_attention import (
 )
 from vidsparse.apps.model_shapes import MODEL_SHAPES, Latent, ModelShape
 from vidsparse.apps.options import pixel_size
+from vidsparse.apps.row_file import RowFile
 
 if TYPE_CHECKING:
     import torch
@@ -515,14 +515,12 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _read(path: str) -> list[Row]:
-    from vidsparse.errors import OptionError
+def _file(path: str) -> RowFile:
+    return RowFile(Path(path), "vidsparse-models/1", "model benchmark")
 
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-        return [Row(**row) for row in document["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OptionError(f"{path} holds no rows of this bench: {error}") from None
+
+def _rows_of(file: RowFile) -> list[Row]:
+    return [Row(**row) for row in file.rows]
 
 
 def _rounded(row: Row) -> dict[str, Any]:
@@ -535,21 +533,13 @@ def _rounded(row: Row) -> dict[str, Any]:
     }
 
 
-def _write(path: str, device: torch.device, rows: Sequence[Row]) -> None:
-    from vidsparse.errors import OutputError
-
-    head = {
+def _header(device: torch.device) -> dict[str, Any]:
+    return {
         "hardware": hardware(device),
         "versions": versions("diffusers"),
         "date": date.today().isoformat(),
         "plan": f"real mask and plan timed; kernel on random lists, skew {SKEW}",
     }
-    lines = ",\n".join("  " + json.dumps(_rounded(row)) for row in rows)
-    text = f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n ]\n}}\n'
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _settings(
@@ -681,7 +671,7 @@ Examples:
 )
 @click.option(
     "--show",
-    type=click.Path(dir_okay=False),
+    type=click.Path(exists=True, dir_okay=False),
     metavar="FILE",
     help="Measure nothing: print the rows of FILE as a Markdown table.",
 )
@@ -711,7 +701,7 @@ def model(
     with FlashAttention-4 where that is installed.
     """
     if show is not None:
-        click.echo(markdown(_read(show)))
+        click.echo(markdown(_rows_of(_file(show))))
         return
     from vidsparse.masks import parse_tile
 
@@ -743,7 +733,8 @@ def _measure(
     def say(text: str) -> None:
         click.echo(text, err=True)
 
-    rows = _read(json_path) if json_path and Path(json_path).exists() else []
+    file = None if json_path is None else _file(json_path)
+    rows = [] if file is None else _rows_of(file)
     failed: list[str] = []
     for setting in settings:
         missing = tuple(
@@ -756,10 +747,11 @@ def _measure(
         try:
             with _memory_hint(setting):
                 for row in Bench(where, kind, say).rows(replace(setting, sparse=missing)):
-                    rows.append(row)
                     click.echo("  ".join(cells(row)))
-                    if json_path:
-                        _write(json_path, where, rows)
+                    if file is not None:
+                        file.header = _header(where)
+                        # what is missing is in no row, so that none is replaced.
+                        file.put(_rounded(row), lambda other: False)
         except UnsupportedError as error:
             if len(settings) == 1:
                 raise

@@ -180,6 +180,14 @@ def test_rows_are_shown_as_a_table(tmp_path: Path) -> None:
     assert "wan-1.3b (1 layers)" in table[-1]
 
 
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('{"rows": []}')
+    result = bench("--show", str(file))
+    assert result.exit_code == 2
+    assert "holds no model benchmark" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -192,7 +200,7 @@ def test_rows_are_shown_as_a_table(tmp_path: Path) -> None:
         (["--quantize", "int4"], "int4"),
         (["--computed", "0"], "computed"),
         (["--device", "cpu", "--dtype", "float8"], "dtype"),
-        (["--show", "nowhere.json"], "holds no rows"),
+        (["--show", "nowhere.json"], "does not exist"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], said: str) -> None:
