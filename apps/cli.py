@@ -81,6 +81,10 @@ bench = LazyGroup(
             "vidsparse.apps.bench_masks:masks",
             "time what the methods' masks cost, as a share of dense attention",
         ),
+        "model": (
+            "vidsparse.apps.bench_model:model",
+            "time whole transformers of published sizes",
+        ),
         "quality": (
             "vidsparse.apps.quality:quality",
             "sweep tiles, merging and orders on the small model",
