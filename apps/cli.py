@@ -97,6 +97,7 @@ Start here:
   echo "a large red circle that moves right on a plain black background" > prompts.txt
   vidsparse generate prompts.txt          a video made with sparse attention, on any machine
   vidsparse compare prompts.txt           what the sparsity cost, as a page to look at
+  vidsparse ui                            the same in a browser
   vidsparse doctor                        what this machine can run
 """
 
@@ -115,6 +116,7 @@ Start here:
             "vidsparse.apps.compare_command:compare",
             "measure sparse videos against dense ones",
         ),
+        "ui": ("vidsparse.apps.page.command:ui", "open the page in a browser"),
         "ablate": ("vidsparse.apps.ablate:ablate", "measure what each paper's parts are worth"),
         "doctor": ("vidsparse.apps.doctor:doctor", "check this machine"),
         "methods": ("vidsparse.apps.catalog:methods", "list the sparse attention methods"),

@@ -93,7 +93,7 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def _amount(text: str) -> int | float:
+def amount(text: str) -> int | float:
     """A whole count (12), or a share written with a point (0.24)."""
     try:
         return int(text) if text.strip().lstrip("+-").isdecimal() else float(text)
@@ -219,7 +219,7 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-steps",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             help="First steps kept dense: a share rounded up (0.24) or a count (12).  "
             "[default: the model's]",
@@ -227,7 +227,7 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-last-steps",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0",
             show_default=True,
@@ -236,14 +236,14 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-layers",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             help="First transformer layers kept dense.  [default: the model's]",
         ),
         _option(
             SPARSITY,
             "--dense-last-layers",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0",
             show_default=True,

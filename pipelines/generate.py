@@ -32,6 +32,9 @@ Progress = Callable[[int, int, float], object]
 Cancel = Callable[[], bool]
 """Asked after each denoising step; True stops the run."""
 
+Attach = Callable[[SparseHandle], object]
+"""Given the sparse pipeline's handle before it runs; the trace is complete when it has."""
+
 _PACKAGES: Final = ("torch", "diffusers", "transformers", "triton")
 
 
@@ -52,6 +55,7 @@ def generate(
     request: GenerateRequest,
     progress: Progress | None = None,
     cancel: Cancel | None = None,
+    attach: Attach | None = None,
 ) -> Generated:
     """Generate one video.
 
@@ -63,6 +67,7 @@ def generate(
         request: what to generate.
         progress: told after each step.
         cancel: asked after each step.
+        attach: given the handle of a sparse run, for its trace or a probe.
 
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
@@ -70,7 +75,7 @@ def generate(
         UnsupportedError: the GPU's memory is too small, or the implementation cannot run here.
         GenerationCancelled: ``cancel`` answered True.
     """
-    return generate_batch(loaded, [request], progress, cancel)[0]
+    return generate_batch(loaded, [request], progress, cancel, attach)[0]
 
 
 def generate_batch(
@@ -78,6 +83,7 @@ def generate_batch(
     requests: Sequence[GenerateRequest],
     progress: Progress | None = None,
     cancel: Cancel | None = None,
+    attach: Attach | None = None,
 ) -> list[Generated]:
     """Generate a video for each request in one pipeline call.
 
@@ -107,6 +113,8 @@ def generate_batch(
         _on_device(loaded.device),
         _maybe_sparse(loaded, first) as handle,
     ):
+        if handle is not None and attach is not None:
+            attach(handle)
         frames = _run(loaded, settings, clock, progress, cancel)
         total = clock.now()
         record = _shared_record(loaded, first, handle)

@@ -31,6 +31,7 @@ from vidsparse.trace import Cell, Trace
 
 if TYPE_CHECKING:
     from vidsparse.kernels.triton_pool import Pooled
+    from vidsparse.probe import CellProbe
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -96,6 +97,7 @@ class AttentionEngine:
         self.observer: Observer | None = None
         self.planner: Callable[..., tuple[Tensor, Tensor, SparsePlan]] = order_and_plan
         self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
+        self.probe: CellProbe | None = None
         self._plans: dict[PlanKey, SparsePlan] = {}
 
     def begin_run(self, steps: int) -> None:
@@ -194,6 +196,9 @@ class AttentionEngine:
         layout = q
         if cell.action == Action.REPLAN.value:
             q, k, plan = self.planner(self.method, q, k, site, order)
+            if self.probe is not None and self.probe.wants(site):
+                shares = plan.selected, plan.computed
+                self.probe.take(self.method, q, k, site, self.order, shares)
             if self.schedule.reuse > 1:
                 self._plans[key] = plan
         else:
