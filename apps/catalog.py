@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 
 import click
@@ -35,7 +34,7 @@ def methods() -> None:
         _write(f"{method.title}: {method.summary}")
         if method.paper:
             _write(method.paper)
-        fields = dataclasses.fields(method)
+        fields = method.option_fields()
         rows = [(f"{f.metadata['flag']} {f.metadata['metavar']}", f) for f in fields]
         width = max((len(flag) for flag, _ in rows), default=0)
         for flag, field in rows:
@@ -77,9 +76,17 @@ def models() -> None:
         click.echo()
     click.secho("any other model", bold=True)
     _write(
-        "--model takes a folder in diffusers format or a hub id whose pipeline is one of these "
-        "(generate makes videos from text; sparsify in Python takes all of them):"
+        "--model takes a folder in diffusers format or a hub id of one of these families; "
+        "docs/models.md names their checkpoints. sparsify in Python takes all their pipelines:"
     )
     for family in FAMILIES:
-        others = f"; sparsify also: {', '.join(family.other)}" if family.other else ""
-        _write(f"{family.name}: {', '.join(family.text_to_video)}{others}", _INDENT * 2)
+        defaults = family.defaults
+        click.echo(f"{_INDENT * 2}{family.name}")
+        _write(", ".join(family.pipelines), _INDENT * 3)
+        _write(
+            f"defaults: {defaults.frames} frames ({defaults.frame_factor}k+1) of "
+            f"{defaults.width}x{defaults.height}, {defaults.steps} steps; "
+            f"dense steps {defaults.dense_steps}, dense layers {defaults.dense_layers}, "
+            f"{defaults.order} order ({defaults.source})",
+            _INDENT * 3,
+        )

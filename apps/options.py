@@ -61,6 +61,8 @@ class MethodOption(click.Option):
 def default_text(field: dataclasses.Field[Any]) -> str:
     """A method option's default as one types it."""
     value = field.default
+    if value is None:
+        return "none"
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -125,7 +127,7 @@ def _option(group: str, *names: str, **attributes: Any) -> Callable[[Function], 
 def _method_options() -> list[MethodOption]:
     flags: dict[str, dict[str, dataclasses.Field[Any]]] = {}
     for name, cls in METHODS.items():
-        for field in dataclasses.fields(cls):
+        for field in cls.option_fields():
             flags.setdefault(field.metadata["flag"], {})[name] = field
     return [MethodOption(flag, fields) for flag, fields in flags.items()]
 
@@ -146,7 +148,11 @@ def request_options(function: Function) -> Function:
             help="A bundled model, a diffusers folder or a hub id.",
         ),
         _option(
-            VIDEO, "--frames", type=int, metavar="N", help="Frames, 4k+1.  [default: the model's]"
+            VIDEO,
+            "--frames",
+            type=int,
+            metavar="N",
+            help="Frames; 4k+1, 6k+1 or 8k+1, by model.  [default: the model's]",
         ),
         _option(
             VIDEO,
@@ -166,6 +172,18 @@ def request_options(function: Function) -> Function:
             help="Classifier-free guidance scale.  [default: the model's]",
         ),
         _option(VIDEO, "--negative-prompt", metavar="TEXT", default="", help="What not to show."),
+        _option(
+            VIDEO,
+            "--image",
+            metavar="FILE",
+            help="First frame, for image-to-video; scaled and cut to the video's size.",
+        ),
+        _option(
+            VIDEO,
+            "--last-image",
+            metavar="FILE",
+            help="Last frame, where the model takes one (Wan's first-last-frame-to-video).",
+        ),
         _option(
             VIDEO,
             "--seed",
@@ -203,9 +221,8 @@ def request_options(function: Function) -> Function:
             "--dense-steps",
             type=amount,
             metavar="N|SHARE",
-            default="0.24",
-            show_default=True,
-            help="First steps kept dense: a share rounded up (0.24) or a count (12).",
+            help="First steps kept dense: a share rounded up (0.24) or a count (12).  "
+            "[default: the model's]",
         ),
         _option(
             SPARSITY,
@@ -221,9 +238,7 @@ def request_options(function: Function) -> Function:
             "--dense-layers",
             type=amount,
             metavar="N|SHARE",
-            default="0",
-            show_default=True,
-            help="First transformer layers kept dense.",
+            help="First transformer layers kept dense.  [default: the model's]",
         ),
         _option(
             SPARSITY,

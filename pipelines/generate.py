@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +21,8 @@ from numpy.typing import NDArray
 from vidsparse._version import __version__
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify
-from vidsparse.pipelines.models import LoadedPipeline, memory_hint, unknown_words
+from vidsparse.pipelines.image import fit_image, image_hash, read_image
+from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.request import GenerateRequest, resolve
 
@@ -191,6 +194,13 @@ def _fit(request: GenerateRequest, loaded: LoadedPipeline) -> GenerateRequest:
                 f"{name} {asked} was asked for, but the model was loaded with {has}. "
                 "Hint: load it again."
             )
+    if (request.image is not None) != loaded.takes_image:
+        made, asked = ("an image", "text") if loaded.takes_image else ("text", "an image")
+        raise OptionError(
+            f"a video from {asked} was asked for, but the model was loaded to make them from "
+            f"{made}. Hint: load it again."
+        )
+    check_takes(loaded.ref, image=loaded.takes_image, last_image=request.last_image is not None)
     own = {name: getattr(loaded, name) for name in ("device", "dtype", "offload", "lora")}
     request = replace(request, **own, compile=loaded.compile, model=loaded.ref.name)
     return resolve(request, loaded.defaults)
@@ -251,24 +261,116 @@ def _run(
     bar = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(**{**bar, "disable": True})
     try:
-        with clock.first_forward_of(_transformers(pipe)):
+        with (
+            clock.first_forward_of(_transformers(pipe)),
+            _called_as(pipe, first, after_step) as arguments,
+        ):
             output = pipe(
                 prompt=[request.prompt for request in requests],
                 negative_prompt=[request.negative_prompt for request in requests],
-                num_frames=first.frames,
-                width=first.width,
-                height=first.height,
                 num_inference_steps=first.steps,
-                guidance_scale=first.guidance,
                 generator=[torch.Generator("cpu").manual_seed(r.seed) for r in requests],
                 output_type="np",
-                callback_on_step_end=after_step,
+                **arguments,
+                **_images(pipe, requests),
             )
     finally:
         pipe.set_progress_bar_config(**bar)
         # after an error the pipeline has not come to this by itself.
         pipe.maybe_free_model_hooks()
     return [_to_bytes(video) for video in output.frames]
+
+
+@contextmanager
+def _called_as(
+    pipe: Any, request: GenerateRequest, after_step: Callable[..., Any]
+) -> Iterator[dict[str, Any]]:
+    """The arguments in which pipelines differ; what they only keep inside is set for the block."""
+    takes = inspect.signature(pipe.__call__).parameters
+    # HunyuanVideo's image-to-video by concatenation gives its first four frames away.
+    condition = pipe.transformer.config.get("image_condition_type")
+    assert request.frames is not None
+    arguments: dict[str, Any] = {
+        "num_frames": request.frames + 4 if condition == "latent_concat" else request.frames
+    }
+    with ExitStack() as stack:
+        if "height" in takes:
+            arguments |= {"width": request.width, "height": request.height}
+        else:
+            # HunyuanVideo 1.5 derives a size from the shape of the image.
+            size = (request.height, request.width)
+            stack.enter_context(
+                _attribute(
+                    pipe.video_processor, "calculate_default_height_width", lambda *_, **__: size
+                )
+            )
+        if "guidance_scale" not in takes:
+            assert request.guidance is not None
+            on = request.guidance > 1
+            guider = pipe.guider.new(
+                **({"guidance_scale": request.guidance} if on else {"enabled": False})
+            )
+            stack.callback(setattr, pipe, "guider", pipe.guider)
+            pipe.guider = guider
+        elif "true_cfg_scale" in takes and not pipe.transformer.config.guidance_embeds:
+            # nor is guidance distilled into it.
+            arguments |= {"guidance_scale": 1.0, "true_cfg_scale": request.guidance}
+        else:
+            arguments["guidance_scale"] = request.guidance
+        if "frame_rate" in takes:
+            # LTX is told how fast its frames will be shown.
+            arguments["frame_rate"] = request.fps
+        if "decode_timestep" in takes and pipe.vae.config.timestep_conditioning:
+            # LTX's newer VAEs denoise a last time; these are the values of its own examples.
+            arguments |= {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
+        if "callback_on_step_end" in takes:
+            arguments["callback_on_step_end"] = after_step
+        else:
+            stack.enter_context(_after_scheduler(pipe, after_step))
+        yield arguments
+
+
+@contextmanager
+def _attribute(target: Any, name: str, value: object) -> Iterator[None]:
+    """Let ``target`` alone, not its class, have ``value`` under ``name`` inside the block."""
+    vars(target)[name] = value
+    try:
+        yield
+    finally:
+        del vars(target)[name]
+
+
+@contextmanager
+def _after_scheduler(pipe: Any, after_step: Callable[..., Any]) -> Iterator[None]:
+    """Tell ``after_step`` of every step of the scheduler, for pipelines without a callback."""
+    step, done = pipe.scheduler.step, itertools.count()
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        answer = step(*args, **kwargs)
+        after_step(pipe, next(done), None, {})
+        return answer
+
+    with _attribute(pipe.scheduler, "step", stepped):
+        yield
+
+
+_SHARED_IMAGE: Final = ("WanImageToVideoPipeline", "HunyuanVideo15ImageToVideoPipeline")
+"""Pipelines that take one image for all prompts; the others want one for each."""
+
+
+def _images(pipe: Any, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """The first and the last frame, at the video's size."""
+    first = requests[0]
+    assert first.width is not None
+    assert first.height is not None
+    given: dict[str, Any] = {}
+    for name in ("image", "last_image"):
+        if (path := getattr(first, name)) is None:
+            continue
+        image = fit_image(read_image(path), first.width, first.height)
+        shared = type(pipe).__name__ in _SHARED_IMAGE
+        given[name] = image if shared else [image] * len(requests)
+    return given
 
 
 def _transformers(pipe: Any) -> list[Any]:
@@ -288,22 +390,16 @@ def _shared_record(
     loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
 ) -> dict[str, Any]:
     summary = handle.summary() if handle is not None else None
-    scheduler = loaded.pipe.scheduler
     return {
         "negative_prompt": request.negative_prompt,
         "seed": request.seed,
-        "model": {
-            "name": loaded.ref.name,
-            "source": loaded.ref.source,
-            "weights_hash": loaded.weights_hash,
-        },
         "options": request.options(),
-        "scheduler": {
-            "class": type(scheduler).__name__,
-            "config": _jsonable(dict(scheduler.config)),
+        "images": {
+            name: image_hash(path)
+            for name in ("image", "last_image")
+            if (path := getattr(request, name)) is not None
         },
-        "versions": _versions(),
-        "device": _device_facts(loaded.device),
+        **run_facts(loaded),
         "selected": summary.selected if summary else None,
         "computed": summary.computed if summary else None,
         "dense_step_share": summary.dense_step_share if summary else 1.0,
@@ -311,6 +407,24 @@ def _shared_record(
         "implementation": summary.implementation if summary else "the stock pipeline",
         "notes": list(summary.notes) if summary else [],
         "density_map": handle.trace.density_map() if handle is not None else [],
+    }
+
+
+def run_facts(loaded: LoadedPipeline) -> dict[str, Any]:
+    """What a result depends on beside its request: weights, scheduler, versions and device."""
+    scheduler = loaded.pipe.scheduler
+    return {
+        "model": {
+            "name": loaded.ref.name,
+            "source": loaded.ref.source,
+            "weights_hash": loaded.weights_hash,
+        },
+        "scheduler": {
+            "class": type(scheduler).__name__,
+            "config": _jsonable(dict(scheduler.config)),
+        },
+        "versions": _versions(),
+        "device": _device_facts(loaded.device),
     }
 
 

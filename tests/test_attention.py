@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,11 +15,15 @@ from budget import Work, check_output, random_qkv, stock, truth
 from torch import Tensor
 
 import vidsparse
-from vidsparse.attention import AttentionEngine, CallSite, attend, plan_attention
+from vidsparse.attention import AttentionEngine, attend, plan_attention
 from vidsparse.grid import TokenGrid
-from vidsparse.methods import METHODS, FgAttn, make_method
+from vidsparse.kernels.dispatch import sparse_attention
+from vidsparse.kernels.gates import AbsoluteGate, Gate, RelativeGate
+from vidsparse.methods import METHODS, FgAttn, SparseMethod, make_method
 from vidsparse.order import ORDERS, token_order
+from vidsparse.plan import SparsePlan
 from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,7 +91,7 @@ def test_a_sparse_call_is_the_masked_attention_of_its_plan(method: str, text_fir
     made = make_method(method, tile="64x16", **own)
     order = token_order("hilbert", grid)
     q, k, v = (order.apply(x) for x in (q, k, v))
-    plan = plan_attention(made, q, k, grid)
+    plan = plan_attention(made, q, k, CallSite(0, 0, 0.0, grid))
     assert plan.computed.max().item() < 0.9
     work = Work(plan.q_tiles, plan.kv_count, plan.kv_index, plan.tile, plan.tokens)
     true, _ = truth(q, k, v, work, 1 / 8)
@@ -217,7 +222,7 @@ def test_a_reused_plan_is_the_one_made_before() -> None:
     engine.attend(*first, site(0))
     reused = engine.attend(*second, site(1))
     order = token_order("hilbert", GRID)
-    plan = plan_attention(engine.method, order.apply(first[0]), order.apply(first[1]), GRID)
+    plan = plan_attention(engine.method, order.apply(first[0]), order.apply(first[1]), site())
     q, k, v = (order.apply(x) for x in second)
     expected, _ = vidsparse.attention.sparse_attention(
         q, k, v, plan.q_tiles, plan.kv_count, plan.kv_index, tile=(16, 16)
@@ -404,6 +409,7 @@ def test_the_trace_is_json_with_densities_per_head() -> None:
         "implementation": "dense",
         "selected": None,
         "computed": None,
+        "skipped": None,
         "seconds": rows[0]["seconds"],
     }
     last, cell = rows[-1], engine.trace.cells[-1]
@@ -413,7 +419,10 @@ def test_the_trace_is_json_with_densities_per_head() -> None:
     assert len(last["selected"]) == 2
 
 
-@pytest.mark.parametrize("name", METHODS)
+WITHOUT_PRESET = [n for n, cls in METHODS.items() if not getattr(cls, "needs_numbers", False)]
+
+
+@pytest.mark.parametrize("name", WITHOUT_PRESET)
 def test_every_method_runs_in_an_engine(name: str) -> None:
     engine = engine_of(name)
     engine.begin_run(2)
@@ -423,3 +432,108 @@ def test_every_method_runs_in_an_engine(name: str) -> None:
     assert out.dtype == q.dtype
     assert bool(out.isfinite().all())
     assert engine.implementation_for("cpu", torch.bfloat16, 64) == "torch"
+
+
+# ---- gates and 8 bits ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gated(FgAttn):
+    """FG-Attn with a gate that depends on the step, and 8-bit products."""
+
+    kind: str = "relative"
+    bits: str | None = None
+
+    def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate:
+        if self.kind == "relative":
+            return RelativeGate(-0.5 - site.step, rows=32)
+        # no score reaches the first step's threshold.
+        return AbsoluteGate(torch.tensor(1e9 if site.step == 0 else -torch.inf), rows=64)
+
+    @property
+    def quantize(self) -> str | None:
+        return self.bits
+
+
+def engine_with(method: SparseMethod, **schedule: Any) -> AttentionEngine:
+    engine = AttentionEngine(method, schedule=Schedule(dense_steps=0, **schedule), layers=1)
+    engine.begin_run(3)
+    return engine
+
+
+@pytest.mark.parametrize("bits", [None, "int8", "fp8"])
+@pytest.mark.parametrize("implementation", ["torch", "reference"])
+def test_a_methods_gate_and_8_bits_reach_the_kernel(implementation: str, bits: str | None) -> None:
+    grid = TokenGrid(3, 8, 16)
+    method = Gated(top_p=0.9999, merge="xor", bits=bits)
+    q, k, v = qkv(grid, batch=2)
+    # the first half of the keys outweighs the other for every query.
+    q[..., 0] += 4
+    k[:, :, : grid.tokens // 2, 0] += 8
+    engine = engine_with(method)
+    engine.order = "rowmajor"
+    engine.implementation = implementation
+    got = engine.attend(q, k, v, site(grid=grid))
+    plan = plan_attention(method, q, k, site(grid=grid))
+    skipped = torch.empty_like(plan.kv_count)
+    expected, _ = sparse_attention(
+        q, k, v, plan.q_tiles, plan.kv_count, plan.kv_index, tile=plan.tile,
+        implementation="reference", gate=RelativeGate(-0.5, rows=32), quantize=bits,
+        skipped=skipped,
+    )  # fmt: skip
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    (cell,) = engine.trace.cells
+    assert cell.implementation == implementation
+    assert cell.skipped is not None
+    assert cell.computed is not None
+    share = skipped.sum(-1) / grid.tokens**2
+    assert share.min().item() > 0
+    torch.testing.assert_close(cell.skipped, share)
+    torch.testing.assert_close(cell.computed, plan.computed - share / 2)
+
+
+def test_a_pair_without_its_product_with_v_is_half_computed() -> None:
+    engine = engine_with(Gated(top_p=1, kind="absolute"))
+    out = engine.attend(*qkv(), site(step=0))
+    assert bool((out == 0).all())
+    summary = engine.trace.summary()
+    assert (summary.selected, summary.computed, summary.skipped) == (1, 0.5, 1)
+    assert summary.sparsity == 0.5
+    assert "computed 0.500 (1.000 without the product with V)" in str(summary)
+    record = engine.trace.to_json()[0]
+    assert (record["computed"], record["skipped"]) == ([0.5, 0.5], [1, 1])
+    assert engine.trace.density_map() == [[0.5]]
+
+
+def test_a_reused_plan_gets_the_gate_of_its_own_step() -> None:
+    engine = engine_with(Gated(top_p=1, kind="absolute"), reuse=3)
+    q, k, v = qkv()
+    first, second = (engine.attend(q, k, v, site(step=step)) for step in (0, 1))
+    assert [cell.action for cell in engine.trace.cells] == ["replan", "reuse"]
+    assert bool((first == 0).all())
+    torch.testing.assert_close(second, F.scaled_dot_product_attention(q, k, v))
+    # the plan that waits keeps its own density.
+    assert [cell.computed.mean().item() for cell in engine.trace.cells] == [0.5, 1]
+
+
+def test_without_a_gate_nothing_is_said_of_skipping() -> None:
+    engine = engine_with(FgAttn(top_p=0.5))
+    engine.attend(*qkv(), site())
+    summary = engine.trace.summary()
+    assert summary.skipped is None
+    assert summary.sparsity == 1 - summary.computed
+    assert engine.trace.to_json()[0]["skipped"] is None
+
+
+def test_a_method_is_told_which_heads_it_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Watching(FgAttn):
+        def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+            seen.append((site.layer, site.step, site.first_head, q.shape[1]))
+            return super().select(q, k, site)
+
+    monkeypatch.setattr("vidsparse.attention.MASK_TILES", 1)
+    engine_with(Watching()).attend(*qkv(heads=3), site(2, layer=0))
+    assert seen == [(0, 2, 0, 1), (0, 2, 1, 1), (0, 2, 2, 1)]

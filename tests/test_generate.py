@@ -148,7 +148,9 @@ def test_half_precision_is_refused_on_the_cpu() -> None:
 
 def test_equal_options_are_equal_requests_however_written() -> None:
     short = a_request(method_options={"tile": "16x16"})
-    assert short == a_request(method_options={"tile": (16, 16), "top_p": 0.9})
+    assert short == a_request(method_options={"tile": (16, 16)})
+    complete = a_request(method_options={"tile": (16, 16), "top_p": 0.9})
+    assert resolve(short, WAN.defaults) == resolve(complete, WAN.defaults)
     assert json.loads(json.dumps(short.options()))["method_options"]["tile"] == "16x16"
 
 
@@ -504,6 +506,8 @@ def test_the_record_says_how_the_video_was_made(loaded: LoadedPipeline) -> None:
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["options"] == {
         **a_request(dense_steps=1).options(),
+        "method_options": {"top_p": 0.9, "tile": "16x16", "merge": "xor-window"},
+        "dense_layers": 0,
         "model": loaded.ref.name,
         "order": "columnmajor",
         "frames": 5,

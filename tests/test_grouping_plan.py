@@ -21,6 +21,7 @@ from vidsparse.grouping import (
 from vidsparse.kernels.reference import token_mask
 from vidsparse.methods import FgAttn, SpargeAttn
 from vidsparse.plan import SparsePlan, make_plan
+from vidsparse.site import CallSite
 
 # 530: the last block of every tile size is short, and tile 0 is not in it.
 LENGTHS = [1, 16, 100, 128, 530]
@@ -229,7 +230,7 @@ def qk(tokens: int, heads: int = 3, batch: int = 2) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("text", [1, 16, 37])
 def test_text_is_computed_in_full_both_ways(method: FgAttn | SpargeAttn, text: int) -> None:
     grid = TokenGrid(3, 10, 13, text=text)
-    plan = plan_attention(method, *qk(grid.tokens), grid)
+    plan = plan_attention(method, *qk(grid.tokens), CallSite(0, 0, 0.0, grid))
     pairs = as_token_mask(plan)
     assert bool(pairs[:, :, grid.video :].all())
     assert bool(pairs[..., grid.video :].all())
@@ -244,18 +245,18 @@ def test_planning_by_chunks_of_heads_changes_nothing(
     grid = TokenGrid(3, 10, 13, text=text)
     q, k = qk(grid.tokens, heads=5)
     method = FgAttn(top_p=0.4)
-    whole = plan_attention(method, q, k, grid)
+    whole = plan_attention(method, q, k, CallSite(0, 0, 0.0, grid))
     calls = []
     select = FgAttn.select
 
-    def counted(self: FgAttn, q: Tensor, k: Tensor) -> Tensor:
+    def counted(self: FgAttn, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         calls.append(q.shape[1])
-        return select(self, q, k)
+        return select(self, q, k, site)
 
     monkeypatch.setattr(FgAttn, "select", counted)
     tiles = (-(-grid.tokens // 16)) ** 2
     monkeypatch.setattr(vidsparse.attention, "MASK_TILES", 2 * tiles * heads_at_once)
-    parts = plan_attention(method, q, k, grid)
+    parts = plan_attention(method, q, k, CallSite(0, 0, 0.0, grid))
     assert calls == ([1] * 5 if heads_at_once == 1 else [2, 2, 1])
     for name in ("q_tiles", "kv_count", "kv_bits", "selected", "computed"):
         assert torch.equal(getattr(parts, name), getattr(whole, name)), name
@@ -269,7 +270,7 @@ def test_plans_for_a_cpu_have_blocks_of_64_rows_or_one_tile(
     tile: tuple[int, int], tiles_of_a_block: int
 ) -> None:
     grid = TokenGrid(3, 10, 13)
-    plan = plan_attention(FgAttn(top_p=0.5, tile=tile), *qk(grid.tokens), grid)
+    plan = plan_attention(FgAttn(top_p=0.5, tile=tile), *qk(grid.tokens), CallSite(0, 0, 0.0, grid))
     assert plan.q_tiles.shape[-1] == tiles_of_a_block
 
 
@@ -288,8 +289,8 @@ def test_planning_under_autocast_changes_nothing() -> None:
     grid = TokenGrid(1, 80, 80)
     q, k = qk(grid.tokens, heads=1, batch=1)
     method = FgAttn(top_p=0.7, tile=(128, 16))
-    plain = plan_attention(method, q, k, grid)
+    plain = plan_attention(method, q, k, CallSite(0, 0, 0.0, grid))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = plan_attention(method, q, k, grid)
+        cast = plan_attention(method, q, k, CallSite(0, 0, 0.0, grid))
     for name in ("q_tiles", "kv_count", "kv_bits", "selected", "computed"):
         assert torch.equal(getattr(cast, name), getattr(plain, name)), name

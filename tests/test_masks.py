@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import vidsparse
+from vidsparse.grid import TokenGrid
 from vidsparse.masks import (
     parse_tile,
     pooled_mean,
@@ -21,8 +22,10 @@ from vidsparse.masks import (
     top_p_mask,
 )
 from vidsparse.methods import FgAttn, SpargeAttn
+from vidsparse.site import CallSite
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SITE = CallSite(0, 0, 0.0, TokenGrid(1, 1, 1))
 LENGTHS = [1, 15, 16, 100, 257]
 
 
@@ -162,7 +165,7 @@ def test_top_p_is_monotone_in_p() -> None:
 
 def test_fg_attn_selects_by_top_p_of_the_pooled_softmax() -> None:
     q, k = normal(1, 2, 100, 16) * 3, normal(1, 2, 100, 16, seed=1) * 3
-    got = FgAttn(top_p=0.6, tile=(32, 16)).select(q, k)
+    got = FgAttn(top_p=0.6, tile=(32, 16)).select(q, k, SITE)
     assert got.shape == (1, 2, 4, 7)
     for h in range(2):
         for i, q_tile in enumerate(q[0, h].double().split(32)):
@@ -193,7 +196,7 @@ def test_spargeattn_computes_rows_and_columns_of_stray_blocks() -> None:
     q = sequence(["0", "1", "stray"])
     k = sequence(["0", "1", "stray"])
     # score of like blocks: 64 / sqrt(4) = 32, so each row's top-cdf is its like block alone.
-    got = SpargeAttn(tau=0.9, theta=0.5, tile=(16, 16)).select(q, k)
+    got = SpargeAttn(tau=0.9, theta=0.5, tile=(16, 16)).select(q, k, SITE)
     assert got[0, 0].int().tolist() == [[1, 0, 1], [0, 1, 1], [1, 1, 1]]
 
 
@@ -205,9 +208,9 @@ def test_spargeattn_leaves_stray_columns_out_of_the_softmax() -> None:
     q = sequence(["0", "0", "0"])
     method = SpargeAttn(tau=0.9, theta=0.2, tile=(16, 16))
     # what is left is a tie of columns 0 and 1, and 0.9 needs both.
-    assert bool(method.select(q, k).all())
+    assert bool(method.select(q, k, SITE).all())
     assert (
-        SpargeAttn(tau=0.9, theta=-1, tile=(16, 16)).select(q, k)[0, 0].int().tolist()
+        SpargeAttn(tau=0.9, theta=-1, tile=(16, 16)).select(q, k, SITE)[0, 0].int().tolist()
         == [[0, 0, 1]] * 3
     )
 
@@ -215,7 +218,7 @@ def test_spargeattn_leaves_stray_columns_out_of_the_softmax() -> None:
 def test_spargeattn_keeps_the_block_that_crosses_tau() -> None:
     q, k = sequence(["0"]), sequence(["0", "1", "1"])
     method = SpargeAttn(tau=0.5, theta=0.5, tile=(16, 16))
-    assert method.select(q, k)[0, 0].int().tolist() == [[1, 0, 0]]
+    assert method.select(q, k, SITE)[0, 0].int().tolist() == [[1, 0, 0]]
 
 
 @pytest.mark.parametrize("tau", [0.1, 0.9, 1.0])
@@ -224,13 +227,13 @@ def test_spargeattn_computes_everything_when_every_block_is_stray(tau: float) ->
     alike = sequence(["0", "1", "0"])
     method = SpargeAttn(tau=tau, theta=0.5, tile=(16, 16))
     for q, k in ((stray, stray), (alike, stray), (stray, alike)):
-        assert bool(method.select(q, k).all())
+        assert bool(method.select(q, k, SITE).all())
 
 
 def test_spargeattn_with_the_lowest_theta_judges_no_block() -> None:
     q, k = normal(1, 2, 100, 16), normal(1, 2, 100, 16, seed=1)
-    judged_none = SpargeAttn(tau=0.7, theta=-1, tile=(16, 16)).select(q, k)
-    assert torch.equal(judged_none, FgAttn(top_p=0.7, tile=(16, 16)).select(q, k))
+    judged_none = SpargeAttn(tau=0.7, theta=-1, tile=(16, 16)).select(q, k, SITE)
+    assert torch.equal(judged_none, FgAttn(top_p=0.7, tile=(16, 16)).select(q, k, SITE))
 
 
 @pytest.mark.parametrize("text", ["16x16", "16X16", " 16 x 16 "])

@@ -26,13 +26,14 @@ from vidsparse.errors import (
 )
 
 if TYPE_CHECKING:
-    from vidsparse.attention import AttentionEngine, CallSite, attend
+    from vidsparse.attention import AttentionEngine, attend
     from vidsparse.grid import TokenGrid
     from vidsparse.methods import METHODS, make_method
     from vidsparse.order import ORDERS, TokenOrder, token_order
     from vidsparse.pipelines import SparseHandle, sparsify
     from vidsparse.plan import SparsePlan
     from vidsparse.schedule import Schedule
+    from vidsparse.site import CallSite
     from vidsparse.trace import Trace
 
 # where each public name lives; resolved on first use so that the import stays light.
@@ -40,7 +41,7 @@ _LAZY = {
     "METHODS": "vidsparse.methods",
     "ORDERS": "vidsparse.order",
     "AttentionEngine": "vidsparse.attention",
-    "CallSite": "vidsparse.attention",
+    "CallSite": "vidsparse.site",
     "Schedule": "vidsparse.schedule",
     "SparseHandle": "vidsparse.pipelines",
     "SparsePlan": "vidsparse.plan",

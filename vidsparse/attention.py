@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +16,17 @@ from vidsparse.kernels.dispatch import (
     IMPLEMENTATIONS,
     block_rows,
     choose,
+    eight_bits_that_pay,
     plans_on_device,
     sparse_attention,
 )
-from vidsparse.masks import tile_count
+from vidsparse.kernels.gates import Gate
+from vidsparse.masks import PooledTopP, tile_count
 from vidsparse.methods import Method, SparseMethod, make_method
 from vidsparse.order import TokenOrder, check_order, token_order
 from vidsparse.plan import SparsePlan, make_plan, make_plan_of_bits
 from vidsparse.schedule import Action, Schedule
+from vidsparse.site import CallSite
 from vidsparse.trace import Cell, Trace
 
 if TYPE_CHECKING:
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     from vidsparse.probe import CellProbe
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
+"""Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
 
 # layer, branch, and all else that a plan depends on: grid, batch, heads, device.
 PlanKey = tuple[int, str, TokenGrid, int, int, torch.device]
@@ -45,21 +51,6 @@ MASK_TILES = 64_000_000
 MASK_BYTES = 512 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class CallSite:
-    """Where in a run an attention call stands.
-
-    ``branch`` is ``conditional`` or ``unconditional`` (classifier-free guidance runs both);
-    ``timestep`` is the scheduler's, for methods whose thresholds depend on it.
-    """
-
-    layer: int
-    step: int
-    timestep: float
-    grid: TokenGrid
-    branch: str = "conditional"
-
-
 class AttentionEngine:
     """A method, an order and a schedule, with the plans and the trace of one run.
 
@@ -72,8 +63,12 @@ class AttentionEngine:
         check_finite: check every output for NaN and Inf and raise, naming layer and step.
         trace: where calls are recorded; a new one is made at every ``begin_run``.
 
+    Attributes:
+        planner: ``order_and_plan``. A benchmark may put another plan in the place of its answer.
+        kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
+
     Raises:
-        OptionError: unknown order or implementation.
+        OptionError: unknown order or implementation, or a method that lacks calibrated numbers.
     """
 
     def __init__(
@@ -89,6 +84,8 @@ class AttentionEngine:
     ) -> None:
         check_order(order)
         _check_implementation(implementation)
+        if isinstance(method, SparseMethod):
+            method.check_numbers()
         self.method = method
         self.schedule = schedule
         self.order = order
@@ -97,6 +94,9 @@ class AttentionEngine:
         self.check_finite = check_finite
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
+        self.observer: Observer | None = None
+        self.planner: Callable[..., tuple[Tensor, Tensor, SparsePlan]] = order_and_plan
+        self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
         self.probe: CellProbe | None = None
         self._plans: dict[PlanKey, SparsePlan] = {}
 
@@ -107,15 +107,35 @@ class AttentionEngine:
         self._plans.clear()
 
     def implementation_for(
-        self, device: torch.device | str, dtype: torch.dtype, head_dim: int
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        head_dim: int,
+        *,
+        gate: Gate | None = None,
+        quantize: str | None = None,
     ) -> str:
         """The kernel implementation that such a call will run.
+
+        ``gate`` and ``quantize`` are what the call will have beside its plan.
 
         Raises:
             UnsupportedError: the one asked for cannot run there.
         """
         try:
-            return choose(self.implementation, device, dtype, head_dim)
+            return choose(
+                self.implementation, device, dtype, head_dim, gate=gate, quantize=quantize
+            )
+        except ValueError as error:
+            raise UnsupportedError(str(error)) from None
+
+    def _eight_bits(self, asked: str | None, q: Tensor, gate: Gate | None) -> str | None:
+        if asked != "auto":
+            return None if asked == "none" else asked
+        try:
+            return eight_bits_that_pay(
+                self.implementation, q.device, q.dtype, q.shape[-1], gate=gate
+            )
         except ValueError as error:
             raise UnsupportedError(str(error)) from None
 
@@ -131,6 +151,11 @@ class AttentionEngine:
             UnsupportedError: the implementation asked for cannot run on these tensors.
             VidsparseError: ``check_finite`` found NaN or Inf.
         """
+        if self.observer is not None:
+            self.observer(q, k, v, site)
+        if isinstance(self.method, SparseMethod) and self.method.numbers is not None:
+            # said in the first step, though it may be a dense one.
+            self.method.numbers.check(site, q.shape[1])
         action = self._action(q, site)
         cell = Cell(site.step, site.layer, site.branch, action, "dense")
         with self.trace.timed(cell, q.device):
@@ -166,12 +191,11 @@ class AttentionEngine:
         if torch.is_autocast_enabled(kind):
             # as autocast does for stock attention; planning and kernels choose their own precision.
             q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
-        cell.implementation = self.implementation_for(q.device, q.dtype, q.shape[-1])
         order = token_order(self.order, site.grid, q.device)
         key = _plan_key(q, site)
         layout = q
         if cell.action == Action.REPLAN.value:
-            q, k, plan = order_and_plan(self.method, q, k, site.grid, order)
+            q, k, plan = self.planner(self.method, q, k, site, order)
             if self.probe is not None and self.probe.wants(site):
                 shares = plan.selected, plan.computed
                 self.probe.take(self.method, q, k, site, self.order, shares)
@@ -180,8 +204,14 @@ class AttentionEngine:
         else:
             q, k, plan = order.apply(q), order.apply(k), self._plans[key]
         v = order.apply(v)
-        cell.selected, cell.computed = plan.selected, plan.computed
-        out, _ = sparse_attention(
+        # a gate is of this very step, also where the plan is not.
+        gate = self.method.gate(q, site, plan)
+        quantize = self._eight_bits(self.method.quantize, q, gate)
+        cell.implementation = self.implementation_for(
+            q.device, q.dtype, q.shape[-1], gate=gate, quantize=quantize
+        )
+        skipped = None if gate is None else torch.empty_like(plan.kv_count)
+        out, _ = self.kernel(
             q,
             k,
             v,
@@ -190,7 +220,15 @@ class AttentionEngine:
             plan.kv_index,
             tile=plan.tile,
             implementation=cell.implementation,
+            gate=gate,
+            quantize=quantize,
+            skipped=skipped,
         )
+        cell.selected, cell.computed = plan.selected, plan.computed
+        if skipped is not None:
+            cell.count_skipped(skipped, plan.tokens)
+        # the copies in order are as large as what the caller holds: not to be kept beside another.
+        del q, k, v
         return order.undo(out, like=layout).to(asked)
 
 
@@ -199,33 +237,37 @@ def _plan_key(q: Tensor, site: CallSite) -> PlanKey:
 
 
 def order_and_plan(
-    method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid, order: TokenOrder
+    method: SparseMethod, q: Tensor, k: Tensor, site: CallSite, order: TokenOrder
 ) -> tuple[Tensor, Tensor, SparsePlan]:
     """``q`` and ``k`` ``[B, H, S, D]`` put in order, and the plan for them.
 
     Where kernels plan, tiles are averaged on the way, while their tokens are at hand.
     """
-    if not _kernels_plan(method, q) or min(method.tile) == 1:
+    rule = _rule_of_kernels(method, q, site)
+    if rule is None or min(method.tile) == 1:
         # tiles of one token are their own mean: for all heads at once that would be a second q.
         q, k = order.apply(q), order.apply(k)
-        return q, k, plan_attention(method, q, k, grid)
+        return q, k, plan_attention(method, q, k, site)
     from vidsparse.kernels.triton_pool import reorder_and_pool
 
-    judged = method.rule is not None and method.rule.theta is not None
+    judged = rule.theta is not None
     q, q_pooled = reorder_and_pool(q, order.permutation, method.tile[0], judged=judged)
     k, k_pooled = reorder_and_pool(k, order.permutation, method.tile[1], judged=judged)
-    return q, k, _plan_by_kernels(method, q, k, grid, (q_pooled, k_pooled))
+    plan = _plan_by_kernels(method, q, k, site, (q_pooled, k_pooled))
+    assert plan is not None
+    return q, k, plan
 
 
-def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) -> SparsePlan:
+def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -> SparsePlan:
     """Mask and plan for ``q``, ``k`` ``[B, H, S, D]`` in token order, text last.
 
     Tiles that hold text tokens are computed in full, both ways. Heads go in chunks where the mask
     of all of them would be too large.
     """
-    if _kernels_plan(method, q):
-        return _plan_by_kernels(method, q, k, grid)
-    tokens = q.shape[2]
+    plan = _plan_by_kernels(method, q, k, site)
+    if plan is not None:
+        return plan
+    tokens, grid = q.shape[2], site.grid
     rows, keys = method.tile
     tiles = tile_count(tokens, rows) * tile_count(tokens, keys) * q.shape[0]
     chunk = max(1, MASK_TILES // tiles)
@@ -234,7 +276,8 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) 
     # autocast would round scores and counts to 16 bits.
     with torch.autocast(q.device.type, enabled=False):
         for h in range(0, q.shape[1], chunk):
-            mask = method.select(q[:, h : h + chunk], k[:, h : h + chunk])
+            part = replace(site, first_head=site.first_head + h)
+            mask = method.select(q[:, h : h + chunk], k[:, h : h + chunk], part)
             if grid.text:
                 mask[:, :, grid.video // rows :] = True
                 mask[:, :, :, grid.video // keys :] = True
@@ -242,49 +285,79 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) 
     return _of_all_heads(plans)
 
 
-def _kernels_plan(method: SparseMethod, q: Tensor) -> bool:
-    return method.rule is not None and plans_on_device(q.device, q.dtype, q.shape[-1])
+def _rule_of_kernels(method: SparseMethod, q: Tensor, site: CallSite) -> PooledTopP | None:
+    """The method's rule where kernels can follow it, else None."""
+    if not plans_on_device(q.device, q.dtype, q.shape[-1]):
+        return None
+    return method.rule(site, q.device)
+
+
+def mask_by_kernels(
+    method: SparseMethod,
+    q: Tensor,
+    k: Tensor,
+    site: CallSite,
+    pooled: tuple[Pooled, Pooled] | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """The mask of all heads of ``q``, ``k`` ``[B, H, S, D]`` by Triton's kernels, text included.
+
+    In words of 32 key tiles, int32 ``[B, H, Tq, W]``, with the key tokens of each query tile, int32
+    ``[B, H, Tq]``. None where there are no kernels for this call, and ``method.select`` is the way.
+    """
+    if not plans_on_device(q.device, q.dtype, q.shape[-1]):
+        return None
+    rule = method.rule(site, q.device)
+    if rule is None:
+        # autocast would round means and products to 16 bits.
+        with torch.autocast(q.device.type, enabled=False):
+            return method.words(q, k, site)
+    from vidsparse.kernels.triton_mask import top_p_words
+    from vidsparse.kernels.triton_pool import pool
+
+    rows, keys = method.tile
+    if pooled is None:
+        judged = rule.theta is not None
+        pooled = pool(q, rows, judged=judged), pool(k, keys, judged=judged)
+    return top_p_words(
+        *pooled,
+        scale=q.shape[-1] ** -0.5,
+        top_p=rule.top_p,
+        topk=rule.topk,
+        theta=rule.theta,
+        full_rows=site.grid.video // rows if site.grid.text else None,
+        full_columns=site.grid.video // keys if site.grid.text else None,
+    )
 
 
 def _plan_by_kernels(
     method: SparseMethod,
     q: Tensor,
     k: Tensor,
-    grid: TokenGrid,
+    site: CallSite,
     pooled: tuple[Pooled, Pooled] | None = None,
-) -> SparsePlan:
-    """``plan_attention`` by Triton's kernels, where the method's rule is one they know."""
-    from vidsparse.kernels.triton_mask import top_p_words
-    from vidsparse.kernels.triton_pool import pool
-
-    assert method.rule is not None
+) -> SparsePlan | None:
+    """``plan_attention`` by Triton's kernels, or None where there are none for this call."""
     batch, heads, tokens, dim = q.shape
     rows, keys = method.tile
     q_tiles, k_tiles = tile_count(tokens, rows), tile_count(tokens, keys)
     head_bytes = q_tiles * k_tiles // 8 + (q_tiles + k_tiles) * dim * 4
     chunk = max(1, MASK_BYTES // (head_bytes * batch))
-    judged = method.rule.theta is not None
     block = block_rows(q.device)
     plans = []
     for start in range(0, heads, chunk):
         part = slice(start, min(start + chunk, heads))
-        if pooled is None:
-            q_pooled = pool(q[:, part], rows, judged=judged)
-            k_pooled = pool(k[:, part], keys, judged=judged)
-        else:
-            q_pooled, k_pooled = (x.heads(part.start, part.stop) for x in pooled)
-        words, kept = top_p_words(
-            q_pooled,
-            k_pooled,
-            scale=dim**-0.5,
-            top_p=method.rule.top_p,
-            theta=method.rule.theta,
-            full_rows=grid.video // rows if grid.text else None,
-            full_columns=grid.video // keys if grid.text else None,
+        made = mask_by_kernels(
+            method,
+            q[:, part],
+            k[:, part],
+            replace(site, first_head=site.first_head + start),
+            None
+            if pooled is None
+            else (pooled[0].heads(start, part.stop), pooled[1].heads(start, part.stop)),
         )
-        plans.append(
-            make_plan_of_bits(words, kept, method.tile, tokens, method.merge, block_rows=block)
-        )
+        if made is None:
+            return None
+        plans.append(make_plan_of_bits(*made, method.tile, tokens, method.merge, block_rows=block))
     return _of_all_heads(plans)
 
 

@@ -9,7 +9,7 @@ second.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,8 +22,8 @@ from vidsparse.masks import pooled_scores, tile_count
 from vidsparse.order import check_order, token_order
 
 if TYPE_CHECKING:
-    from vidsparse.attention import CallSite
     from vidsparse.methods import SparseMethod
+    from vidsparse.site import CallSite
 
 SIDE = 256
 """Rows and columns of a recorded map: 40 heads in two orders are 16 MB."""
@@ -131,7 +131,8 @@ class CellProbe:
         with torch.autocast(q.device.type, enabled=False):
             # a head at a time: at full size one map alone is a hundred megabytes.
             for head in range(q.shape[1]):
-                weights, kept = _head(method, q[:1, head, None], k[:1, head, None], site.grid)
+                at = replace(site, first_head=head)
+                weights, kept = _head(method, q[:1, head, None], k[:1, head, None], at)
                 for name, (rows, columns) in places.items():
                     found[name].append(
                         (weights[rows][:, columns].half().cpu(), kept[rows][:, columns].cpu())
@@ -156,13 +157,13 @@ class CellProbe:
         )
 
 
-def _head(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) -> tuple[Tensor, Tensor]:
+def _head(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor]:
     """Pooled attention over its row's largest and the selected tiles of one head, ``[Tq, Tk]``."""
     rows, keys = method.tile
-    kept = method.select(q, k)[0, 0]
-    if grid.text:
-        kept[grid.video // rows :] = True
-        kept[:, grid.video // keys :] = True
+    kept = method.select(q, k, site)[0, 0]
+    if site.grid.text:
+        kept[site.grid.video // rows :] = True
+        kept[:, site.grid.video // keys :] = True
     scores = pooled_scores(q, k, method.tile)[0, 0]
     return (scores - scores.amax(-1, keepdim=True)).exp(), kept
 

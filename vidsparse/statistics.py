@@ -11,21 +11,18 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vidsparse.attention import (
-    AttentionEngine,
-    CallSite,
-    DenseAttention,
-    attend,
-    plan_attention,
-)
+from vidsparse.attention import AttentionEngine, plan_attention
 from vidsparse.masks import self_similarity
 from vidsparse.methods import SparseMethod
 from vidsparse.order import token_order
+from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
+from vidsparse.trace import Cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +43,9 @@ class CallStatistics:
         sim_q: self-similarity of the query tiles (Sim-q).
         sim_k: self-similarity of the key tiles (Sim-k).
         l1: relative L1 distance to dense attention, ``sum|O - O'| / sum|O|``.
-        selected: share of tiles that the method chose; SpargeAttn's sparsity is 1 - selected.
-        computed: share of query-key pairs that the kernel multiplied.
+        selected: share of query-key pairs that the method chose.
+        computed: share that the kernel multiplied, half of it where a gate skipped the product
+            with V; SpargeAttn's sparsity is 1 - computed.
     """
 
     sim_q: float
@@ -76,23 +74,45 @@ def record_calls(
         branch: the guidance branch to keep.
     """
     calls: list[RecordedCall] = []
-    original = engine.attend
 
-    def recording(
-        q: Tensor, k: Tensor, v: Tensor, site: CallSite, dense: DenseAttention | None = None
-    ) -> Tensor:
+    def record(q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         if site.step in steps and site.layer in layers and site.branch == branch:
             kept = (x[:rows].detach().clone() for x in (q, k, v))
             calls.append(RecordedCall(**dict(zip("qkv", kept, strict=True)), site=site))
-        return original(q, k, v, site, dense)
 
-    # on this one instance only: the class and every other pipeline stay as they are.
-    instance: dict[str, Any] = vars(engine)
-    instance["attend"] = recording
+    before, engine.observer = engine.observer, record
     try:
         yield calls
     finally:
-        del instance["attend"]
+        engine.observer = before
+
+
+def run_call(
+    call: RecordedCall, method: SparseMethod, order: str, implementation: str = "auto"
+) -> tuple[Tensor, Tensor, Cell]:
+    """One call by ``method`` in ``order`` and dense, fp32 ``[B, H, S, D]``, and its trace.
+
+    Raises:
+        OptionError: unknown order or implementation.
+        UnsupportedError: the implementation cannot run on these tensors.
+    """
+    engine = AttentionEngine(
+        method,
+        schedule=Schedule(dense_steps=0),
+        order=order,
+        layers=call.site.layer + 1,
+        implementation=implementation,
+    )
+    engine.begin_run(call.site.step + 1)
+    sparse = engine.attend(call.q, call.k, call.v, call.site).float()
+    dense = F.scaled_dot_product_attention(call.q, call.k, call.v).float()
+    (cell,) = engine.trace.cells
+    return sparse, dense, cell
+
+
+def relative_l1(sparse: Tensor, dense: Tensor) -> Tensor:
+    """``sum|O - O'| / sum|O|`` of each head (SpargeAttn 3.6): ``[B, H, S, D]`` to ``[B, H]``."""
+    return (sparse - dense).abs().sum((2, 3)) / dense.abs().sum((2, 3))
 
 
 def measure_call(
@@ -104,20 +124,17 @@ def measure_call(
         OptionError: unknown order or implementation.
         UnsupportedError: the implementation cannot run on these tensors.
     """
-    grid = call.site.grid
-    permutation = token_order(order, grid, call.q.device)
+    permutation = token_order(order, call.site.grid, call.q.device)
     q, k = permutation.apply(call.q), permutation.apply(call.k)
-    plan = plan_attention(method, q, k, grid)
-    dense = F.scaled_dot_product_attention(call.q, call.k, call.v).float()
-    sparse = attend(
-        call.q, call.k, call.v, grid, method, order=order, implementation=implementation
-    ).float()
+    sparse, dense, cell = run_call(call, method, order, implementation)
+    assert cell.selected is not None
+    assert cell.computed is not None
     return CallStatistics(
         sim_q=self_similarity(q, method.tile[0]).mean().item(),
         sim_k=self_similarity(k, method.tile[1]).mean().item(),
         l1=((sparse - dense).abs().sum() / dense.abs().sum()).item(),
-        selected=plan.selected.float().mean().item(),
-        computed=plan.computed.float().mean().item(),
+        selected=cell.selected.mean().item(),
+        computed=cell.computed.mean().item(),
     )
 
 
@@ -139,17 +156,25 @@ def measure_calls(
     )
 
 
-def computed_density(calls: Sequence[RecordedCall], method: SparseMethod, order: str) -> float:
-    """Mean computed density of ``method`` over ``calls``; plans only, no attention is run.
+def mean_densities(
+    calls: Sequence[RecordedCall], method: SparseMethod, order: str
+) -> dict[str, float]:
+    """``selected`` and ``computed`` of ``method``, means over ``calls``, at least one.
+
+    Plans only: no attention is run.
+
+    What a gate would skip is not known then and counts as computed.
 
     Raises:
         OptionError: unknown order.
     """
-    densities = []
+    plans = []
     for call in calls:
         permutation = token_order(order, call.site.grid, call.q.device)
-        plan = plan_attention(
-            method, permutation.apply(call.q), permutation.apply(call.k), call.site.grid
+        plans.append(
+            plan_attention(method, permutation.apply(call.q), permutation.apply(call.k), call.site)
         )
-        densities.append(plan.computed.float().mean().item())
-    return math.fsum(densities) / len(densities)
+    return {
+        "selected": torch.stack([plan.selected for plan in plans]).double().mean().item(),
+        "computed": torch.stack([plan.computed for plan in plans]).double().mean().item(),
+    }

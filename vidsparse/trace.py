@@ -17,8 +17,10 @@ class Cell:
     """One attention call.
 
     ``selected`` and ``computed`` are shares of query-key pairs, ``[B, H]`` (None when dense).
-    ``seconds`` is the whole call: order, mask, plan and kernel. ``action`` is ``dense``,
-    ``replan``, ``reuse`` or ``dense: <why>`` where a sparse call could not be made.
+    ``skipped`` is the share whose product with V a gate left out (None without a gate); such a
+    pair is half computed, and ``computed`` counts it so. ``seconds`` is the whole call: order,
+    mask, plan and kernel. ``action`` is ``dense``, ``replan``, ``reuse`` or ``dense: <why>`` where
+    a sparse call could not be made.
     """
 
     step: int
@@ -28,7 +30,15 @@ class Cell:
     implementation: str
     selected: Tensor | None = None
     computed: Tensor | None = None
+    skipped: Tensor | None = None
     seconds: float | None = None
+
+    def count_skipped(self, pairs: Tensor, tokens: int) -> None:
+        """Take in what a gate skipped: ``pairs`` of every block ``[B, H, G]``, of ``tokens``²."""
+        assert self.computed is not None
+        # whole numbers up to the end: fp32 would lose some of 5.7e9 pairs.
+        self.skipped = (pairs.sum(-1, dtype=torch.int64).double() / float(tokens) ** 2).float()
+        self.computed = self.computed - self.skipped / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +46,9 @@ class TraceSummary:
     """A run in a few numbers; densities are means over the sparse calls, None if there were none.
 
     ``selected``: share of pairs the method chose. ``computed``: share the kernel multiplied after
-    merging tiles into blocks of rows; speed follows this one. ``dense_step_share``: share of steps
-    without any sparse call.
+    merging tiles into blocks of rows, a pair counting half where a gate skipped its product with V;
+    speed follows this one. ``skipped``: share of such pairs, None where no call had a gate.
+    ``dense_step_share``: share of steps without any sparse call.
     """
 
     selected: float | None
@@ -48,12 +59,20 @@ class TraceSummary:
     calls: int
     implementation: str
     notes: tuple[str, ...] = ()
+    skipped: float | None = None
+
+    @property
+    def sparsity(self) -> float | None:
+        """SpargeAttn's sparsity: the share of all products q·k and p·v that were not computed."""
+        return None if self.computed is None else 1 - self.computed
 
     def __str__(self) -> str:
         if self.selected is None or self.computed is None:
             density = "all calls dense"
         else:
             density = f"selected {self.selected:.3f}, computed {self.computed:.3f}"
+            if self.skipped is not None:
+                density += f" ({self.skipped:.3f} without the product with V)"
         text = (
             f"{density}; {self.dense_step_share:.0%} of steps dense; {self.calls} attention calls "
             f"in {self.attention_seconds:.2f} s by {self.implementation}"
@@ -92,8 +111,9 @@ class Trace:
             cell.seconds = start.elapsed_time(end) / 1000
         self._events.clear()
         for cell in self.cells:
-            if cell.selected is not None and cell.computed is not None:
-                cell.selected, cell.computed = cell.selected.cpu(), cell.computed.cpu()
+            for name in ("selected", "computed", "skipped"):
+                if (value := getattr(cell, name)) is not None:
+                    setattr(cell, name, value.cpu())
 
     def summary(self) -> TraceSummary:
         """The run in a few numbers."""
@@ -111,6 +131,7 @@ class Trace:
             calls=len(self.cells),
             implementation="+".join(used),
             notes=tuple(notes),
+            skipped=_mean([c.skipped for c in sparse]),
         )
 
     def density_map(self) -> list[list[float | None]]:
@@ -172,6 +193,7 @@ class Trace:
                 "implementation": c.implementation,
                 "selected": per_head(c.selected),
                 "computed": per_head(c.computed),
+                "skipped": per_head(c.skipped),
                 "seconds": c.seconds,
             }
             for c in self.cells

@@ -1,0 +1,31 @@
+"""Where in a run an attention call stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vidsparse.grid import TokenGrid
+
+
+@dataclass(frozen=True, slots=True)
+class CallSite:
+    """One attention call of a run: what a method may know beside q and k.
+
+    Args:
+        layer: transformer layer, from 0.
+        step: denoising step, from 0.
+        timestep: the scheduler's, which says how noisy the latent is whatever the number of steps.
+        grid: the token grid.
+        branch: ``conditional`` or ``unconditional`` (classifier-free guidance runs both).
+        part: which of the pipeline's transformers, from 0.
+        first_head: the layer's head that the first head of q and k is: long sequences are
+            planned a few heads at a time.
+    """
+
+    layer: int
+    step: int
+    timestep: float
+    grid: TokenGrid
+    branch: str = "conditional"
+    part: int = 0
+    first_head: int = 0
