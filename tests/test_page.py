@@ -268,8 +268,9 @@ def _values(form: Any, **changes: Any) -> dict[str, Any]:
 def _command_line(**changes: Any) -> GenerateRequest:
     options: dict[str, Any] = {
         "model": "shapes", "frames": None, "size": None, "steps": None, "guidance": None,
-        "negative_prompt": "", "seed": 0, "fps": None, "lora": None, "method": "fg-attn",
-        "order": None, "dense_steps": 0.24, "dense_last_steps": 0, "dense_layers": 0,
+        "negative_prompt": "", "image": None, "last_image": None, "seed": 0, "fps": None,
+        "lora": None, "method": "fg-attn",
+        "order": None, "dense_steps": None, "dense_last_steps": 0, "dense_layers": None,
         "dense_last_layers": 0, "reuse": 1, "device": "cpu", "dtype": None, "offload": "none",
         "compile": False, "implementation": "auto",
     }  # fmt: skip
@@ -277,7 +278,12 @@ def _command_line(**changes: Any) -> GenerateRequest:
     return resolve(request, resolve_model("shapes").defaults)
 
 
-@pytest.mark.parametrize("method", METHODS)
+METHODS_OFFERED = [
+    name for name, cls in METHODS.items() if not getattr(cls, "needs_numbers", False)
+]
+
+
+@pytest.mark.parametrize("method", METHODS_OFFERED)
 def test_the_untouched_form_makes_the_command_line_s_request(form: Any, method: str) -> None:
     request, warnings = form.request(_values(form, method=method))
     assert request == _command_line(method=method)
@@ -287,8 +293,9 @@ def test_the_untouched_form_makes_the_command_line_s_request(form: Any, method: 
 def test_every_option_of_every_method_has_a_control(form: Any) -> None:
     from vidsparse.apps.page.form import parameter
 
-    for name, cls in METHODS.items():
-        for field in dataclasses.fields(cls):
+    assert list(form.groups) == METHODS_OFFERED
+    for name in METHODS_OFFERED:
+        for field in METHODS[name].option_fields():
             control = form.controls[parameter(name, field.name)]
             assert control.info == field.metadata["help"]
 
@@ -307,7 +314,7 @@ def test_a_new_method_s_controls_follow_its_declaration() -> None:
         gate: float | None = option(None, flag="--gate", metavar="L", help="a gate")
 
     with gr.Blocks():
-        kinds = [type(control_for(field)) for field in dataclasses.fields(New)]
+        kinds = [type(control_for(field, field.default)) for field in dataclasses.fields(New)]
     assert kinds == [gr.Number, gr.Number, gr.Checkbox, gr.Dropdown, gr.Textbox]
 
 
@@ -375,12 +382,54 @@ def test_words_the_model_never_learned_are_a_warning(form: Any) -> None:
     assert warnings == ["shapes never learned dragon: it will guess."]
 
 
-def test_a_model_that_takes_a_picture_asks_for_it(form: Any, monkeypatch: Any) -> None:
-    from vidsparse.apps.page import form as module
+def test_a_model_that_takes_a_picture_gets_it_and_one_that_needs_it_asks(
+    tmp_path: Path,
+) -> None:
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page.form import Form
 
-    monkeypatch.setattr(module, "takes_image", lambda model: True)
-    with pytest.raises(OptionError, match="upload its first frame"):
-        form.request(_values(form))
+    shapes = resolve_model("shapes")
+    picture = tmp_path / "first.png"
+    Image.new("RGB", (64, 64)).save(picture)
+    for text_class, needed in (("WanPipeline", False), (None, True)):
+        model = dataclasses.replace(
+            shapes, text_class=text_class, image_class="WanImageToVideoPipeline"
+        )
+        host = dataclasses.replace(_host(tmp_path), models=(model,))
+        with gr.Blocks():
+            form = Form(host)
+        assert form.image.visible
+        request, _ = form.request(_values(form), picture)
+        assert request.image == str(picture)
+        if needed:
+            with pytest.raises(OptionError, match="upload its first frame"):
+                form.request(_values(form))
+        else:
+            assert form.request(_values(form))[0].image is None
+
+
+def test_a_model_without_pictures_hides_their_upload(form: Any, tmp_path: Path) -> None:
+    assert not form.image.visible
+    assert form.request(_values(form), tmp_path / "first.png")[0].image is None
+
+
+def test_the_model_s_own_settings_of_a_method_are_shown(tmp_path: Path) -> None:
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page.form import Form
+
+    shapes = resolve_model("shapes")
+    own = {"fg-attn": {"top_p": 0.7, "tile": "32x32"}}
+    defaults = dataclasses.replace(
+        shapes.defaults, method_options=own, dense_steps=3, dense_layers=1, frames=81
+    )
+    host = _host(tmp_path, frames=50)
+    host = dataclasses.replace(host, models=(dataclasses.replace(shapes, defaults=defaults),))
+    with gr.Blocks():
+        form = Form(host)
+    request, _ = form.request(_values(form))
+    assert (request.method_options["top_p"], request.method_options["tile"]) == (0.7, "32x32")
+    # as many as the host allows, and no size that the model cannot make.
+    assert (request.dense_steps, request.dense_layers, request.frames) == (3, 1, 49)
 
 
 # ---- uploads ----

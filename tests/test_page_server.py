@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 from tiny_pipelines import save_tiny_wan
@@ -375,6 +376,8 @@ def test_five_hundred_calls_that_nobody_meant(
             assert reply.status_code == 413
         caller.http.close()
 
+    # matplotlib, which gradio asks for, makes its folders when it is first asked for them.
+    matplotlib.get_cachedir(), matplotlib.get_configdir()
     numbers = [chance.randrange(10**9) for _ in range(500)]
     opened.on = True
     try:

@@ -19,13 +19,23 @@ from vidsparse.apps.options import amount, default_text
 from vidsparse.apps.page.host import Host
 from vidsparse.errors import OptionError
 from vidsparse.kernels import IMPLEMENTATIONS
-from vidsparse.methods import METHODS
+from vidsparse.methods import METHODS, Method, SparseMethod, make_method
 from vidsparse.order import ORDERS
 from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, resolve
 
+
+def offered() -> dict[str, type[Method]]:
+    """The methods that a visitor can choose: those that work without a file of numbers."""
+    return {
+        name: cls
+        for name, cls in METHODS.items()
+        if not (issubclass(cls, SparseMethod) and cls.needs_numbers)
+    }
+
+
 # what a new visitor sees first.
-DEFAULT_METHOD = next(iter(METHODS))
+DEFAULT_METHOD = next(iter(offered()))
 
 _WHOLE = ("steps", "frames", "width", "height", "seed", "reuse")
 _AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers")
@@ -38,8 +48,13 @@ def parameter(method: str, field: str) -> str:
 
 
 def takes_image(model: ModelRef) -> bool:
-    """Whether the model starts from a picture."""
-    return bool(getattr(model, "takes_image", False))
+    """Whether the model can start from a picture."""
+    return model.image_class is not None
+
+
+def needs_image(model: ModelRef) -> bool:
+    """Whether the model makes nothing without a picture."""
+    return model.text_class is None
 
 
 def examples_of(model: ModelRef) -> list[list[str]]:
@@ -110,21 +125,24 @@ class Form:
         )
 
     def _sparsity(self, model: ModelRef) -> None:
+        methods = offered()
         with gr.Group():
             self._add(
                 "method",
                 gr.Dropdown(
-                    [(f"{cls.title} ({name})", name) for name, cls in METHODS.items()],
+                    [(f"{cls.title} ({name})", name) for name, cls in methods.items()],
                     value=DEFAULT_METHOD,
                     label="Method",
                     info=METHODS[DEFAULT_METHOD].summary,
                     elem_id="method",
                 ),
             )
-            for name, cls in METHODS.items():
+            for name, cls in methods.items():
+                own = model.defaults.method_options.get(name, {})
                 with gr.Group(visible=name == DEFAULT_METHOD) as group:
-                    for field in dataclasses.fields(cls):
-                        self._add(parameter(name, field.name), control_for(field))
+                    for field in cls.option_fields():
+                        control = control_for(field, own.get(field.name, field.default))
+                        self._add(parameter(name, field.name), control)
                 self.groups[name] = group
 
     def _video(self, model: ModelRef) -> None:
@@ -148,7 +166,7 @@ class Form:
             )
 
     def _schedule(self, model: ModelRef) -> None:
-        first = GenerateRequest(prompt="")
+        first = self.defaults_of(model)
         with gr.Accordion("Where attention stays dense", open=False), gr.Group():
             gr.Markdown(
                 "A count (3), or a share with a point (0.24).", elem_classes="note", padding=True
@@ -160,7 +178,7 @@ class Form:
                         label = label if label.startswith("last") else f"first {label}"
                         self._add(
                             name,
-                            gr.Textbox(value=str(getattr(first, name)), label=label, min_width=110),
+                            gr.Textbox(value=first.get(name, "0"), label=label, min_width=110),
                         )
             with gr.Row():
                 self._add(
@@ -210,18 +228,17 @@ class Form:
         """
         model = self.host.model(values.get("model"))
         method = values.get("method")
-        if not isinstance(method, str) or method not in METHODS:
-            raise OptionError(f"unknown method {method!r}. Hint: choose from {', '.join(METHODS)}.")
+        if not isinstance(method, str) or method not in self.groups:
+            names = ", ".join(self.groups)
+            raise OptionError(f"unknown method {method!r}. Hint: choose from {names}.")
         own: dict[str, Any] = {name: whole(name, values.get(name)) for name in _WHOLE}
         own |= {name: _read_amount(name, values.get(name)) for name in _AMOUNTS}
         own |= {name: number(name, values.get(name)) for name in ("guidance", "fps")}
         own["seed"] = own["seed"] or 0
         own["reuse"] = 1 if own["reuse"] is None else own["reuse"]
-        if takes_image(model):
-            if image is None:
-                raise OptionError(
-                    f"{model.name} starts from a picture. Hint: upload its first frame."
-                )
+        if image is None and needs_image(model):
+            raise OptionError(f"{model.name} starts from a picture. Hint: upload its first frame.")
+        if image is not None and takes_image(model):
             own["image"] = str(image)
         request = GenerateRequest(
             prompt=values.get("prompt") or "",
@@ -254,34 +271,38 @@ class Form:
 
     def defaults_of(self, model: ModelRef) -> dict[str, Any]:
         """The controls' values that the model brings, as far as the host allows."""
-        values = {name: getattr(model.defaults, name) for name in _FROM_MODEL}
         limits, defaults = self.host.limits, model.defaults
-        most = {
-            "steps": limits.steps,
-            "frames": (limits.frames - 1) // defaults.frame_factor * defaults.frame_factor + 1,
-            "width": limits.side // defaults.size_factor * defaults.size_factor,
-            "height": limits.side // defaults.size_factor * defaults.size_factor,
-        }
-        return values | {name: min(values[name], bound) for name, bound in most.items()}
+        values: dict[str, Any] = {name: getattr(defaults, name) for name in _FROM_MODEL}
+        for name, most, unit, first in (
+            ("steps", limits.steps, 1, 0),
+            ("frames", limits.frames, defaults.frame_factor, 1),
+            ("width", limits.side, defaults.size_factor, 0),
+            ("height", limits.side, defaults.size_factor, 0),
+        ):
+            values[name] = min(values[name], (most - first) // unit * unit + first)
+        for name in ("dense_steps", "dense_layers"):
+            values[name] = str(getattr(defaults, name))
+        for method in self.groups:
+            # what the model does not say is the method's own default.
+            own = make_method(method, **defaults.method_options.get(method, {})).options()
+            values |= {parameter(method, name): value for name, value in own.items()}
+        return values
 
 
-def control_for(field: dataclasses.Field[Any]) -> Any:
+def control_for(field: dataclasses.Field[Any], value: Any) -> Any:
     """The control of a method's own option, by its declaration."""
     facts = field.metadata
     label, info = field.name.replace("_", " "), facts["help"]
     if isinstance(field.default, bool):
-        return gr.Checkbox(value=field.default, label=label, info=info)
+        return gr.Checkbox(value=value, label=label, info=info)
     if facts.get("choices"):
-        return gr.Dropdown(
-            list(facts["choices"]), value=default_text(field), label=label, info=info
-        )
+        return gr.Dropdown(list(facts["choices"]), value=_text(value), label=label, info=info)
     if isinstance(field.default, int):
-        return gr.Number(value=field.default, label=label, info=info, precision=0)
+        return gr.Number(value=value, label=label, info=info, precision=0)
     if isinstance(field.default, float):
         # no step of its own: a number that is in range should never be called invalid.
-        return gr.Number(value=field.default, label=label, info=info, step=0.05)
-    value = "" if field.default is None else default_text(field)
-    return gr.Textbox(value=value, label=label, info=info, placeholder=facts["metavar"])
+        return gr.Number(value=value, label=label, info=info, step=0.05)
+    return gr.Textbox(value=_text(value), label=label, info=info, placeholder=facts["metavar"])
 
 
 def method_options(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +312,7 @@ def method_options(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: a value that cannot be read.
     """
     options: dict[str, Any] = {}
-    for field in dataclasses.fields(METHODS[method]):
+    for field in METHODS[method].option_fields():
         value = values.get(parameter(method, field.name))
         if value is None or value == "":
             continue
@@ -353,6 +374,11 @@ def _read_amount(name: str, value: object) -> int | float:
 
 
 def _text(value: object) -> str:
+    """A value as one types it on the command line."""
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
     # the browser knows one kind of number: 16 and 16.0 are the same to it.
     if isinstance(value, float) and value.is_integer():
         return str(int(value))

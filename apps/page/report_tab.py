@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -216,6 +215,4 @@ class ReportTab:
 
 
 def _options_of(method: Any) -> list[str]:
-    return (
-        [field.name for field in dataclasses.fields(METHODS[method])] if method in METHODS else []
-    )
+    return [field.name for field in METHODS[method].option_fields()] if method in METHODS else []
