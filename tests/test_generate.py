@@ -506,7 +506,7 @@ def test_the_record_says_how_the_video_was_made(loaded: LoadedPipeline) -> None:
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["options"] == {
         **a_request(dense_steps=1).options(),
-        "method_options": {"top_p": 0.9, "tile": "16x16", "merge": "xor-window"},
+        "method_options": {"top_p": 0.9, "topk": None, "tile": "16x16", "merge": "xor-window"},
         "dense_layers": 0,
         "model": loaded.ref.name,
         "order": "columnmajor",
