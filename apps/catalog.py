@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 
 import click
@@ -35,7 +34,7 @@ def methods() -> None:
         _write(f"{method.title}: {method.summary}")
         if method.paper:
             _write(method.paper)
-        fields = dataclasses.fields(method)
+        fields = method.option_fields()
         rows = [(f"{f.metadata['flag']} {f.metadata['metavar']}", f) for f in fields]
         width = max((len(flag) for flag, _ in rows), default=0)
         for flag, field in rows:

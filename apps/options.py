@@ -61,6 +61,8 @@ class MethodOption(click.Option):
 def default_text(field: dataclasses.Field[Any]) -> str:
     """A method option's default as one types it."""
     value = field.default
+    if value is None:
+        return "none"
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -91,7 +93,7 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def _amount(text: str) -> int | float:
+def amount(text: str) -> int | float:
     """A whole count (12), or a share written with a point (0.24)."""
     try:
         return int(text) if text.strip().lstrip("+-").isdecimal() else float(text)
@@ -125,7 +127,7 @@ def _option(group: str, *names: str, **attributes: Any) -> Callable[[Function], 
 def _method_options() -> list[MethodOption]:
     flags: dict[str, dict[str, dataclasses.Field[Any]]] = {}
     for name, cls in METHODS.items():
-        for field in dataclasses.fields(cls):
+        for field in cls.option_fields():
             flags.setdefault(field.metadata["flag"], {})[name] = field
     return [MethodOption(flag, fields) for flag, fields in flags.items()]
 
@@ -217,7 +219,7 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-steps",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             help="First steps kept dense: a share rounded up (0.24) or a count (12).  "
             "[default: the model's]",
@@ -225,7 +227,7 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-last-steps",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0",
             show_default=True,
@@ -234,14 +236,14 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-layers",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             help="First transformer layers kept dense.  [default: the model's]",
         ),
         _option(
             SPARSITY,
             "--dense-last-layers",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0",
             show_default=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from vidsparse.apps.quality_studies import KNOBS
 from vidsparse.apps.row_file import RowFile
@@ -37,7 +37,8 @@ def markdown_tables(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _option_text(name: str) -> Callable[[Mapping[str, Any]], str]:
+def option_text(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """The table cell that shows one of a row's options."""
     return lambda row: str(row["options"].get(name, "-"))
 
 
@@ -50,10 +51,7 @@ def _number(name: str, spec: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: format_number(row.get(name), spec)
 
 
-_CELLS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "method": lambda row: str(row["method"]),
-    **{name: _option_text(name) for name in ("tile", "top_p", "merge", "order", "reuse")},
-    "set to": _knob,
+QUALITY_CELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "selected": _number("selected", ".3f"),
     "computed": _number("computed", ".3f"),
     "PSNR dB": lambda row: format_spread(
@@ -62,12 +60,20 @@ _CELLS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
         identical=row["identical"],
     ),
     "SSIM": _number("ssim_mean", ".4f"),
+}
+"""What every row has: densities and distance to dense."""
+
+_CELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
+    "method": lambda row: str(row["method"]),
+    **{name: option_text(name) for name in ("tile", "top_p", "merge", "order", "reuse")},
+    "set to": _knob,
+    **QUALITY_CELLS,
     "Sim-q": _number("sim_q", ".3f"),
     "Sim-k": _number("sim_k", ".3f"),
     "L1": _number("l1", ".4f"),
     "sparsity": _number("sparsity", ".3f"),
 }
-_QUALITY = ("selected", "computed", "PSNR dB", "SSIM")
+_QUALITY = tuple(QUALITY_CELLS)
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "tiles": ("tile", "top_p", *_QUALITY),
     "merging": ("tile", "top_p", "merge", *_QUALITY),

@@ -8,6 +8,7 @@
   the same density; SpargeAttn's numbers are the same for all, as in its Tables 4 and 9.
 - ``equal``: methods at the same selected density, in the order that is the model's own.
 - ``curves``: every method over a range of computed densities, in the order that is the model's own.
+- ``judge``: SpargeAttn with and without its judge of self-similarity.
 - ``defaults``: what a model's defaults are chosen from: FG-Attn in the model's own order, ``top_p``
   and the steps that a plan serves.
 """
@@ -15,12 +16,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vidsparse.order import ORDERS
 
 STUDIES: Final = ("tiles", "merging", "orders", "equal", "curves", "defaults")
+ABLATIONS: Final = ("judge",)
 
 TILES: Final = ("16x16", "32x32", "64x64", "128x128")
 TOP_P: Final = (0.5, 0.65, 0.8, 0.9, 0.95)
@@ -37,10 +39,15 @@ CURVE_COMPUTED: Final = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A density to reach, ``selected`` or ``computed``, by setting a method's ``Knob``."""
+    """A density to reach, ``selected`` or ``computed``, by setting a method's ``Knob``.
+
+    It is met within ``tolerance``, or by the best of a few trials with a corrected aim: the calls
+    of a dense run, which the first number is taken from, are not those of a sparse one.
+    """
 
     density: str
     value: float
+    tolerance: float = field(default=0.01, compare=False)
 
     def __str__(self) -> str:
         return f"{self.density}={self.value:g}"
@@ -102,7 +109,13 @@ class Configuration:
     def describes(self, row: Mapping[str, Any]) -> bool:
         """Whether ``row`` was measured with this configuration, whatever the knob was set to."""
         aim = Aim(row.get("aim", "computed"), row["target"]) if row["target"] else None
-        same = (row["study"], row["method"], aim) == (self.study, self.method, self.aim)
+        own = row.get("own_order", False)
+        same = (row["study"], row["method"], aim, own) == (
+            self.study,
+            self.method,
+            self.aim,
+            self.order is None,
+        )
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
         theirs = {"reuse": 1, **row["options"]}
         return (
@@ -150,8 +163,18 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
     if "curves" in studies:
         for value in CURVE_COMPUTED:
             for method, own in _COMPARED:
-                aim = Aim("computed", value)
+                # a curve needs points that lie apart, not at exact places.
+                aim = Aim("computed", value, tolerance=0.05)
                 yield Configuration(study="curves", method=method, options=own, order=None, aim=aim)
+    if "judge" in studies:
+        for its_order in (None, "random"):
+            for theta in (0.3, -1.0):
+                yield Configuration(
+                    study="judge",
+                    method="spargeattn",
+                    options={"theta": theta},
+                    order=its_order,
+                )
     if "defaults" in studies:
         for top_p in DEFAULT_TOP_P:
             for reuse in REUSED:

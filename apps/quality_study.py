@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 RECORDED_PROMPTS = 2
 RECORDED_STEPS = 3
 
-# a density aimed at is met within this, or by the best of this many trials with a corrected aim:
-# the calls of a dense run, which the first number is taken from, are not those of a sparse one.
-AIM_TOLERANCE = 0.01
 AIM_TRIALS = 3
 
 # rows whose metrics may still be computed while the device is at work on the next one; each holds
@@ -181,7 +178,7 @@ class Study:
         self._requests = requests
         self._batch = batch
         self._ssim_every = ssim_every
-        self._commit = commit
+        self.commit = commit
 
     def known(self, configuration: Configuration) -> bool:
         """Whether the file holds this row already, measured on as many prompts."""
@@ -221,7 +218,7 @@ class Study:
     def run(self, todo: Sequence[Configuration]) -> None:
         """Measure ``todo`` and write each row as soon as its metrics are there."""
         dense = self._generate(self._requests, "dense")
-        self._file.header = self._describe(dense[0].record)
+        self._file.header = self.header()
         frames = [one.frames for one in dense]
         pending: list[_Pending] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -251,14 +248,18 @@ class Study:
             "prompts": len(self._requests),
         }
 
-    def _describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    def header(self) -> dict[str, Any]:
+        """What the file says of all its rows: hardware, versions, what the numbers mean."""
+        from vidsparse.pipelines.generate import run_facts
+
         first = self._requests[0]
+        facts = run_facts(self._loaded)
         return {
-            "hardware": record["device"],
-            "versions": record["versions"],
+            "hardware": facts["device"],
+            "versions": facts["versions"],
             "date": datetime.now(UTC).date().isoformat(),
-            "model": record["model"],
-            "scheduler": record["scheduler"]["class"],
+            "model": facts["model"],
+            "scheduler": facts["scheduler"]["class"],
             "dtype": first.dtype,
             "guidance": first.guidance,
             "metrics": {
@@ -316,6 +317,7 @@ class Study:
             "seconds": sum(record["times"]["denoise"] / record["batch"] for record in records),
             "implementation": records[0]["implementation"],
             "study": configuration.study,
+            "own_order": configuration.order is None,
             "aim": configuration.aim and configuration.aim.density,
             "target": configuration.aim and configuration.aim.value,
         }
@@ -361,7 +363,7 @@ class Study:
             made = self._make(configuration, options, order, label)
             miss = aim.value - fmean(one.record[aim.density] for one in made)
             trials.append((abs(miss), options, made))
-            if abs(miss) <= AIM_TOLERANCE:
+            if abs(miss) <= aim.tolerance:
                 break
             goal = min(max(goal + miss, 0.0), 1.0)
         _, options, made = min(trials, key=lambda trial: trial[0])
@@ -383,7 +385,7 @@ class Study:
             "psnr_std": psnr.std,
             "ssim_mean": ssim.mean,
             "prompts": len(qualities),
-            "commit": self._commit,
+            "commit": self.commit,
             "ssim_std": ssim.std,
             "flicker_mean": spread([each.flicker for each in qualities]).mean,
             "identical": identical,
@@ -397,6 +399,11 @@ class Study:
             f"{format_share(row['computed'])}, PSNR {distance}, "
             f"SSIM {format_number(ssim.mean, '.4f')}, {row['seconds']:.1f} s"
         )
+
+    @property
+    def recorded_prompts(self) -> int:
+        """How many prompts ``recorded`` is of."""
+        return min(RECORDED_PROMPTS, len(self._requests))
 
     @cached_property
     def recorded(self) -> list[RecordedCall]:

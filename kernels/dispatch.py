@@ -146,6 +146,8 @@ _REASONS: Final[
     "reference": _any_reason,
 }
 
+_FASTER_IN_8_BITS: Final = ("gluon", "triton")
+
 IMPLEMENTATIONS: Final[tuple[str, ...]] = tuple(_LOADERS)
 """Names of the implementations, the fastest first; ``auto`` takes the first that can run."""
 
@@ -203,6 +205,30 @@ def choose(
             f"the {implementation!r} implementation cannot run here: it {reason}. Hint: auto."
         )
     return implementation
+
+
+def eight_bits_that_pay(
+    implementation: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    gate: Gate | None = None,
+) -> str | None:
+    """``int8`` where such a call is faster with q·k in 8 bits, else None.
+
+    That is where the implementation that runs it in full precision has the tensor cores' 8-bit
+    products too: a slower one that has them gains nothing by them, and on a CPU they are emulated.
+    fp8 is never the answer: its errors are larger at the same rate.
+
+    Raises:
+        ValueError: as ``choose``.
+    """
+    plain = choose(implementation, device, dtype, head_dim, gate=gate)
+    if plain not in _FASTER_IN_8_BITS:
+        return None
+    able = support(plain, device, dtype, head_dim, gate=gate, quantize="int8") is None
+    return "int8" if able else None
 
 
 def sparse_attention(

@@ -195,11 +195,36 @@ def skipped_pairs(
     if run == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     padded = torch.nn.functional.pad(scores, (0, -run % gate.keys), value=-torch.inf)
-    pieces = padded.shape[-1] // gate.keys
-    largest = padded.view(blocks, rows, pieces, gate.keys).amax(-1)
+    largest = padded.view(blocks, rows, -1, gate.keys).amax(-1)
+    closed = skipped_pieces(gate, largest, lengths, thresholds, row_alive, kept)
+    return closed.repeat_interleave(gate.rows, 1).repeat_interleave(gate.keys, 2)[..., :run]
+
+
+def skipped_pieces(
+    gate: Gate,
+    largest: Tensor,
+    lengths: Tensor,
+    thresholds: Tensor,
+    row_alive: Tensor,
+    kept: Tensor | None,
+) -> Tensor:
+    """``skipped_pairs`` by pieces, from the largest score of every row in each.
+
+    Args:
+        gate: its kind and the size of its pieces.
+        largest: of the pieces of P blocks' lists in order, ``[P, R, pieces]``; -inf past the end.
+        lengths: keys of every block's run, ``[P]``.
+        thresholds: of every row, ``[P, R]``.
+        row_alive: rows that hold a token, bool ``[P, R]``.
+        kept: pieces never skipped, bool ``[P, >= pieces]``, or None.
+
+    Returns:
+        bool ``[P, R / gate.rows, pieces]``.
+    """
+    blocks, rows, pieces = largest.shape
     compared = largest
     if isinstance(gate, RelativeGate):
-        piece = torch.arange(pieces, device=scores.device)
+        piece = torch.arange(pieces, device=largest.device)
         last_group = (lengths - 1).clamp_min(0) // KEY_GROUP * (KEY_GROUP // gate.keys)
         late = (piece >= last_group.unsqueeze(-1)).unsqueeze(1)
         in_last_group = largest.masked_fill(~late, -torch.inf)
@@ -213,4 +238,4 @@ def skipped_pairs(
     closed = below.view(blocks, rows // gate.rows, gate.rows, pieces).all(2)
     if kept is not None:
         closed &= ~kept[:, None, :pieces]
-    return closed.repeat_interleave(gate.rows, 1).repeat_interleave(gate.keys, 2)[..., :run]
+    return closed

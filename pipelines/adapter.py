@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from vidsparse.attention import AttentionEngine
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
+from vidsparse.kernels.dispatch import triton_reason
 from vidsparse.pipelines.families import FAMILIES, Family, supported_pipelines
 from vidsparse.site import CallSite
 
@@ -364,17 +365,41 @@ def valid_text(mask: Tensor) -> tuple[int, ...]:
     return tuple(mask.bool().sum(1).tolist())
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``x`` ``[..., D]``, channels in neighbouring pairs.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
+    """Rotary embedding of ``x`` ``[..., D]``, on a GPU in one pass.
 
-    ``cos`` and ``sin`` ``[..., D / 2]`` hold the angle of every pair. The product is formed in
-    their precision and rounded once, as the stock processors do.
+    ``cos`` and ``sin`` ``[..., D / 2]`` hold the angle of every pair of channels: neighbours, or
+    with ``halves`` one of the first half of the channels and one of the second. The product is
+    formed in their precision and rounded as the stock processors do.
     """
+    if _by_kernel(x, cos, sin):
+        from vidsparse.kernels.triton_rotate import rotate_rows
+
+        return rotate_rows(x, cos, sin, halves=halves)
+    if halves:
+        first, second = x.chunk(2, -1)
+        # multiplied and added at once.
+        rotated = (
+            torch.addcmul(first * cos, -sin, second.to(sin.dtype)),
+            torch.addcmul(second * cos, sin, first.to(sin.dtype)),
+        )
+        return torch.cat(rotated, -1).type_as(x)
     even, odd = x[..., 0::2], x[..., 1::2]
     out = x.new_empty(x.shape)
     out[..., 0::2] = even * cos - odd * sin
     out[..., 1::2] = even * sin + odd * cos
     return out
+
+
+def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the one-pass kernel may rotate ``x``: it knows no gradients, and compilers fuse."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    if triton_reason(x.device) is not None:
+        return False
+    from vidsparse.kernels.triton_rotate import can_rotate
+
+    return can_rotate(x, cos, sin)
 
 
 def is_stock(processor: Any, adapter: Adapter) -> bool:

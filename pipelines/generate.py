@@ -32,6 +32,9 @@ Progress = Callable[[int, int, float], object]
 Cancel = Callable[[], bool]
 """Asked after each denoising step; True stops the run."""
 
+Attach = Callable[[SparseHandle], object]
+"""Given the sparse pipeline's handle before it runs; the trace is complete when it has."""
+
 _PACKAGES: Final = ("torch", "diffusers", "transformers", "triton")
 
 
@@ -52,6 +55,7 @@ def generate(
     request: GenerateRequest,
     progress: Progress | None = None,
     cancel: Cancel | None = None,
+    attach: Attach | None = None,
 ) -> Generated:
     """Generate one video.
 
@@ -63,6 +67,7 @@ def generate(
         request: what to generate.
         progress: told after each step.
         cancel: asked after each step.
+        attach: given the handle of a sparse run, for its trace or a probe.
 
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
@@ -71,7 +76,7 @@ def generate(
             pipeline needs a package that is not installed.
         GenerationCancelled: ``cancel`` answered True.
     """
-    return generate_batch(loaded, [request], progress, cancel)[0]
+    return generate_batch(loaded, [request], progress, cancel, attach)[0]
 
 
 def generate_batch(
@@ -79,6 +84,7 @@ def generate_batch(
     requests: Sequence[GenerateRequest],
     progress: Progress | None = None,
     cancel: Cancel | None = None,
+    attach: Attach | None = None,
 ) -> list[Generated]:
     """Generate a video for each request in one pipeline call.
 
@@ -114,6 +120,8 @@ def generate_batch(
         _on_device(loaded.device),
         _maybe_sparse(loaded, first) as handle,
     ):
+        if handle is not None and attach is not None:
+            attach(handle)
         frames = _run(loaded, settings, clock, progress, cancel)
         total = clock.now()
         record = _shared_record(loaded, first, handle)
@@ -399,27 +407,16 @@ def _shared_record(
     loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
 ) -> dict[str, Any]:
     summary = handle.summary() if handle is not None else None
-    scheduler = loaded.pipe.scheduler
     return {
         "negative_prompt": request.negative_prompt,
         "seed": request.seed,
-        "model": {
-            "name": loaded.ref.name,
-            "source": loaded.ref.source,
-            "weights_hash": loaded.weights_hash,
-        },
         "options": request.options(),
         "images": {
             name: image_hash(path)
             for name in ("image", "last_image")
             if (path := getattr(request, name)) is not None
         },
-        "scheduler": {
-            "class": type(scheduler).__name__,
-            "config": _jsonable(dict(scheduler.config)),
-        },
-        "versions": _versions(),
-        "device": _device_facts(loaded.device),
+        **run_facts(loaded),
         "selected": summary.selected if summary else None,
         "computed": summary.computed if summary else None,
         "dense_step_share": summary.dense_step_share if summary else 1.0,
@@ -427,6 +424,24 @@ def _shared_record(
         "implementation": summary.implementation if summary else "the stock pipeline",
         "notes": list(summary.notes) if summary else [],
         "density_map": handle.trace.density_map() if handle is not None else [],
+    }
+
+
+def run_facts(loaded: LoadedPipeline) -> dict[str, Any]:
+    """What a result depends on beside its request: weights, scheduler, versions and device."""
+    scheduler = loaded.pipe.scheduler
+    return {
+        "model": {
+            "name": loaded.ref.name,
+            "source": loaded.ref.source,
+            "weights_hash": loaded.weights_hash,
+        },
+        "scheduler": {
+            "class": type(scheduler).__name__,
+            "config": _jsonable(dict(scheduler.config)),
+        },
+        "versions": _versions(),
+        "device": _device_facts(loaded.device),
     }
 
 

@@ -21,6 +21,7 @@ from vidsparse.pipelines.adapter import (
     parallel_unsupported,
     transformers_of,
 )
+from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
 from vidsparse.trace import Trace, TraceSummary
 
@@ -58,6 +59,11 @@ class SparseHandle:
     def summary(self) -> TraceSummary:
         """Densities, shares and time of the last run; waits for the device to finish."""
         return self.trace.summary()
+
+    def probe(self, probe: CellProbe | None) -> None:
+        """Have ``probe`` record its call in the runs to come; None records nothing."""
+        for engine in self._session.engines:
+            engine.probe = probe
 
     def remove(self) -> None:
         """Restore the pipeline: the same processor objects, no hooks. Harmless when repeated."""

@@ -24,14 +24,7 @@ def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kind: str) ->
         return _by_head(rotate(x, cos[..., 0::2], sin[..., 0::2]), heads)
     # "split": the first half of a head's channels pairs up with the second; [B, H, S, D / 2].
     cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
-    x = _by_head(x, heads)
-    first, second = x.chunk(2, -1)
-    # multiplied and added at once, as the stock processor rounds it.
-    rotated = (
-        torch.addcmul(first * cos, -sin, second.to(sin.dtype)),
-        torch.addcmul(second * cos, sin, first.to(sin.dtype)),
-    )
-    return torch.cat(rotated, -1).type_as(x)
+    return rotate(_by_head(x, heads), cos, sin, halves=True)
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

@@ -17,6 +17,8 @@ from vidsparse.statistics import (
     measure_call,
     measure_calls,
     record_calls,
+    relative_l1,
+    run_call,
 )
 
 GRID = TokenGrid(3, 8, 7)
@@ -45,6 +47,27 @@ def test_l1_is_the_papers_relative_distance() -> None:
     assert measured.l1 == pytest.approx(expected.item(), rel=1e-4)
     assert 0.01 < measured.l1 < 1
     assert 0 < measured.selected <= measured.computed < 1
+
+
+def test_l1_by_head_keeps_heads_and_batch_apart() -> None:
+    dense = torch.ones(2, 3, 4, 5)
+    sparse = dense.clone()
+    sparse[1, 2] += 0.5
+    sparse[0, 1, 0] -= 1
+    expected = torch.zeros(2, 3)
+    expected[1, 2], expected[0, 1] = 0.5, 0.25
+    torch.testing.assert_close(relative_l1(sparse, dense), expected)
+
+
+def test_a_call_runs_at_its_own_step_and_layer() -> None:
+    one = _call()
+    call = RecordedCall(q=one.q, k=one.k, v=one.v, site=CallSite(3, 5, 0.0, GRID))
+    sparse, dense, cell = run_call(call, FgAttn(top_p=0.4), "hilbert")
+    assert (cell.layer, cell.step) == (3, 5)
+    assert cell.selected is not None
+    assert cell.selected.shape == (1, 2)
+    assert torch.equal(dense, F.scaled_dot_product_attention(call.q, call.k, call.v))
+    assert not torch.equal(sparse, dense)
 
 
 def test_a_full_mask_has_no_error_and_density_one() -> None:
@@ -78,13 +101,13 @@ def test_recording_keeps_the_chosen_calls_and_leaves_the_engine_alone() -> None:
     engine.begin_run(3)
     call = _call()
     q, k, v = (x.expand(3, -1, -1, -1) for x in (call.q, call.k, call.v))
-    before = engine.attend
+    before = engine.observer
     with record_calls(engine, steps={1}, layers={0, 1}, rows=2) as calls:
         for branch in ("conditional", "unconditional"):
             for step in range(3):
                 for layer in range(2):
                     out = engine.attend(q, k, v, CallSite(layer, step, 0.0, GRID, branch))
-    assert engine.attend == before
+    assert engine.observer is before
     assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
     assert [(one.site.step, one.site.layer, one.site.branch) for one in calls] == [
         (1, 0, "conditional"),
@@ -96,7 +119,7 @@ def test_recording_keeps_the_chosen_calls_and_leaves_the_engine_alone() -> None:
 
 def test_an_error_while_recording_leaves_the_engine_alone() -> None:
     engine = AttentionEngine(make_method("dense"), schedule=Schedule(), layers=1)
-    before = engine.attend
+    before = engine.observer
     with pytest.raises(RuntimeError), record_calls(engine, steps=(), layers=(), rows=1):
         raise RuntimeError
-    assert engine.attend == before
+    assert engine.observer is before

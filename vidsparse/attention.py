@@ -16,6 +16,7 @@ from vidsparse.kernels.dispatch import (
     IMPLEMENTATIONS,
     block_rows,
     choose,
+    eight_bits_that_pay,
     plans_on_device,
     sparse_attention,
 )
@@ -30,8 +31,12 @@ from vidsparse.trace import Cell, Trace
 
 if TYPE_CHECKING:
     from vidsparse.kernels.triton_pool import Pooled
+    from vidsparse.probe import CellProbe
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
+"""Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
 
 # layer, branch, and all else that a plan depends on: grid, batch, heads, device.
 PlanKey = tuple[int, str, TokenGrid, int, int, torch.device]
@@ -58,8 +63,12 @@ class AttentionEngine:
         check_finite: check every output for NaN and Inf and raise, naming layer and step.
         trace: where calls are recorded; a new one is made at every ``begin_run``.
 
+    Attributes:
+        planner: ``order_and_plan``. A benchmark may put another plan in the place of its answer.
+        kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
+
     Raises:
-        OptionError: unknown order or implementation.
+        OptionError: unknown order or implementation, or a method that lacks calibrated numbers.
     """
 
     def __init__(
@@ -75,6 +84,8 @@ class AttentionEngine:
     ) -> None:
         check_order(order)
         _check_implementation(implementation)
+        if isinstance(method, SparseMethod):
+            method.check_numbers()
         self.method = method
         self.schedule = schedule
         self.order = order
@@ -83,6 +94,10 @@ class AttentionEngine:
         self.check_finite = check_finite
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
+        self.observer: Observer | None = None
+        self.planner: Callable[..., tuple[Tensor, Tensor, SparsePlan]] = order_and_plan
+        self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
+        self.probe: CellProbe | None = None
         self._plans: dict[PlanKey, SparsePlan] = {}
 
     def begin_run(self, steps: int) -> None:
@@ -114,6 +129,16 @@ class AttentionEngine:
         except ValueError as error:
             raise UnsupportedError(str(error)) from None
 
+    def _eight_bits(self, asked: str | None, q: Tensor, gate: Gate | None) -> str | None:
+        if asked != "auto":
+            return None if asked == "none" else asked
+        try:
+            return eight_bits_that_pay(
+                self.implementation, q.device, q.dtype, q.shape[-1], gate=gate
+            )
+        except ValueError as error:
+            raise UnsupportedError(str(error)) from None
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, dense: DenseAttention | None = None
     ) -> Tensor:
@@ -126,6 +151,11 @@ class AttentionEngine:
             UnsupportedError: the implementation asked for cannot run on these tensors.
             VidsparseError: ``check_finite`` found NaN or Inf.
         """
+        if self.observer is not None:
+            self.observer(q, k, v, site)
+        if isinstance(self.method, SparseMethod) and self.method.numbers is not None:
+            # said in the first step, though it may be a dense one.
+            self.method.numbers.check(site, q.shape[1])
         action = self._action(q, site)
         cell = Cell(site.step, site.layer, site.branch, action, "dense")
         with self.trace.timed(cell, q.device):
@@ -165,19 +195,23 @@ class AttentionEngine:
         key = _plan_key(q, site)
         layout = q
         if cell.action == Action.REPLAN.value:
-            q, k, plan = order_and_plan(self.method, q, k, site, order)
+            q, k, plan = self.planner(self.method, q, k, site, order)
+            if self.probe is not None and self.probe.wants(site):
+                shares = plan.selected, plan.computed
+                self.probe.take(self.method, q, k, site, self.order, shares)
             if self.schedule.reuse > 1:
                 self._plans[key] = plan
         else:
             q, k, plan = order.apply(q), order.apply(k), self._plans[key]
         v = order.apply(v)
         # a gate is of this very step, also where the plan is not.
-        gate, quantize = self.method.gate(q, site, plan), self.method.quantize
+        gate = self.method.gate(q, site, plan)
+        quantize = self._eight_bits(self.method.quantize, q, gate)
         cell.implementation = self.implementation_for(
             q.device, q.dtype, q.shape[-1], gate=gate, quantize=quantize
         )
         skipped = None if gate is None else torch.empty_like(plan.kv_count)
-        out, _ = sparse_attention(
+        out, _ = self.kernel(
             q,
             k,
             v,
@@ -193,6 +227,8 @@ class AttentionEngine:
         cell.selected, cell.computed = plan.selected, plan.computed
         if skipped is not None:
             cell.count_skipped(skipped, plan.tokens)
+        # the copies in order are as large as what the caller holds: not to be kept beside another.
+        del q, k, v
         return order.undo(out, like=layout).to(asked)
 
 
@@ -217,7 +253,9 @@ def order_and_plan(
     judged = rule.theta is not None
     q, q_pooled = reorder_and_pool(q, order.permutation, method.tile[0], judged=judged)
     k, k_pooled = reorder_and_pool(k, order.permutation, method.tile[1], judged=judged)
-    return q, k, _plan_by_kernels(method, rule, q, k, site.grid, (q_pooled, k_pooled))
+    plan = _plan_by_kernels(method, q, k, site, (q_pooled, k_pooled))
+    assert plan is not None
+    return q, k, plan
 
 
 def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -> SparsePlan:
@@ -226,9 +264,9 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -
     Tiles that hold text tokens are computed in full, both ways. Heads go in chunks where the mask
     of all of them would be too large.
     """
-    rule = _rule_of_kernels(method, q, site)
-    if rule is not None:
-        return _plan_by_kernels(method, rule, q, k, site.grid)
+    plan = _plan_by_kernels(method, q, k, site)
+    if plan is not None:
+        return plan
     tokens, grid = q.shape[2], site.grid
     rows, keys = method.tile
     tiles = tile_count(tokens, rows) * tile_count(tokens, keys) * q.shape[0]
@@ -254,45 +292,72 @@ def _rule_of_kernels(method: SparseMethod, q: Tensor, site: CallSite) -> PooledT
     return method.rule(site, q.device)
 
 
-def _plan_by_kernels(
+def mask_by_kernels(
     method: SparseMethod,
-    rule: PooledTopP,
     q: Tensor,
     k: Tensor,
-    grid: TokenGrid,
+    site: CallSite,
     pooled: tuple[Pooled, Pooled] | None = None,
-) -> SparsePlan:
-    """``plan_attention`` by Triton's kernels, where the method's rule is one they know."""
+) -> tuple[Tensor, Tensor] | None:
+    """The mask of all heads of ``q``, ``k`` ``[B, H, S, D]`` by Triton's kernels, text included.
+
+    In words of 32 key tiles, int32 ``[B, H, Tq, W]``, with the key tokens of each query tile, int32
+    ``[B, H, Tq]``. None where there are no kernels for this call, and ``method.select`` is the way.
+    """
+    if not plans_on_device(q.device, q.dtype, q.shape[-1]):
+        return None
+    rule = method.rule(site, q.device)
+    if rule is None:
+        # autocast would round means and products to 16 bits.
+        with torch.autocast(q.device.type, enabled=False):
+            return method.words(q, k, site)
     from vidsparse.kernels.triton_mask import top_p_words
     from vidsparse.kernels.triton_pool import pool
 
+    rows, keys = method.tile
+    if pooled is None:
+        judged = rule.theta is not None
+        pooled = pool(q, rows, judged=judged), pool(k, keys, judged=judged)
+    return top_p_words(
+        *pooled,
+        scale=q.shape[-1] ** -0.5,
+        top_p=rule.top_p,
+        topk=rule.topk,
+        theta=rule.theta,
+        full_rows=site.grid.video // rows if site.grid.text else None,
+        full_columns=site.grid.video // keys if site.grid.text else None,
+    )
+
+
+def _plan_by_kernels(
+    method: SparseMethod,
+    q: Tensor,
+    k: Tensor,
+    site: CallSite,
+    pooled: tuple[Pooled, Pooled] | None = None,
+) -> SparsePlan | None:
+    """``plan_attention`` by Triton's kernels, or None where there are none for this call."""
     batch, heads, tokens, dim = q.shape
     rows, keys = method.tile
     q_tiles, k_tiles = tile_count(tokens, rows), tile_count(tokens, keys)
     head_bytes = q_tiles * k_tiles // 8 + (q_tiles + k_tiles) * dim * 4
     chunk = max(1, MASK_BYTES // (head_bytes * batch))
-    judged = rule.theta is not None
     block = block_rows(q.device)
     plans = []
     for start in range(0, heads, chunk):
         part = slice(start, min(start + chunk, heads))
-        if pooled is None:
-            q_pooled = pool(q[:, part], rows, judged=judged)
-            k_pooled = pool(k[:, part], keys, judged=judged)
-        else:
-            q_pooled, k_pooled = (x.heads(part.start, part.stop) for x in pooled)
-        words, kept = top_p_words(
-            q_pooled,
-            k_pooled,
-            scale=dim**-0.5,
-            top_p=rule.top_p,
-            theta=rule.theta,
-            full_rows=grid.video // rows if grid.text else None,
-            full_columns=grid.video // keys if grid.text else None,
+        made = mask_by_kernels(
+            method,
+            q[:, part],
+            k[:, part],
+            replace(site, first_head=site.first_head + start),
+            None
+            if pooled is None
+            else (pooled[0].heads(start, part.stop), pooled[1].heads(start, part.stop)),
         )
-        plans.append(
-            make_plan_of_bits(words, kept, method.tile, tokens, method.merge, block_rows=block)
-        )
+        if made is None:
+            return None
+        plans.append(make_plan_of_bits(*made, method.tile, tokens, method.merge, block_rows=block))
     return _of_all_heads(plans)
 
 

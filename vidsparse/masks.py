@@ -96,16 +96,19 @@ def self_similarity(x: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PooledTopP:
-    """A selection that the kernels know: top-p of the pooled attention, stray tiles kept.
+    """A selection that the kernels know: top-p or top-k of pooled attention, stray tiles kept.
 
     Attributes:
-        top_p: share of the pooled attention that each row keeps.
+        top_p: share of the pooled attention that each row keeps, or one for every head, fp32
+            ``[H]``; not looked at where ``topk`` is given.
         theta: key tiles less self-similar leave the softmax and are kept in every row, query tiles
             less self-similar keep everything; None judges no tile.
+        topk: share of the key tiles that each row keeps, those with the largest pooled scores.
     """
 
-    top_p: float
+    top_p: float | Tensor
     theta: float | None = None
+    topk: float | None = None
 
 
 def pooled_scores(
@@ -116,15 +119,17 @@ def pooled_scores(
     return (pooled_mean(q, tile[0]) * scale) @ pooled_mean(k, tile[1]).transpose(-1, -2)
 
 
-def top_p_mask(probabilities: Tensor, top_p: float) -> Tensor:
+def top_p_mask(probabilities: Tensor, top_p: float | Tensor) -> Tensor:
     """The smallest set of each row whose sum reaches ``top_p``, as a bool mask of the same shape.
+
+    ``top_p`` may be a tensor of shares that broadcasts to ``[..., 1]``.
 
     The tile that crosses the threshold is kept, so no row is ever empty; SpargeAttn's printed
     ``Top_Cdf`` drops it, which would leave a row with one dominant tile without any key. Equal
     probabilities are taken in order of position. ``top_p = 1`` keeps everything, whatever the
     rounding of the running sum.
     """
-    if top_p >= 1:
+    if not isinstance(top_p, Tensor) and top_p >= 1:
         return torch.ones_like(probabilities, dtype=torch.bool)
     ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
     # a tile is kept while the tiles before it have not reached the share.
@@ -132,7 +137,34 @@ def top_p_mask(probabilities: Tensor, top_p: float) -> Tensor:
     kept = before < top_p * probabilities.sum(-1, keepdim=True)
     # a row of zeros or NaN reaches nothing, and keeps its first tile all the same.
     kept[..., 0] = True
+    if isinstance(top_p, Tensor):
+        kept |= top_p >= 1
     return torch.zeros_like(kept).scatter_(-1, index, kept)
+
+
+def top_k_mask(scores: Tensor, count: int) -> Tensor:
+    """The ``count`` largest of each row as a bool mask of the same shape; fewer where -inf is left.
+
+    Equal scores are taken in order of position. A row of -inf or NaN keeps its first tile.
+    """
+    ordered, index = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(
+        dim=-1, descending=True, stable=True
+    )
+    kept = ordered > -torch.inf
+    kept[..., count:] = False
+    kept[..., 0] = True
+    return torch.zeros_like(kept).scatter_(-1, index, kept)
+
+
+def choose_tiles(scores: Tensor, top_p: float | Tensor | None, topk: float | None) -> Tensor:
+    """Top-p of the softmax of ``scores`` ``[..., Tq, Tk]``, or the share ``topk`` of its columns.
+
+    One of the two is given. Columns of -inf are outside both.
+    """
+    if topk is not None:
+        return top_k_mask(scores, math.ceil(topk * scores.shape[-1]))
+    assert top_p is not None
+    return top_p_mask(scores.softmax(-1).nan_to_num(0.0), top_p)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

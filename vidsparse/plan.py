@@ -46,6 +46,11 @@ class SparsePlan:
     computed: Tensor
 
     @property
+    def block_rows(self) -> int:
+        """Rows of a block."""
+        return self.q_tiles.shape[-1] * self.tile[0]
+
+    @property
     def kv_index(self) -> Tensor:
         """The numbers of a block's key chunks, rising: ``[B, H, G, C]``, made anew at every access.
 
@@ -64,6 +69,22 @@ class SparsePlan:
         # a sort that keeps the order of equals puts the numbers of the bits that are set first.
         bits = unpack_bits(self.kv_bits, self.kv_bits.shape[-1] * 32)[..., : shape[-1]]
         return bits.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(dtype)
+
+    def listed(self, mask: Tensor) -> Tensor:
+        """Tiles ``[Tq, Tk]`` as flags beside ``kv_index``: bool ``[B, H, G, C]``.
+
+        A chunk of a block's list is flagged where the mask has it for any of the block's tiles.
+        Flags past the end of a list mean nothing.
+        """
+        index = self.kv_index
+        flags = torch.empty(index.shape, dtype=torch.bool, device=index.device)
+        # one head at a time: gathering wants numbers of 64 bits.
+        for head in range(index.shape[1]):
+            tiles = self.q_tiles[:, head].long()
+            of_tiles = mask[tiles.clamp_min(0)] & (tiles >= 0).unsqueeze(-1)
+            chunk = index[:, head].long().clamp_max(mask.shape[-1] - 1)
+            flags[:, head] = of_tiles.any(2).gather(-1, chunk)
+        return flags
 
 
 def make_plan(

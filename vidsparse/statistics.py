@@ -11,18 +11,18 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vidsparse.attention import AttentionEngine, DenseAttention, plan_attention
+from vidsparse.attention import AttentionEngine, plan_attention
 from vidsparse.masks import self_similarity
 from vidsparse.methods import SparseMethod
 from vidsparse.order import token_order
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
+from vidsparse.trace import Cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,23 +74,45 @@ def record_calls(
         branch: the guidance branch to keep.
     """
     calls: list[RecordedCall] = []
-    original = engine.attend
 
-    def recording(
-        q: Tensor, k: Tensor, v: Tensor, site: CallSite, dense: DenseAttention | None = None
-    ) -> Tensor:
+    def record(q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         if site.step in steps and site.layer in layers and site.branch == branch:
             kept = (x[:rows].detach().clone() for x in (q, k, v))
             calls.append(RecordedCall(**dict(zip("qkv", kept, strict=True)), site=site))
-        return original(q, k, v, site, dense)
 
-    # on this one instance only: the class and every other pipeline stay as they are.
-    instance: dict[str, Any] = vars(engine)
-    instance["attend"] = recording
+    before, engine.observer = engine.observer, record
     try:
         yield calls
     finally:
-        del instance["attend"]
+        engine.observer = before
+
+
+def run_call(
+    call: RecordedCall, method: SparseMethod, order: str, implementation: str = "auto"
+) -> tuple[Tensor, Tensor, Cell]:
+    """One call by ``method`` in ``order`` and dense, fp32 ``[B, H, S, D]``, and its trace.
+
+    Raises:
+        OptionError: unknown order or implementation.
+        UnsupportedError: the implementation cannot run on these tensors.
+    """
+    engine = AttentionEngine(
+        method,
+        schedule=Schedule(dense_steps=0),
+        order=order,
+        layers=call.site.layer + 1,
+        implementation=implementation,
+    )
+    engine.begin_run(call.site.step + 1)
+    sparse = engine.attend(call.q, call.k, call.v, call.site).float()
+    dense = F.scaled_dot_product_attention(call.q, call.k, call.v).float()
+    (cell,) = engine.trace.cells
+    return sparse, dense, cell
+
+
+def relative_l1(sparse: Tensor, dense: Tensor) -> Tensor:
+    """``sum|O - O'| / sum|O|`` of each head (SpargeAttn 3.6): ``[B, H, S, D]`` to ``[B, H]``."""
+    return (sparse - dense).abs().sum((2, 3)) / dense.abs().sum((2, 3))
 
 
 def measure_call(
@@ -104,25 +126,15 @@ def measure_call(
     """
     permutation = token_order(order, call.site.grid, call.q.device)
     q, k = permutation.apply(call.q), permutation.apply(call.k)
-    dense = F.scaled_dot_product_attention(call.q, call.k, call.v).float()
-    engine = AttentionEngine(
-        method,
-        schedule=Schedule(dense_steps=0),
-        order=order,
-        layers=call.site.layer + 1,
-        implementation=implementation,
-    )
-    engine.begin_run(call.site.step + 1)
-    sparse = engine.attend(call.q, call.k, call.v, call.site).float()
-    summary = engine.trace.summary()
-    assert summary.selected is not None
-    assert summary.computed is not None
+    sparse, dense, cell = run_call(call, method, order, implementation)
+    assert cell.selected is not None
+    assert cell.computed is not None
     return CallStatistics(
         sim_q=self_similarity(q, method.tile[0]).mean().item(),
         sim_k=self_similarity(k, method.tile[1]).mean().item(),
         l1=((sparse - dense).abs().sum() / dense.abs().sum()).item(),
-        selected=summary.selected,
-        computed=summary.computed,
+        selected=cell.selected.mean().item(),
+        computed=cell.computed.mean().item(),
     )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 from vidsparse.errors import OptionError
 from vidsparse.methods.base import Method, SparseMethod
+from vidsparse.methods.bsfa import Bsfa
 from vidsparse.methods.dense import Dense
 from vidsparse.methods.fg_attn import FgAttn
+from vidsparse.methods.numbers import Numbers
+from vidsparse.methods.sale import Sale
 from vidsparse.methods.spargeattn import SpargeAttn
+from vidsparse.methods.xattention import XAttention
 
 METHODS: Final[Mapping[str, type[Method]]] = MappingProxyType(
-    {cls.name: cls for cls in (FgAttn, SpargeAttn, Dense)}
+    {cls.name: cls for cls in (FgAttn, SpargeAttn, XAttention, Sale, Bsfa, Dense)}
 )
 """Every method by the name used in options, the default first."""
 
@@ -23,7 +26,7 @@ def _owners(option: str) -> list[str]:
     return [
         name
         for name, cls in METHODS.items()
-        if any(field.name == option for field in dataclasses.fields(cls))
+        if any(field.name == option for field in cls.option_fields())
     ]
 
 
@@ -36,7 +39,7 @@ def make_method(name: str, **options: Any) -> Method:
     if name not in METHODS:
         raise OptionError(f"unknown method {name!r}. Hint: choose from {', '.join(METHODS)}.")
     cls = METHODS[name]
-    own = [field.name for field in dataclasses.fields(cls)]
+    own = [field.name for field in cls.option_fields()]
     for option in options:
         if option not in own:
             owners = _owners(option)
@@ -46,4 +49,16 @@ def make_method(name: str, **options: Any) -> Method:
     return cls(**options)
 
 
-__all__ = ["METHODS", "Dense", "FgAttn", "Method", "SpargeAttn", "SparseMethod", "make_method"]
+__all__ = [
+    "METHODS",
+    "Bsfa",
+    "Dense",
+    "FgAttn",
+    "Method",
+    "Numbers",
+    "Sale",
+    "SpargeAttn",
+    "SparseMethod",
+    "XAttention",
+    "make_method",
+]

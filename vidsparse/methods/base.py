@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from vidsparse.errors import OptionError
-from vidsparse.masks import PooledTopP, check_tile, parse_tile
+from vidsparse.grouping import MERGES
+from vidsparse.masks import KEY_TILES, QUERY_TILES, PooledTopP, check_tile, parse_tile
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from vidsparse.kernels.gates import Gate
+    from vidsparse.methods.numbers import Numbers
     from vidsparse.plan import SparsePlan
     from vidsparse.site import CallSite
+
+QUANTIZE: Final = ("auto", "int8", "fp8", "none")
+"""What a ``quantize`` option can be."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,15 +39,31 @@ class Method(ABC):
 
     def options(self) -> dict[str, Any]:
         """The options as JSON values, tiles written as ``"16x16"``."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values = {f.name: getattr(self, f.name) for f in self.option_fields()}
         return {k: "x".join(map(str, v)) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    @classmethod
+    def option_fields(cls) -> tuple[dataclasses.Field[Any], ...]:
+        """The fields that are options: all but calibrated numbers, which come from a preset."""
+        return tuple(f for f in dataclasses.fields(cls) if "flag" in f.metadata)
 
 
 class SparseMethod(Method):
-    """A method that selects tiles; it has at least these two options."""
+    """A method that selects tiles; it has at least the options ``tile`` and ``merge``.
+
+    ``quantize`` is the 8-bit format of the products q·k: ``int8``, ``fp8``, ``auto`` (int8 where
+    the kernels gain by it) or None.
+
+    A method that can be calibrated has a field ``numbers`` too, says in ``calibrated`` which of its
+    options the tables of numbers stand for, and in ``needs_numbers`` whether it can do without.
+    """
 
     tile: tuple[int, int]
     merge: str
+    quantize: str | None = None
+    numbers: Numbers | None = None
+    calibrated: ClassVar[tuple[str, ...]] = ()
+    needs_numbers: ClassVar[bool] = False
 
     @abstractmethod
     def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
@@ -56,6 +77,16 @@ class SparseMethod(Method):
         """What ``select`` does, where the kernels can do the same; None is always right."""
         return None
 
+    def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor] | None:
+        """What ``select`` does, by kernels of the method's own and with the tiles of text kept.
+
+        Asked where kernels plan and there is no ``rule``. ``q``, ``k`` ``[B, H, S, D]`` to the mask
+        in words of 32 key tiles, int32 ``[B, H, Tq, ceil(Tk / 32)]``, the first in the lowest bit,
+        and the key tokens of each query tile, int32 ``[B, H, Tq]``. None, which is always right,
+        where the kernels cannot: ``select`` runs then. No host synchronisation.
+        """
+        return None
+
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate | None:
         """Which of the plan's products with V to skip once their scores are known; None: none.
 
@@ -64,19 +95,43 @@ class SparseMethod(Method):
         """
         return None
 
-    @property
-    def quantize(self) -> str | None:
-        """8-bit format of the products q·k, ``int8`` or ``fp8``; None computes them in full."""
-        return None
+    def check_numbers(self) -> None:
+        """Raise an ``OptionError`` where the method needs calibrated numbers and has none."""
+        if self.needs_numbers and self.numbers is None:
+            raise OptionError(
+                f"{self.name} works by calibrated numbers only. Hint: make a preset with "
+                f"`vidsparse calibrate --method {self.name}` and give it with --preset."
+            )
+
+    def number(self, name: str, site: CallSite, device: torch.device) -> Any:
+        """An option, or the calibrated numbers that stand for it, ``[H]`` from the site's first."""
+        if self.numbers is not None and name in self.numbers:
+            return self.numbers.of(name, site, device)
+        return getattr(self, name)
 
 
 def option(
-    default: Any, *, flag: str, metavar: str, help: str, convert: Callable[[str], Any] = float
+    default: Any,
+    *,
+    flag: str,
+    metavar: str,
+    help: str,
+    convert: Callable[[str], Any] = float,
+    choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that carries its own command line flag, help and text conversion."""
+    """A dataclass field that carries its own command line flag, help and text conversion.
+
+    ``choices`` are all its values as one types them, where these can be listed.
+    """
     return dataclasses.field(
         default=default,
-        metadata={"flag": flag, "metavar": metavar, "help": help, "convert": convert},
+        metadata={
+            "flag": flag,
+            "metavar": metavar,
+            "help": help,
+            "convert": convert,
+            "choices": choices,
+        },
     )
 
 
@@ -88,7 +143,51 @@ def tile_option(default: tuple[int, int]) -> Any:
         metavar="MxN",
         help="tile of M queries x N keys that is computed or skipped as one",
         convert=parse_tile,
+        choices=tuple(f"{rows}x{keys}" for rows in QUERY_TILES for keys in KEY_TILES),
     )
+
+
+def optional_number(text: str) -> float | None:
+    """Read a number, or None from ``none``."""
+    return None if text.strip().lower() == "none" else float(text)
+
+
+def share_option(default: float, flag: str, help: str) -> Any:
+    """The share of attention that a pooled method keeps; ``none`` beside ``--topk``."""
+    return option(default, flag=flag, metavar="P", help=help, convert=optional_number)
+
+
+def topk_option() -> Any:
+    """The top-k field shared by the pooled methods."""
+    return option(
+        None,
+        flag="--topk",
+        metavar="SHARE",
+        help="keep this share of key tiles in every row instead, in (0, 1]",
+        convert=optional_number,
+    )
+
+
+def settle_share(method: Method, name: str, value: object, topk: object) -> None:
+    """Check a method's share of attention against ``topk``, which takes its place.
+
+    Where ``topk`` is given, the field ``name`` becomes None; both as asked for would be two answers
+    to one question, and a share other than the default is one that was asked for.
+
+    Raises:
+        OptionError: either is out of range, or both were given.
+    """
+    if topk is None:
+        check_share(name, value)
+        return
+    check_share("topk", topk)
+    default = next(f.default for f in dataclasses.fields(method) if f.name == name)
+    if value is not None and value != default:
+        raise OptionError(
+            f"{method.name} selects by {name} or by topk, got {name}={value!r} and topk={topk!r}. "
+            "Hint: leave one out."
+        )
+    object.__setattr__(method, name, None)
 
 
 def merge_option(default: str = "xor-window") -> Any:
@@ -99,7 +198,25 @@ def merge_option(default: str = "xor-window") -> Any:
         metavar="NAME",
         help="how query tiles form blocks of rows: xor, xor-window or consecutive",
         convert=str,
+        choices=tuple(MERGES),
     )
+
+
+def eight_bit_option() -> Any:
+    """The format of q·k shared by the methods whose papers compute it in 8 bits."""
+    return option(
+        "auto",
+        flag="--quantize",
+        metavar="FORMAT",
+        help="q·k in int8, fp8 or none; auto: int8 where the kernels are faster for it",
+        convert=str,
+    )
+
+
+def check_eight_bits(value: object) -> None:
+    """Raise an ``OptionError`` unless ``value`` is one that ``eight_bit_option`` takes."""
+    if value not in QUANTIZE:
+        raise OptionError(f"unknown quantize {value!r}. Hint: choose from {', '.join(QUANTIZE)}.")
 
 
 def as_tile(value: object) -> tuple[int, int]:

@@ -1,9 +1,9 @@
-"""SpargeAttn: pooled top-cdf with a judge of self-similarity (the first of its two stages)."""
+"""SpargeAttn: pooled top-cdf with a judge of self-similarity, then a gate on the product with V."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -11,67 +11,137 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
-from vidsparse.masks import PooledTopP, pooled_scores, self_similarity, top_p_mask
+from vidsparse.kernels.gates import PIECE_ROWS, Gate, RelativeGate
+from vidsparse.masks import PooledTopP, choose_tiles, pooled_scores, self_similarity
 from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
-    check_share,
+    check_eight_bits,
+    eight_bit_option,
     merge_option,
     option,
+    optional_number,
+    settle_share,
+    share_option,
     tile_option,
+    topk_option,
 )
+from vidsparse.methods.numbers import Numbers
+from vidsparse.plan import SparsePlan
 from vidsparse.site import CallSite
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpargeAttn(SparseMethod):
-    """SpargeAttn (arXiv 2502.18137), section 3.2 and algorithm 1, lines 4 to 6.
+    """SpargeAttn (arXiv 2502.18137), sections 3.2 to 3.6 and algorithm 1.
 
     Symbols: b_q x b_k block, tau the kept cumulative mass, theta the least self-similarity of a
-    block that its mean may stand for. Columns of non-self-similar key blocks leave the softmax
-    (their score is -inf) and are always computed; so are rows of non-self-similar query blocks.
-    The pooled scores are scaled by 1/sqrt(d), which the printed algorithm omits, and the block
-    that crosses tau is kept.
+    block that its mean may stand for, lambda the distance below the running row maximum from which
+    a product with V is not worth making, c_w the warps that share the rows of a block: each decides
+    for its own ``b_q / c_w`` of them, here ``gate_rows``.
+
+    First stage: columns of non-self-similar key blocks leave the softmax (their score is -inf) and
+    are always computed; so are rows of non-self-similar query blocks. The pooled scores are scaled
+    by 1/sqrt(d), which the printed algorithm omits, and the block that crosses tau is kept. Second
+    stage: a piece is skipped where max(m_local - m) < lambda, as section 3.4 has it (line 15 of the
+    printed algorithm is inverted). q·k runs in int8 with a scale for every block, as in
+    SageAttention, where that is faster. ``topk`` keeps that share of the key blocks instead of
+    top-cdf, rounded up, and those of the judge beside them.
+
+    Tau, theta and lambda of every layer and head come from a preset, else these options hold.
 
     Raises:
-        OptionError: ``tau`` outside (0, 1], ``theta`` outside [-1, 1], a tile or merge that does
-            not exist.
+        OptionError: ``tau`` or ``topk`` outside (0, 1], both of them given, ``theta`` outside
+            [-1, 1], ``lambda_`` not negative, ``gate_rows`` or ``quantize`` not one of theirs, a
+            tile or merge that does not exist.
     """
 
     name: ClassVar[str] = "spargeattn"
     title: ClassVar[str] = "SpargeAttn"
     paper: ClassVar[str] = "SpargeAttn: Accurate Sparse Attention (arXiv 2502.18137)"
-    summary: ClassVar[str] = "top-cdf over pooled blocks, blocks that are not self-similar kept"
-
-    tau: float = option(
-        0.9, flag="--tau", metavar="T", help="cumulative pooled attention kept per row, in (0, 1]"
+    summary: ClassVar[str] = (
+        "top-cdf over pooled blocks, blocks that are not self-similar kept; then a gate that skips "
+        "products with V far below the running maximum"
     )
+    calibrated: ClassVar[tuple[str, ...]] = ("tau", "theta", "lambda_")
+
+    tau: float | None = share_option(
+        0.9, "--tau", "cumulative pooled attention kept per row, in (0, 1]"
+    )
+    topk: float | None = topk_option()
     theta: float = option(
         0.3,
         flag="--theta",
         metavar="T",
         help="blocks less self-similar than this are always computed, in [-1, 1]",
     )
+    lambda_: float | None = option(
+        None,
+        flag="--lambda",
+        metavar="L",
+        help="skip products with V this far below the row maximum, negative; none: no gate",
+        convert=optional_number,
+    )
+    gate_rows: int = option(
+        64,
+        flag="--gate-rows",
+        metavar="ROWS",
+        help="query rows that the gate decides for together: 32, 64 or 128",
+        convert=int,
+    )
+    quantize: str = eight_bit_option()
     tile: tuple[int, int] = tile_option((128, 64))
     merge: str = merge_option()
+    numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_share("tau", self.tau)
-        number = isinstance(self.theta, (int, float)) and not isinstance(self.theta, bool)
-        if not number or not -1 <= self.theta <= 1 or math.isnan(self.theta):
+        settle_share(self, "tau", self.tau, self.topk)
+        if not _is_number(self.theta) or not -1 <= self.theta <= 1:
             raise OptionError(f"theta must lie in [-1, 1], got {self.theta!r}")
+        if self.lambda_ is not None and not (_is_number(self.lambda_) and self.lambda_ < 0):
+            raise OptionError(
+                f"lambda must be a negative number or none, got {self.lambda_!r}. Hint: -6."
+            )
+        if self.gate_rows not in PIECE_ROWS:
+            sizes = ", ".join(map(str, PIECE_ROWS))
+            raise OptionError(f"gate_rows must be one of {sizes}, got {self.gate_rows!r}")
+        check_eight_bits(self.quantize)
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
 
     def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         """Top-cdf with the self-similarity judge, bool ``[B, H, Tq, Tk]`` (equations 4 and 5)."""
-        stray_q = self_similarity(q, self.tile[0]) < self.theta
-        stray_k = (self_similarity(k, self.tile[1]) < self.theta).unsqueeze(-2)
+        heads = q.shape[1]
+        tau = self.number("tau", site, q.device)
+        theta = self.number("theta", site, q.device)
+        if isinstance(tau, Tensor):
+            tau = tau[:heads, None, None]
+        if isinstance(theta, Tensor):
+            theta = theta[:heads, None]
+        stray_q: Tensor = self_similarity(q, self.tile[0]) < theta
+        stray_k: Tensor = (self_similarity(k, self.tile[1]) < theta).unsqueeze(-2)
         scores = pooled_scores(q, k, self.tile).masked_fill(stray_k, -torch.inf)
-        # a row whose every column is stray has no softmax; all of it is computed below.
-        probabilities = scores.softmax(-1).nan_to_num(0.0)
-        return top_p_mask(probabilities, self.tau) | stray_q.unsqueeze(-1) | stray_k
+        # a row whose every column is stray has no softmax; all of it is computed.
+        return choose_tiles(scores, tau, self.topk) | stray_q.unsqueeze(-1) | stray_k
 
-    def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
-        """Top-cdf and the judge."""
-        return PooledTopP(self.tau, self.theta)
+    def rule(self, site: CallSite, device: torch.device) -> PooledTopP | None:
+        """Top-cdf or top-k, and the judge."""
+        if self.numbers is not None:
+            return None
+        return PooledTopP(self.tau or 1.0, self.theta, self.topk)
+
+    def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate | None:
+        """Lambda of every head, where there is any (section 3.4)."""
+        lambda_ = self.number("lambda_", site, q.device)
+        if lambda_ is None:
+            return None
+        if isinstance(lambda_, Tensor):
+            lambda_ = lambda_[: q.shape[1]]
+        # a block of fewer rows than the gate's decides as a whole.
+        rows = min(self.gate_rows, plan.block_rows)
+        return RelativeGate(lambda_, rows=rows)
+
+
+def _is_number(value: object) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and not math.isnan(value)  # type: ignore[arg-type]

@@ -1,0 +1,68 @@
+"""Calibrated numbers: what a method uses for each layer and head instead of one option."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vidsparse.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from vidsparse.site import CallSite
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """The tables of a calibrated method, made for one model at one size.
+
+    Args:
+        tables: by name, fp32 on the CPU, each ``[P, L, H, ...]``: transformers of the pipeline,
+            layers of each, heads.
+        video: frames, height and width of the token grid they were made for.
+        edges: timesteps that part groups of steps, falling: group 0 lies at or above the first
+            edge, the last one below all. Tables that differ by group say so themselves.
+        source: where the numbers come from, for errors.
+    """
+
+    tables: Mapping[str, Tensor]
+    video: tuple[int, int, int]
+    edges: tuple[float, ...] = ()
+    source: str = "these numbers"
+    _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tables
+
+    def of(self, name: str, site: CallSite, device: torch.device) -> Tensor:
+        """The rows of a table for the call's heads from ``site.first_head`` on, ``[<=H, ...]``."""
+        key = (name, device)
+        if key not in self._moved:
+            # once for a run: a copy at every call would wait for the device.
+            self._moved[key] = self.tables[name].to(device)
+        return self._moved[key][site.part, site.layer, site.first_head :]
+
+    def group(self, site: CallSite) -> int:
+        """The group of steps that the call belongs to."""
+        return sum(site.timestep < edge for edge in self.edges)
+
+    def check(self, site: CallSite, heads: int) -> None:
+        """Raise an ``OptionError`` unless the call is one that the numbers were made for."""
+        grid = site.grid
+        if (grid.frames, grid.height, grid.width) != self.video:
+            asked = "x".join(map(str, (grid.frames, grid.height, grid.width)))
+            made = "x".join(map(str, self.video))
+            raise OptionError(
+                f"{self.source} was calibrated on a token grid of {made}, and this video has "
+                f"{asked}. Hint: the same frames and size, or calibrate again."
+            )
+        parts, layers, table_heads = next(iter(self.tables.values())).shape[:3]
+        if site.part >= parts or site.layer >= layers or site.first_head + heads > table_heads:
+            raise OptionError(
+                f"{self.source} was calibrated for {parts} x {layers} layers of {table_heads} "
+                f"heads, and this call has {heads} in layer {site.layer} of transformer "
+                f"{site.part}. Hint: use the model that it was made with."
+            )
