@@ -27,7 +27,7 @@ from tiny_families import (
 )
 
 from vidsparse.apps.cli import main
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.generate import GenerationCancelled, generate, generate_batch
 from vidsparse.pipelines.image import fit_image, read_image
@@ -206,6 +206,37 @@ def test_components_of_the_pipelines_own_modules_load(folders: Callable[[str], P
     index = json.loads((folders("ltx2") / "model_index.json").read_text())
     assert index["vocoder"][0] == "ltx2"
     assert resolve_model(folders("ltx2")).family.name == "LTX-2"
+
+
+def test_a_package_that_the_host_misses_is_named(
+    opened: Opened, image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.pipelines.ltx2 import utils
+
+    monkeypatch.setattr(utils, "is_av_available", lambda: False)
+    loaded = opened("ltx2", image=True)
+    with pytest.raises(UnsupportedError, match=r"LTX2ImageToVideoPipeline needs .*install av"):
+        generate(loaded, a_request(image=image))
+
+
+def test_ltx2_takes_one_prompt_with_an_image(
+    opened: Opened, image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.pipelines.ltx2 import pipeline_ltx2_image2video as host
+
+    # compressing the image like video takes a package that tests do without.
+    monkeypatch.setattr(host, "apply_image_conditioning_crf", lambda image, crf: image)
+    loaded = opened("ltx2", image=True)
+    check_made(loaded, a_request(image=image, dense_steps=1), 9)
+    with pytest.raises(OptionError, match="one video from an image at a time"):
+        generate_batch(loaded, [a_request(image=image)] * 2)
+
+
+def test_a_lora_that_the_host_does_not_load_is_refused(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match="no LoRA into a HunyuanVideo15Pipeline"):
+        load(folders("hunyuan15"), device="cpu", lora=str(tmp_path / "style.safetensors"))
 
 
 # which model takes what

@@ -249,10 +249,12 @@ def make_folder(out: Path) -> Path:
 
 def load_first(desk: Desk) -> None:
     """Load the first model before anybody asks, on every device."""
+    from vidsparse.apps.page.form import needs_image
     from vidsparse.apps.page.queue import Job
 
+    model = desk.host.models[0]
     for _ in desk.host.devices:
-        desk.queue.submit(Job(lambda bench, job: bench.load(desk.host.models[0].name)))
+        desk.queue.submit(Job(lambda bench, job: bench.load(model.name, image=needs_image(model))))
 
 
 def _wait_for_the_end() -> None:

@@ -38,8 +38,13 @@ def parameter(method: str, field: str) -> str:
 
 
 def takes_image(model: ModelRef) -> bool:
-    """Whether the model starts from a picture."""
-    return bool(getattr(model, "takes_image", False))
+    """Whether the model can start from a picture."""
+    return model.image_class is not None
+
+
+def needs_image(model: ModelRef) -> bool:
+    """Whether the model makes nothing without a picture."""
+    return model.text_class is None
 
 
 def examples_of(model: ModelRef) -> list[list[str]]:
@@ -172,7 +177,7 @@ class Form:
             )
 
     def _schedule(self, model: ModelRef) -> None:
-        first = GenerateRequest(prompt="")
+        first = self.defaults_of(model)
         with gr.Accordion("Where attention stays dense", open=False), gr.Group():
             gr.Markdown(
                 "A count (3), or a share with a point (0.24).", elem_classes="note", padding=True
@@ -184,7 +189,7 @@ class Form:
                         label = label if label.startswith("last") else f"first {label}"
                         self._add(
                             name,
-                            gr.Textbox(value=str(getattr(first, name)), label=label, min_width=110),
+                            gr.Textbox(value=first.get(name, "0"), label=label, min_width=110),
                         )
             with gr.Row():
                 self._add(
@@ -241,11 +246,9 @@ class Form:
         own |= {name: number(name, values.get(name)) for name in ("guidance", "fps")}
         own["seed"] = own["seed"] or 0
         own["reuse"] = 1 if own["reuse"] is None else own["reuse"]
-        if takes_image(model):
-            if image is None:
-                raise OptionError(
-                    f"{model.name} starts from a picture. Hint: upload its first frame."
-                )
+        if image is None and needs_image(model):
+            raise OptionError(f"{model.name} starts from a picture. Hint: upload its first frame.")
+        if image is not None and takes_image(model):
             own["image"] = str(image)
         request = GenerateRequest(
             prompt=values.get("prompt") or "",
@@ -278,7 +281,9 @@ class Form:
 
     def defaults_of(self, model: ModelRef) -> dict[str, Any]:
         """The controls' values that the model brings."""
-        return {name: getattr(model.defaults, name) for name in _FROM_MODEL}
+        values = {name: getattr(model.defaults, name) for name in _FROM_MODEL}
+        shares = ("dense_steps", "dense_layers")
+        return {**values, **{name: str(getattr(model.defaults, name)) for name in shares}}
 
 
 def control_for(field: dataclasses.Field[Any]) -> Any:

@@ -208,7 +208,7 @@ def _one_report(
         for number, text in enumerate(prompts, 1)
     ]
     job.say("warming up")
-    comparison.warm_up(jobs[:1], bench.load(request.model).defaults)
+    comparison.warm_up(jobs[:1], bench.load_for(request).defaults)
     for each in jobs:
         announce(comparison.run([each]))
     made = comparison.report(fitted, 1)

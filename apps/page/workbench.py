@@ -40,28 +40,36 @@ class Workbench:
         self._dense: OrderedDict[str, Generated] = OrderedDict()
         self._decode_seconds: dict[tuple[Any, ...], float] = {}
 
-    def load(self, model: str) -> LoadedPipeline:
+    def load(self, model: str, *, image: bool = False) -> LoadedPipeline:
         """The model, loaded once and warmed up; another one makes room for it first.
+
+        ``image`` loads it for videos that begin with a picture.
 
         Raises:
             VidsparseError: it cannot be loaded.
         """
         from vidsparse.pipelines.models import load
 
-        if self._loaded is None or self._loaded.ref.name != model:
-            self._loaded = None
+        has = self._loaded
+        if has is None or (has.ref.name, has.takes_image) != (model, image):
+            self._loaded = has = None
             self._dense.clear()
             self.free()
-            self._loaded = load(model, device=self.device, dtype=self._dtype)
-            self._warm_up(self._loaded)
-        return self._loaded
+            has = load(model, device=self.device, dtype=self._dtype, image=image)
+            self._warm_up(has)
+            self._loaded = has
+        return has
 
     def fit(self, request: GenerateRequest) -> GenerateRequest:
         """The request as this device will run it."""
         from vidsparse.pipelines.request import resolve
 
         here = replace(request, device=self.device, dtype=self._dtype)
-        return resolve(here, self.load(request.model).defaults)
+        return resolve(here, self.load_for(request).defaults)
+
+    def load_for(self, request: GenerateRequest) -> LoadedPipeline:
+        """The model as ``request`` needs it."""
+        return self.load(request.model, image=request.image is not None)
 
     def generate(
         self,
@@ -100,7 +108,7 @@ class Workbench:
 
         try:
             made = generate(
-                self.load(request.model),
+                self.load_for(request),
                 request,
                 progress,
                 lambda: job.stopping() or (until is not None and until()),
@@ -143,6 +151,8 @@ class Workbench:
 
     def _warm_up(self, loaded: LoadedPipeline) -> None:
         # a process's first call pays for its set-up, which is nothing that a visitor should see.
+        if loaded.takes_image:
+            return
         from vidsparse.pipelines.generate import generate
         from vidsparse.pipelines.request import GenerateRequest
 
