@@ -313,6 +313,9 @@ class Bench:
                 fa4 = dense("FlashAttention-4", cudnn=True, attention=flash_attention_4)
             except ImportError as error:
                 self.say(f"  without FlashAttention-4: not installed ({error.name or error})")
+            except Exception as error:  # a foreign kernel may fail in any way it likes.
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                self.say(f"  without FlashAttention-4: {reason[:160]}")
         for variant in setting.sparse:
             yield self._sparse(setting, model, pipe, run, (cudnn, fa4, stock), variant)
 
