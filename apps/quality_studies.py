@@ -142,7 +142,7 @@ class Configuration:
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
         theirs = {"reuse": 1, **row["options"]}
         # a method that selects in another way leaves its usual number out.
-        if self.knob is not None and theirs[self.knob.name] is None:
+        if self.knob is not None and theirs.get(self.knob.name) is None:
             return False
         return (
             same
