@@ -629,7 +629,7 @@ Examples:
   vidsparse bench model --family wan-14b --size 1280x720 --frames 81
   vidsparse bench model --family wan-14b --quantize none --quantize int8 --json rows.json
   vidsparse bench model --family wan-1.3b --device cpu --size 128x128 --frames 9 --layers 1
-  vidsparse bench model --show docs/benchmarks/models-h200.json
+  vidsparse bench model --show docs/benchmarks/models-h200.json --tile 32x32
 """
 )
 @click.option(
@@ -696,7 +696,8 @@ Examples:
     "--show",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE",
-    help="Measure nothing: print the rows of FILE as a Markdown table.",
+    help="Measure nothing: print the rows of FILE, or those of --family and --tile, as a Markdown "
+    "table.",
 )
 def model(
     families: tuple[str, ...],
@@ -723,11 +724,16 @@ def model(
     mean length. Dense is stock diffusers with the attention that PyTorch chooses, with cuDNN and
     with FlashAttention-4 where that is installed.
     """
-    if show is not None:
-        click.echo(markdown(_rows_of(_file(show))))
-        return
     from vidsparse.masks import parse_tile
 
+    if show is not None:
+        rows = [
+            row
+            for row in _rows_of(_file(show))
+            if row.family in (families or MODEL_SHAPES) and row.tile in (tiles or (row.tile,))
+        ]
+        click.echo(markdown(rows))
+        return
     settings = _settings(
         families or tuple(MODEL_SHAPES),
         size,
