@@ -97,12 +97,8 @@ def _any_reason(
 def _gluon_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int, gate: Gate | None, quantize: str | None
 ) -> str | None:
-    if (reason := _triton_reason(device, dtype, head_dim, None, None)) is not None:
+    if (reason := _triton_reason(device, dtype, head_dim, None, quantize)) is not None:
         return reason
-    if gate is not None:
-        return "has no gates yet"
-    if quantize is not None:
-        return "has no 8-bit operands yet"
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return "needs compute capability 9.0 (Hopper)"
     try:

@@ -202,18 +202,10 @@ def attention(
     }
     operand = EIGHT_BITS[quantize] if quantize else dtype
     pointers = _attention_pointers(tile, dtype, aligned) | _pointers(q=operand, k=operand)
-    scales = _pointers(q_scale="fp32", k_scale="fp32", shift="fp32")
-    gating = _pointers(threshold="fp32", kept="i1", skipped="i32")
-    for wanted, those in ((quantize, scales), (gate, gating)):
-        if wanted:
-            pointers |= those
-        else:
-            constants |= dict.fromkeys(those)
+    _ask(pointers, constants, quantize, gate, {"kept": "i1"})
     return _variant(
         cc,
-        f"triton {_call(head_dim, tile, dtype, aligned)}"
-        + (f" {gate} gate" if gate else "")
-        + (f" {quantize}" if quantize else ""),
+        f"triton {_call(head_dim, tile, dtype, aligned)}{_extra(gate, quantize)}",
         triton_gather.gather_attention_kernel,
         pointers,
         constants,
@@ -224,40 +216,84 @@ def attention(
 
 
 def gluon_attention(
-    cc: int, head_dim: int, tile: tuple[int, int], dtype: str, *, aligned: bool = True
+    cc: int,
+    head_dim: int,
+    tile: tuple[int, int],
+    dtype: str,
+    *,
+    aligned: bool = True,
+    gate: str | None = None,
+    gate_rows: int = 64,
+    gate_keys: int = 64,
+    quantize: str | None = None,
 ) -> Variant:
     """The Gluon kernel of attention."""
     rows, keys = tile
     padded = 64 if head_dim == 64 else 128
-    config = gluon_hopper.config(keys, padded)
-    layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    boxes = {"q": min(rows, 64), "k": max(keys, 8), "v": max(keys, 8)}
-    descriptors = {
-        f"{name}_desc": f"tensordesc<{dtype}[1, {box}, 64],{layout!r}>"
-        for name, box in boxes.items()
+    config = gluon_hopper.config(keys, padded, key_bytes=1 if quantize else 2)
+    operand = EIGHT_BITS[quantize] if quantize else dtype
+    boxes = {
+        "q": (min(rows, 64), operand),
+        "k": (max(keys, 8), operand),
+        "v": (max(keys, 8), dtype),
     }
+    descriptors = {}
+    for name, (box, kind) in boxes.items():
+        columns, layout = gluon_hopper.boxes_layout(padded, 16 if kind == dtype else 8)
+        descriptors[f"{name}_desc"] = f"tensordesc<{kind}[1, {box}, {columns}],{layout!r}>"
+    pointers = _attention_pointers(tile, dtype, aligned) | _pointers(k=operand, counter="i32")
     constants = {
         "D": head_dim,
         "DP": padded,
         "M": rows,
         "N": keys,
         "BN": config.step,
+        "Q_RUN": rows,
+        "K_RUN": 64,
+        "GATE": gate,
+        "GATE_ROWS": gate_rows if gate else 128,
+        "GATE_KEYS": gate_keys if gate else config.step,
         "STAGES": config.stages,
         "CONSUMER_REGS": config.consumer_registers,
         "PRODUCER_REGS": config.producer_registers,
         "PRODUCER_WARPS": 1 if keys >= 8 else 4,
     }
+    kept = {"kept": "i32"} if gate == "absolute" else {}
+    _ask(pointers, constants, quantize, gate, kept)
     return _variant(
         cc,
-        f"gluon {_call(head_dim, tile, dtype, aligned)}",
+        f"gluon {_call(head_dim, tile, dtype, aligned)}{_extra(gate, quantize)}"
+        + (f" of {gate_rows}x{gate_keys}" if gate else ""),
         gluon_hopper.gather_attention_kernel,
-        descriptors | _attention_pointers(tile, dtype, aligned) | _pointers(counter="i32"),
+        descriptors | pointers,
         constants,
         4,
         floats=("scale_log2",),
         aligned=("S", "C") if aligned else ("C",),
         source=GluonASTSource,
     )
+
+
+def _ask(
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    quantize: str | None,
+    gate: str | None,
+    kept: dict[str, str],
+) -> None:
+    """Add the pointers of 8-bit operands and gates, or None in the place of what is not there."""
+    scales = _pointers(q_scale="fp32", k_scale="fp32", shift="fp32")
+    gating = _pointers(threshold="fp32", skipped="i32", **kept)
+    constants |= dict.fromkeys({**scales, **gating, **_pointers(kept="")})
+    for wanted, those in ((quantize, scales), (gate, gating)):
+        if wanted:
+            pointers |= those
+            for name in those:
+                del constants[name]
+
+
+def _extra(gate: str | None, quantize: str | None) -> str:
+    return (f" {gate} gate" if gate else "") + (f" {quantize}" if quantize else "")
 
 
 def _call(head_dim: int, tile: tuple[int, int], dtype: str, aligned: bool) -> str:

@@ -459,27 +459,29 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("dim", HEAD_DIMS)
     @pytest.mark.parametrize("keys", CHUNKS)
-    def test_gates(self, keys: int, dim: int) -> None:
+    def test_gates(self, kernel: Callable[..., object], keys: int, dim: int) -> None:
         dtype = torch.float16 if keys in (8, 32) else torch.bfloat16
         for tokens, rows, piece in ((129, 32, 64), (1000, 64, 64), (1000, 128, 128)):
             q, k, v = (x.cuda() for x in clustered_qkv(tokens, dim, dtype, batch=2))
             counts = [tokens] if keys == 1 else None
             work = in_order(random_work(tokens, (64, keys), batch=2, share=0.7, counts=counts))
             for gate in gates(work, rows, piece):
-                skipped = check_gated(triton_kernel(), q, k, v, work.to("cuda"), gate.to("cuda"))
+                skipped = check_gated(kernel, q, k, v, work.to("cuda"), gate.to("cuda"))
                 pairs = int(work.mask().sum())
                 assert int(skipped.sum()) < pairs
                 assert tokens < 1000 or int(skipped.sum()) > 0
 
     @pytest.mark.parametrize("rows", [32, 64, 128])
-    def test_gates_that_skip_nothing_change_nothing(self, rows: int) -> None:
+    @pytest.mark.parametrize("name", ["triton", "gluon"])
+    def test_gates_that_skip_nothing_change_nothing(self, name: str, rows: int) -> None:
         from vidsparse.kernels.triton_gather import _launch
 
+        self.skip_without(name)
         q, k, v = (x.cuda() for x in random_qkv(1000, 128, torch.bfloat16, batch=2))
         work = random_work(1000, (16, 16), batch=2, counts=[63, 20, 1, 0]).to("cuda")
-        step, _ = _launch(q.device, None)
+        step = _launch(q.device, None)[0] if name == "triton" else 128
         never = torch.tensor(-torch.inf)
-        options = {"tile": work.tile, "implementation": "triton"}
+        options = {"tile": work.tile, "implementation": name}
         plain = sparse_attention(q, k, v, *work.tensors, **options)
         for gate in (RelativeGate(-torch.inf, rows, step), AbsoluteGate(never, None, rows, step)):
             gated = sparse_attention(q, k, v, *work.tensors, **options, gate=gate)
@@ -489,52 +491,69 @@ class TestOnGpu:
     @pytest.mark.parametrize("kind", ["int8", "fp8"])
     @pytest.mark.parametrize("dim", HEAD_DIMS)
     @pytest.mark.parametrize("keys", CHUNKS)
-    def test_8_bits(self, keys: int, dim: int, kind: str) -> None:
-        self.skip_without(kind)
+    def test_8_bits(
+        self, kernel: Callable[..., object], keys: int, dim: int, kind: str
+    ) -> None:
+        self.skip_without("triton", kind)
         for tokens, rows in ((129, 16), (600, 128)):
             qkv = clustered_qkv(tokens, dim, torch.bfloat16, heads=1, pull=2.0, mean=1.0)
             q, k, v = (x.cuda() for x in qkv)
             work = random_work(tokens, (rows, keys), heads=1, seed=rows).to("cuda")
             quantized = quantize_qk(q, k, kind, q_run=rows)
-            check_quantized(triton_kernel(), q, k, v, work, quantized)
+            check_quantized(kernel, q, k, v, work, quantized)
+
+    @pytest.mark.parametrize("run", [1, 4, 16, 128])
+    @pytest.mark.parametrize("keys", [1, 16, 128])
+    def test_scales_of_any_run(self, kernel: Callable[..., object], keys: int, run: int) -> None:
+        q, k, v = (x.cuda() for x in clustered_qkv(500, 64, torch.bfloat16, pull=2.0, mean=1.0))
+        work = random_work(500, (32, keys)).to("cuda")
+        check_quantized(
+            kernel, q, k, v, work, quantize_qk(q, k, "int8", q_run=128 // run, k_run=run)
+        )
 
     @pytest.mark.parametrize("kind", ["int8", "fp8"])
-    def test_8_bits_with_a_gate(self, kind: str) -> None:
-        self.skip_without(kind)
+    @pytest.mark.parametrize("keys", CHUNKS)
+    def test_8_bits_with_a_gate(
+        self, kernel: Callable[..., object], keys: int, kind: str
+    ) -> None:
+        self.skip_without("triton", kind)
         q, k, v = (x.cuda() for x in clustered_qkv(1000, 128, torch.bfloat16, mean=1.0))
-        work = in_order(random_work(1000, (128, 64), share=0.7))
+        counts = [1000] if keys == 1 else None
+        work = in_order(random_work(1000, (128, keys), share=0.7, counts=counts))
         quantized = quantize_qk(q, k, kind, q_run=128)
         # hopper's tensor cores add fp8 products with 14 bits.
         flips = 0.02 if kind == "fp8" else 0.0
         for gate in gates(work, 64, 64):
             on_gpu = work.to("cuda")
-            check_gated(triton_kernel(), q, k, v, on_gpu, gate.to("cuda"), quantized, flips=flips)
+            check_gated(kernel, q, k, v, on_gpu, gate.to("cuda"), quantized, flips=flips)
 
     @staticmethod
-    def skip_without(kind: str) -> None:
-        reason = support("triton", "cuda", torch.bfloat16, 128, quantize=kind)
+    def skip_without(name: str, kind: str | None = None) -> None:
+        reason = support(name, "cuda", torch.bfloat16, 128, quantize=kind)
         if reason is not None:
-            pytest.skip(f"triton {reason}")
+            pytest.skip(f"{name} {reason}")
 
     @pytest.mark.parametrize("kind", ["int8", "fp8"])
     @pytest.mark.parametrize("run", [1, 16, 64, 128])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_rounding_to_8_bits(self, dtype: torch.dtype, run: int, kind: str) -> None:
-        self.skip_without(kind)
+        self.skip_without("triton", kind)
         x = strided(random_qkv(5000, 96, dtype, batch=2)[0].cuda())
         order = torch.randperm(5000, device="cuda")
         mean = x.float().mean(2)
         check_rounding(x, kind, run, order, mean, mean)
         check_rounding(x, kind, run, None, None, mean)
 
-    def test_thousands_of_tokens_with_all_at_once(self) -> None:
+    @pytest.mark.parametrize("name", ["triton", "gluon"])
+    def test_thousands_of_tokens_with_all_at_once(self, name: str) -> None:
         # what SpargeAttn runs: int8, lambda, 128x64 tiles, at a length where stock attention is
         # the yardstick on some rows.
+        self.skip_without(name)
         tokens = 16_384
         q, k, v = (x.cuda() for x in clustered_qkv(tokens, 128, torch.bfloat16, heads=2, pull=2.0))
         work = random_work(tokens, (128, 64), share=0.3).to("cuda")
         skipped = torch.zeros_like(work.kv_count)
-        options = {"tile": work.tile, "implementation": "triton", "quantize": "int8"}
+        options = {"tile": work.tile, "implementation": name, "quantize": "int8"}
         out, lse = sparse_attention(
             q, k, v, *work.tensors, **options, gate=RelativeGate(-4.0), skipped=skipped
         )
