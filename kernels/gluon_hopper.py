@@ -55,10 +55,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gates import KEY_GROUP, AbsoluteGate, Gate, kept_pieces
+from .quantize import V_GROUP as VALUES_TOGETHER
 from .quantize import QuantizedQK
 from .triton_gather import LOG2_E, gate_kind, heads_together
 
 BLOCK_ROWS = 128
+# shorter chunks have their values in 16 bits.
+SHORTEST_CHUNK_IN_8_BITS = 32
+
+V_GROUP = gl.constexpr(VALUES_TOGETHER)
 
 # triton 3.9 renames these.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -93,6 +98,9 @@ def _exp2(x):
 # a row maximum may fall behind by this many powers of two before what was summed is rescaled: the
 # final division undoes it exactly, and weights up to 256 fit all dtypes.
 BEHIND = gl.constexpr(8.0)
+# weights in fp8 reach 448, and so that small ones keep their bits, the largest is at least 2^6.
+BEHIND_IN_8_BITS = gl.constexpr(2.5)
+LARGEST_IN_8_BITS = gl.constexpr(6.0)
 RESCALED_AT_ONCE = 32
 
 
@@ -226,13 +234,15 @@ def _store(
     out_ptr,
     lse_ptr,
     shift_ptr,
+    v_scale_ptr,
     S,
     scale_log2,
     D: gl.constexpr,
     M: gl.constexpr,
     FIRST: gl.constexpr,
+    COLUMN: gl.constexpr,
 ):
-    """Write the rows of a block that a consumer holds, and their log-sum-exp."""
+    """Write the rows of a block that a consumer holds, from a column on, and their log-sum-exp."""
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
     BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -247,10 +257,16 @@ def _store(
     out = gl.where(has_keys[:, None], acc * (1.0 / sums)[:, None], 0.0)
     token = head.to(gl.int64) * S + row
     # eights of columns, so that addresses differ by constants.
+    if v_scale_ptr is not None:
+        dim = COLUMN + gl.arange(0, columns, gl.SliceLayout(0, acc.type.layout))
+        v_scale = gl.load(v_scale_ptr + head.to(gl.int64) * D + dim, mask=dim < D, other=0.0)
+        out = out * v_scale[None, :]
     out = out.to(out_ptr.dtype.element_ty).reshape([rows, columns // 8, 8])
     LAYOUT: gl.constexpr = out.type.layout
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     eight = gl.arange(0, columns // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))) * 8
+    if COLUMN:
+        eight += COLUMN
     start = gl.convert_layout(token * D, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     alive_out = gl.convert_layout(alive, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     pointers = ((out_ptr + start)[:, None, None] + column[None, None, :]) + eight[None, :, None]
@@ -260,7 +276,8 @@ def _store(
         # the mean key, which 8-bit keys lack.
         row_max += gl.load(shift_ptr + token, mask=alive, other=0.0) * scale_log2
     natural = (row_max + gl.log2(sums)) * 0.6931471805599453
-    gl.store(lse_ptr + token, gl.where(has_keys, natural, -float("inf")), mask=alive)
+    if COLUMN == 0:
+        gl.store(lse_ptr + token, gl.where(has_keys, natural, -float("inf")), mask=alive)
 
 
 @gluon.jit
@@ -351,6 +368,14 @@ def _is_open(bits, like, PIECES: gl.constexpr, GATE_ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _kept_alive(weights):
+    """8-bit weights in their registers up to here: waiting for a product cannot name them."""
+    return gl.inline_asm_elementwise(
+        "", "=r,0", [weights], dtype=weights.dtype, is_pure=False, pack=4
+    )
+
+
+@gluon.jit
 def _next_block(
     last, block, head, left, keys, row_scale, threshold, q_phase, q_full, record, row_scales,
     thresholds, WHICH: gl.constexpr,
@@ -395,7 +420,91 @@ def _below_running(largest, largest_yet, first):
 
 
 @gluon.jit
+def _in_operand_order(x):
+    """Keys of each 16 in the order in which the threads that hold them want them as an operand.
+
+    The same that ``quantize_v`` gives values.
+    """
+    rows: gl.constexpr = x.shape[0]
+    keys: gl.constexpr = x.shape[1]
+    return x.reshape([rows, keys // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, keys])
+
+
+@gluon.jit
+def _scaled(
+    scores, row_scale, k_scale_memory, GATE: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """Scores as their scales want them, the factor of each, and the largest of rows or pieces.
+
+    ``row_scale`` is one number or one of each row. With scales of runs, or a gate, scores come as
+    ``_by_run`` gives them and the largest as ``[rows, PIECES]``.
+    """
+    SCORES: gl.constexpr = scores.type.layout
+    BN: gl.constexpr = scores.shape[1]
+    # one scale a column is no run.
+    COLUMNS: gl.constexpr = k_scale_memory is not None and k_scale_memory.shape[0] > BN // 8
+    RUNS: gl.constexpr = k_scale_memory is not None and not COLUMNS
+    if COLUMNS:
+        scores = scores * k_scale_memory.load(gl.SliceLayout(0, SCORES))[None, :]
+    if RUNS or GATE is not None:
+        scores = _by_run(scores, k_scale_memory.shape[0] if RUNS else PIECES)
+        k_scale = None
+        if RUNS:
+            k_scale = _scales_of_runs(k_scale_memory, scores)
+        largest = _piece_maxima(scores, k_scale, PIECES)
+        if len(row_scale.shape) == 0:
+            factor = row_scale
+            largest = largest * row_scale
+        else:
+            factor = _row_vector(row_scale, scores)
+            largest = largest * _row_vector(row_scale, largest)
+        if RUNS:
+            factor = factor * k_scale
+        return scores, factor, largest
+    elif len(row_scale.shape) == 0:
+        # the scale is positive.
+        return scores, row_scale, gl.max(scores, 1) * row_scale
+    else:
+        return scores, row_scale[:, None], gl.max(scores, 1) * row_scale
+
+
+@gluon.jit
+def _weighed(scores, factor, subtracted, sums, rescale, SCORES: gl.constexpr):
+    """Weights ``[rows, keys]`` of scores, and the sums with them in it."""
+    fresh = _exp2(scores * factor - subtracted)
+    if len(scores.shape) != 2:
+        rows: gl.constexpr = scores.shape[0]
+        keys: gl.constexpr = scores.shape[1] * scores.shape[2] * 8
+        fresh = gl.convert_layout(fresh.reshape([rows, keys]), SCORES)
+    new_sums = _scaled_sums(sums, rescale)
+    new_sums += _row_sums(fresh)
+    return fresh, new_sums
+
+
+@gluon.jit
 def _soften(
+    scores, first, keys, row_max, sums, row_scale, k_scale_memory, dtype: gl.constexpr,
+    WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Weights of a step's scores, and what its rows carry on."""
+    SCORES: gl.constexpr = scores.type.layout
+    if first:
+        scores = _mask(scores, keys)
+    old_max = gl.where(first, -1.0e30, row_max)
+    scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, None, 1)
+    step_max = largest
+    if len(largest.shape) == 2:
+        step_max = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
+    new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
+    rescale = _exp2(old_max - new_max)
+    fresh, new_sums = _weighed(
+        scores, factor, _row_vector(new_max, scores), gl.where(first, 0.0, sums), rescale, SCORES
+    )  # fmt: skip
+    return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, new_sums
+
+
+@gluon.jit
+def _soften_gated(
     scores,
     first,
     keys,
@@ -414,80 +523,42 @@ def _soften(
     GATE_ROWS: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Weights of a step's scores, and what its rows carry on.
+    """``_soften`` with a gate.
 
-    ``row_scale`` is one number or one of each row. A gate's last answers are the running maximum of
-    the rows and, of an absolute one, the bits of the open pieces.
+    The last answer is the running maximum of the rows, or an absolute gate's bits of open pieces.
     """
     SCORES: gl.constexpr = scores.type.layout
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    rows: gl.constexpr = scores.shape[0]
-    BN: gl.constexpr = scores.shape[1]
-    # runs of keys that share a scale, or of a gate's piece; one scale a column is no run.
-    COLUMNS: gl.constexpr = k_scale_memory is not None and k_scale_memory.shape[0] > BN // 8
-    SCALED: gl.constexpr = k_scale_memory is not None and not COLUMNS
-    BY_RUN: gl.constexpr = SCALED or GATE is not None
     if first:
         scores = _mask(scores, keys)
     old_max = gl.where(first, -1.0e30, row_max)
-    if COLUMNS:
-        scores = scores * k_scale_memory.load(gl.SliceLayout(0, SCORES))[None, :]
-    k_scale = None
-    if BY_RUN:
-        scores = _by_run(scores, k_scale_memory.shape[0] if SCALED else PIECES)
-        if SCALED:
-            k_scale = _scales_of_runs(k_scale_memory, scores)
-        largest = _piece_maxima(scores, k_scale, PIECES)
-        if len(row_scale.shape) == 0:
-            largest = largest * row_scale
-        else:
-            largest = largest * _row_vector(row_scale, largest)
-        step_max = gl.convert_layout(gl.max(largest, 1), BY_ROW)
-    else:
-        # the scale is positive.
-        step_max = gl.max(scores, 1) * row_scale
-    factor = row_scale
-    if len(row_scale.shape) == 1:
-        factor = _row_vector(row_scale, scores)
-    if SCALED:
-        factor = factor * k_scale
-    sums = gl.where(first, 0.0, sums)
+    scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, GATE, PIECES)
     if GATE == "absolute":
         _vote(largest, threshold, votes, slot, GATE_ROWS)
         if GATE_ROWS == 128:
             _meet()
-        bits = _counted(votes, slot, GATE_ROWS)
+        gated = _counted(votes, slot, GATE_ROWS)
         if kept_memory is not None:
             kept = _scalar(kept_memory)
-            bits = bits | kept
+            gated = gated | kept
             if GATE_ROWS == 32:
-                bits = bits | (kept << PIECES)
+                gated = gated | (kept << PIECES)
         # what is skipped enters neither maximum nor sum.
-        among = gl.where(_is_open(bits, largest, PIECES, GATE_ROWS), largest, -float("inf"))
-        step_max = gl.convert_layout(gl.max(among, 1), BY_ROW)
-        new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
-        rescale = _exp2(old_max - new_max)
-        opens = _is_open(bits, scores, PIECES, GATE_ROWS)
-        subtracted = gl.where(opens, _row_vector(new_max, scores), float("inf"))
-        fresh = _exp2(scores * factor - subtracted)
+        opens = _is_open(gated, largest, PIECES, GATE_ROWS)
+        largest = gl.where(opens, largest, -float("inf"))
     else:
-        new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
-        rescale = _exp2(old_max - new_max)
-        if GATE == "relative":
-            below, largest_yet = _below_running(largest, largest_yet, first)
-            _vote(below, threshold, votes, slot, GATE_ROWS)
-        fresh = _exp2(scores * factor - _row_vector(new_max, scores))
-    if BY_RUN:
-        fresh = gl.convert_layout(fresh.reshape([rows, BN]), SCORES)
-    new_sums = _scaled_sums(sums, rescale)
-    new_sums += _row_sums(fresh)
-    weights = gl.convert_layout(fresh.to(dtype), WEIGHTS)
-    if GATE is None:
-        return weights, new_max, rescale, new_sums
-    elif GATE == "relative":
-        return weights, new_max, rescale, new_sums, largest_yet
-    else:
-        return weights, new_max, rescale, new_sums, bits
+        below, gated = _below_running(largest, largest_yet, first)
+        _vote(below, threshold, votes, slot, GATE_ROWS)
+    step_max = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
+    new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
+    rescale = _exp2(old_max - new_max)
+    subtracted = _row_vector(new_max, scores)
+    if GATE == "absolute":
+        opens = _is_open(gated, scores, PIECES, GATE_ROWS)
+        subtracted = gl.where(opens, subtracted, float("inf"))
+    fresh, new_sums = _weighed(
+        scores, factor, subtracted, gl.where(first, 0.0, sums), rescale, SCORES
+    )  # fmt: skip
+    return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, new_sums, gated
 
 
 @gluon.jit
@@ -506,6 +577,7 @@ def _consume(
     out_ptr,
     lse_ptr,
     shift_ptr,
+    v_scale_ptr,
     skipped_ptr,
     S,
     scale_log2,
@@ -527,14 +599,20 @@ def _consume(
     PIECES: gl.constexpr = _plain(PIECES_)
     STAGES: gl.constexpr = k_stages.shape[0]
     BN: gl.constexpr = k_stages.shape[1]
-    DP: gl.constexpr = v_stages.shape[2]
+    DP: gl.constexpr = k_stages.shape[2]
     dtype: gl.constexpr = v_stages.dtype
     QK_DEPTH: gl.constexpr = 256 // k_stages.dtype.primitive_bitwidth
+    # values in 8 bits lie as [DP, BN]; their products are added up here, for the tensor cores
+    # would keep 14 bits of the sum.
+    PV_IN_8_BITS: gl.constexpr = dtype.primitive_bitwidth == 8
     full, empty, q_full, q_empty = barriers
 
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, QK_DEPTH])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    PV_DEPTH: gl.constexpr = 256 // dtype.primitive_bitwidth
+    # 8-bit values: half of the columns.
+    COLUMNS: gl.constexpr = 64 if PV_IN_8_BITS else DP
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, PV_DEPTH])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, PV_DEPTH // 8)
     OUT_BY_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     q = q_memory.index(WHICH)
@@ -544,7 +622,12 @@ def _consume(
         no_scores = gl.full([64, BN], 0, gl.int32, SCORES)
 
     # the block before the first: no weights, and a result that is not stored.
-    acc = gl.full([64, DP], 0.0, gl.float32, OUTPUT)
+    acc = gl.full([64, COLUMNS], 0.0, gl.float32, OUTPUT)
+    if PV_IN_8_BITS:
+        no_values = acc
+        acc_high = acc
+        # what the sum is still to be multiplied with.
+        behind = gl.full([64], 1.0, gl.float32, OUT_BY_ROW)
     row_max = gl.full([64], 0.0, gl.float32, BY_ROW)
     sums = _row_sums(nothing)
     weights = gl.convert_layout(nothing.to(dtype), WEIGHTS)
@@ -588,8 +671,45 @@ def _consume(
             kept_memory = kept_words.index(stage)
         k = k_stages.index(stage).permute((1, 0))
         v = v_stages.index(stage)
-        if GATE is None:
-            pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+        pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+        if PV_IN_8_BITS:
+            # the product with the values goes in halves of the columns, and into registers of its
+            # own: a whole one beside the sum and the scores would spill.
+            v_low = v.slice(0, 64).permute((1, 0))
+            pending_acc = warpgroup_mma(weights, v_low, no_values, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[pending]).to(gl.float32)
+            if last:
+                mbarrier.arrive(q_empty)
+            if first:
+                scores = _mask(scores, keys)
+            old_max = gl.where(first, -1.0e30, row_max)
+            scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, None, 1)
+            step_max = largest
+            if len(largest.shape) == 2:
+                step_max = gl.convert_layout(gl.max(largest, 1), BY_ROW)
+            step_max -= LARGEST_IN_8_BITS
+            new_max = gl.where(step_max > old_max + BEHIND_IN_8_BITS, step_max, old_max)
+            rescale = _exp2(old_max - new_max)
+            behind = gl.where(second, 0.0, behind)
+            product = warpgroup_mma_wait(0, deps=[pending_acc])
+            acc = acc * behind[:, None] + product
+            if DP == 128:
+                v_high = v.slice(64, 64).permute((1, 0))
+                pending_acc = warpgroup_mma(weights, v_high, no_values, use_acc=False, is_async=True)
+            fresh, new_sums = _weighed(
+                scores, factor, _row_vector(new_max, scores), gl.where(first, 0.0, sums), rescale,
+                SCORES,
+            )  # fmt: skip
+            fresh = gl.convert_layout(_in_operand_order(fresh).to(dtype), WEIGHTS)
+            next_block, next_head, left, next_keys, next_row_scale, _, q_phase = _next_block(
+                last, block, head, left, keys, row_scale, row_scale, q_phase, q_full, record,
+                row_scales, thresholds, WHICH,
+            )  # fmt: skip
+            if DP == 128:
+                product = warpgroup_mma_wait(0, deps=[pending_acc])
+                acc_high = acc_high * behind[:, None] + product
+            weights = _kept_alive(weights)
+        elif GATE is None:
             # the sum over a block begins with the values of its first step, one step later. Zeros
             # assigned in the branch below would be 64 moves a step.
             pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
@@ -597,8 +717,8 @@ def _consume(
             if last:
                 mbarrier.arrive(q_empty)
             fresh, new_max, rescale, new_sums = _soften(
-                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory,
-                None, None, None, None, None, dtype, WEIGHTS, GATE, GATE_ROWS, PIECES,
+                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory, dtype,
+                WEIGHTS,
             )  # fmt: skip
             next_block, next_head, left, next_keys, next_row_scale, _, q_phase = _next_block(
                 last, block, head, left, keys, row_scale, row_scale, q_phase, q_full, record,
@@ -606,12 +726,11 @@ def _consume(
             )  # fmt: skip
             acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
         elif opened != 0:
-            pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
             pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[pending])
             if last:
                 mbarrier.arrive(q_empty)
-            fresh, new_max, rescale, new_sums, gated = _soften(
+            fresh, new_max, rescale, new_sums, gated = _soften_gated(
                 scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory,
                 kept_memory, votes, slot, threshold, largest_yet, dtype, WEIGHTS, GATE, GATE_ROWS,
                 PIECES,
@@ -625,12 +744,12 @@ def _consume(
             acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
         else:
             # a copy of the code above without the values: with a branch around their product
-            # alone, ptxas lets every product wait for the one before.
-            pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            # alone, ptxas lets every product wait for the one before. And with the scores' product
+            # in both copies, ptxas 12.9 takes the address of other keys in the second.
             scores = warpgroup_mma_wait(0, deps=[pending])
             if last:
                 mbarrier.arrive(q_empty)
-            fresh, new_max, rescale, new_sums, gated = _soften(
+            fresh, new_max, rescale, new_sums, gated = _soften_gated(
                 scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory,
                 kept_memory, votes, slot, threshold, largest_yet, dtype, WEIGHTS, GATE, GATE_ROWS,
                 PIECES,
@@ -646,14 +765,22 @@ def _consume(
             if done >= 0:
                 _store(
                     acc, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
-                    S, scale_log2, D, M, WHICH * 64,
+                    v_scale_ptr, S, scale_log2, D, M, WHICH * 64, 0,
                 )  # fmt: skip
+                if COLUMNS < DP:
+                    _store(
+                        acc_high, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr,
+                        shift_ptr, v_scale_ptr, S, scale_log2, D, M, WHICH * 64, COLUMNS,
+                    )  # fmt: skip
                 if skipped_ptr is not None:
                     gl.atomic_add(skipped_ptr + done, gl.sum(skipped, 0), sem="relaxed")
             done = block
             done_head = head
         # not between the products above: ptxas would let the second wait for the first.
-        acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
+        if PV_IN_8_BITS:
+            behind = gl.convert_layout(rescale, OUT_BY_ROW)
+        else:
+            acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
         if GATE is not None:
             if GATE == "relative":
                 # decided late: the weights are in the sum, and in the next step's product only if
@@ -736,6 +863,26 @@ def _load_chunks(
             for half in gl.static_range(HALVES):
                 piece = pieces.index((stage * HALVES + half) * CHUNKS + start + c)
                 _tma_load(desc, [head, four[c], half * 64], bar, piece)
+
+
+@gluon.jit
+def _load_values(
+    desc, pieces, bar, head, rows, stage, slot, CHUNKS: gl.constexpr, HALVES: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """``_load_chunks`` of values; 8-bit ones lie as ``quantize_v`` puts them."""
+    if BITS == 16:
+        _load_chunks(desc, pieces, bar, head, rows, stage, slot, CHUNKS, HALVES)
+    else:
+        WIDTH: gl.constexpr = N if N < V_GROUP else V_GROUP
+        for c in gl.static_range(CHUNKS):
+            row = _scalar(rows.index(slot * CHUNKS + c))
+            # a dead chunk starts at S: TMA wants multiples of 16 bytes.
+            row = (row + WIDTH - 1) // WIDTH * WIDTH
+            for part in gl.static_range(N // WIDTH):
+                piece = pieces.index((stage * CHUNKS + c) * (N // WIDTH) + part)
+                group = row // V_GROUP + part
+                _tma_load(desc, [head, group * D, row % V_GROUP], bar, piece)
 
 
 @triton.constexpr_function
@@ -881,7 +1028,8 @@ def _produce(
     QK_HALVES: gl.constexpr = HALVES if QK_BITS == 16 else 1
     R: gl.constexpr = 128 // M
     BOX: gl.constexpr = M if M < 64 else 64
-    STAGE_BYTES: gl.constexpr = BN * DP * 2
+    V_BITS: gl.constexpr = v_desc.dtype.primitive_bitwidth
+    V_BYTES: gl.constexpr = BN * DP * V_BITS // 8
     K_BYTES: gl.constexpr = BN * DP * QK_BITS // 8
     Q_BYTES: gl.constexpr = 128 * DP * QK_BITS // 8
     TMA: gl.constexpr = N >= 8
@@ -953,10 +1101,12 @@ def _produce(
                 kept_words.index(stage).store(gl.load(kept))
             if k_scale_ptr is not None or kept_ptr is not None:
                 _thread_barrier()
-            mbarrier.expect(bar, K_BYTES + STAGE_BYTES)
+            mbarrier.expect(bar, K_BYTES + V_BYTES)
             _load_chunks(k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, QK_HALVES)
             slot = slot ^ 1
-            _load_chunks(v_desc, v_pieces, bar, v_head, chunk_rows, stage, slot, CHUNKS, HALVES)
+            _load_values(
+                v_desc, v_pieces, bar, v_head, chunk_rows, stage, slot, CHUNKS, HALVES, N, D, V_BITS
+            )
             v_head = head
         else:
             _copy_tokens(k_from, k_pieces.index(stage), k_tokens, D, K_LAYOUT)
@@ -1023,12 +1173,15 @@ def _produce(
                     kept_words.index(stage).store(next_kept)
                 if k_scale_ptr is not None or kept_ptr is not None:
                     _thread_barrier()
-                mbarrier.expect(bar, K_BYTES + STAGE_BYTES)
+                mbarrier.expect(bar, K_BYTES + V_BYTES)
                 _load_chunks(
                     k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, QK_HALVES
                 )
                 slot = slot ^ 1
-                _load_chunks(v_desc, v_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, HALVES)
+                _load_values(
+                    v_desc, v_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, HALVES, N, D,
+                    V_BITS,
+                )  # fmt: skip
             else:
                 _copy_tokens(k_from, k_pieces.index(stage), k_tokens, D, K_LAYOUT)
                 _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
@@ -1046,11 +1199,12 @@ def _produce(
     # the last values of all, and a record that ends the consumers.
     mbarrier.wait(empty.index(stage), phase ^ 1)
     if TMA:
-        mbarrier.expect(full.index(stage), STAGE_BYTES)
+        mbarrier.expect(full.index(stage), V_BYTES)
         slot = slot ^ 1
-        _load_chunks(
-            v_desc, v_pieces, full.index(stage), v_head, chunk_rows, stage, slot, CHUNKS, HALVES
-        )
+        _load_values(
+            v_desc, v_pieces, full.index(stage), v_head, chunk_rows, stage, slot, CHUNKS, HALVES,
+            N, D, V_BITS,
+        )  # fmt: skip
     else:
         _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -1077,6 +1231,7 @@ def gather_attention_kernel(
     q_scale_ptr,
     k_scale_ptr,
     shift_ptr,
+    v_scale_ptr,
     threshold_ptr,
     kept_ptr,
     skipped_ptr,
@@ -1121,6 +1276,11 @@ def gather_attention_kernel(
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PIECES: gl.constexpr = BN // GATE_KEYS
+    # 8-bit values: the tensor cores want neighbouring keys side by side.
+    V_BITS: gl.constexpr = v_desc.dtype.primitive_bitwidth
+    V_WIDTH: gl.constexpr = 32 if N <= 32 else V_GROUP
+    V_ROWS: gl.constexpr = gl.NVMMASharedLayout(V_WIDTH, 8, rank=2)
+    V_BOXES: gl.constexpr = gl.NVMMASharedLayout(V_WIDTH, 8, rank=3)
 
     q_pieces = gl.allocate_shared_memory(
         q_desc.dtype, [128 // BOX * (DP // QK_BOX), 1, BOX, QK_BOX], QK_BOXES
@@ -1133,11 +1293,18 @@ def gather_attention_kernel(
         v_pieces = v_stages
     else:
         K_PIECES: gl.constexpr = STAGES * (DP // QK_BOX) * (BN // N)
-        PIECES_OF_V: gl.constexpr = STAGES * HALVES * (BN // N)
         k_pieces = gl.allocate_shared_memory(k_desc.dtype, [K_PIECES, 1, N, QK_BOX], QK_BOXES)
-        v_pieces = gl.allocate_shared_memory(v_desc.dtype, [PIECES_OF_V, 1, N, 64], BOXES)
         k_stages = _view(k_pieces, [STAGES, BN, DP], QK_ROWS)
-        v_stages = _view(v_pieces, [STAGES, BN, DP], ROWS)
+        if V_BITS == 16:
+            PIECES_OF_V: gl.constexpr = STAGES * HALVES * (BN // N)
+            v_pieces = gl.allocate_shared_memory(v_desc.dtype, [PIECES_OF_V, 1, N, 64], BOXES)
+            v_stages = _view(v_pieces, [STAGES, BN, DP], ROWS)
+        else:
+            PIECES_OF_V: gl.constexpr = STAGES * (BN // V_WIDTH)
+            v_pieces = gl.allocate_shared_memory(
+                v_desc.dtype, [PIECES_OF_V, 1, DP, V_WIDTH], V_BOXES
+            )
+            v_stages = _view(v_pieces, [STAGES, DP, BN], V_ROWS)
     rows = gl.allocate_shared_memory(gl.int32, [2, BN // N], ONE)
     q_rows = gl.allocate_shared_memory(gl.int32, [128 // M], ONE)
     record = gl.allocate_shared_memory(gl.int32, [4, 1], ONE)
@@ -1177,16 +1344,18 @@ def gather_attention_kernel(
                 _consume,
                 (
                     q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, k_scales,
-                    kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, skipped_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC,
-                    GATE, GATE_ROWS, PIECES,
+                    kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, v_scale_ptr,
+                    skipped_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC, GATE, GATE_ROWS,
+                    PIECES,
                 ),
             ),
             (
                 _consume,
                 (
                     q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, k_scales,
-                    kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, skipped_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC,
-                    GATE, GATE_ROWS, PIECES,
+                    kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, v_scale_ptr,
+                    skipped_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC, GATE, GATE_ROWS,
+                    PIECES,
                 ),
             ),
             (
@@ -1222,13 +1391,13 @@ class Config:
 STAGE_BYTES = 224 * 1024
 
 
-def config(keys: int, padded_dim: int, *, key_bytes: int = 2) -> Config:
-    """The fastest measured for key chunks of ``keys`` tokens and keys of ``key_bytes`` a number."""
+def config(keys: int, padded_dim: int, *, key_bytes: int = 2, value_bytes: int = 2) -> Config:
+    """The fastest measured for key chunks of ``keys`` tokens and numbers of so many bytes."""
     # as many stages as shared memory holds beside the queries.
     queries = BLOCK_ROWS * padded_dim * key_bytes
     # and, of 8 bits, a scale for every key at most.
     scales = 4 if key_bytes == 1 else 0
-    stages = (STAGE_BYTES - queries) // (KEY_GROUP * (padded_dim * (key_bytes + 2) + scales))
+    stages = (STAGE_BYTES - queries) // (KEY_GROUP * (padded_dim * (key_bytes + value_bytes) + scales))
     if keys == 1:
         return Config(stages, consumer_registers=208, producer_registers=88)
     return Config(stages, consumer_registers=232, producer_registers=40)
@@ -1255,6 +1424,21 @@ def _boxes(x: Tensor, rows: int, padded_dim: int) -> TensorDescriptor:
         [tokens * dim, dim, 1],
         [1, rows, columns],
         layout,
+    )
+
+
+def value_box(keys: int, padded_dim: int) -> tuple[list[int], gl.NVMMASharedLayout]:
+    """A TMA box of 8-bit values and how it lies in shared memory."""
+    width = min(keys, VALUES_TOGETHER)
+    return [1, padded_dim, width], gl.NVMMASharedLayout(width, 8, rank=3)
+
+
+def _value_boxes(v: Tensor, keys: int, padded_dim: int) -> TensorDescriptor:
+    """Boxes of some tokens and all dimensions of one head of what ``quantize_v`` gives."""
+    batch, heads, groups, dim, each = v.shape
+    box, layout = value_box(keys, padded_dim)
+    return TensorDescriptor(
+        v, [batch * heads, groups * dim, each], [groups * dim * each, each, 1], box, layout
     )
 
 
@@ -1313,8 +1497,12 @@ def gluon_attention(
             skipped.zero_()
     if quantized is not None:
         q, k = quantized.q, quantized.k
-    q, k, v = _dense(q), _dense(k), _dense(v)
-    c = config(keys, padded, key_bytes=k.element_size())
+    values = None
+    if quantized is not None and gate is None and keys >= SHORTEST_CHUNK_IN_8_BITS:
+        values = quantized.values
+    q, k = _dense(q), _dense(k)
+    v = _dense(v if values is None else values.v)
+    c = config(keys, padded, key_bytes=k.element_size(), value_bytes=v.element_size())
     # a chunk of one token is gathered by pointers, without boxes.
     box = keys if keys >= 8 else 8
     programs = min(_multiprocessors(q.device.index), blocks * batch * heads)
@@ -1323,7 +1511,7 @@ def gluon_attention(
         gather_attention_kernel[(programs,)](
             _boxes(q, min(rows, 64), padded),
             _boxes(k, box, padded),
-            _boxes(v, box, padded),
+            _boxes(v, box, padded) if values is None else _value_boxes(v, keys, padded),
             k,
             v,
             out,
@@ -1334,6 +1522,7 @@ def gluon_attention(
             None if quantized is None else quantized.q_scale,
             None if quantized is None else quantized.k_scale,
             None if quantized is None else quantized.shift,
+            None if values is None else values.scale,
             thresholds,
             kept,
             skipped,

@@ -261,6 +261,8 @@ def eight_bit_rms(
         variance[at] = (moved**2 * q_variance[at].unsqueeze(1)).sum(-1)
     weight = p**2 * (q**2 @ k_variance.mT)
     variance += weight @ v**2 - 2 * o * (weight @ v) + o**2 * weight.sum(-1, keepdim=True)
+    # where every row has one key, nothing but rounding is left of it.
+    variance.clamp_min_(0)
     lse_variance = ((p @ k) ** 2 * q_variance).sum(-1) + weight.sum(-1)
     kept = mask.any(-1)
     return (

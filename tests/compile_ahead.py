@@ -226,11 +226,14 @@ def gluon_attention(
     gate_rows: int = 64,
     gate_keys: int = 64,
     quantize: str | None = None,
+    values: bool = False,
 ) -> Variant:
-    """The Gluon kernel of attention."""
+    """The Gluon kernel of attention; ``values``: in 8 bits."""
     rows, keys = tile
     padded = 64 if head_dim == 64 else 128
-    config = gluon_hopper.config(keys, padded, key_bytes=1 if quantize else 2)
+    config = gluon_hopper.config(
+        keys, padded, key_bytes=1 if quantize else 2, value_bytes=1 if values else 2
+    )
     operand = EIGHT_BITS[quantize] if quantize else dtype
     boxes = {
         "q": (min(rows, 64), operand),
@@ -241,6 +244,9 @@ def gluon_attention(
     for name, (box, kind) in boxes.items():
         columns, layout = gluon_hopper.boxes_layout(padded, 16 if kind == dtype else 8)
         descriptors[f"{name}_desc"] = f"tensordesc<{kind}[1, {box}, {columns}],{layout!r}>"
+    if values:
+        shape, layout = gluon_hopper.value_box(keys, padded)
+        descriptors["v_desc"] = f"tensordesc<fp8e4nv{shape},{layout!r}>"
     pointers = _attention_pointers(tile, dtype, aligned) | _pointers(k=operand, counter="i32")
     constants = {
         "D": head_dim,
@@ -260,9 +266,14 @@ def gluon_attention(
     }
     kept = {"kept": "i32"} if gate == "absolute" else {}
     _ask(pointers, constants, quantize, gate, kept)
+    if values:
+        pointers |= _pointers(v="fp8e4nv", v_scale="fp32")
+    else:
+        constants["v_scale_ptr"] = None
     return _variant(
         cc,
         f"gluon {_call(head_dim, tile, dtype, aligned)}{_extra(gate, quantize)}"
+        + (" fp8 values" if values else "")
         + (f" of {gate_rows}x{gate_keys}" if gate else ""),
         gluon_hopper.gather_attention_kernel,
         descriptors | pointers,
