@@ -55,14 +55,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gates import KEY_GROUP, AbsoluteGate, Gate, kept_pieces
+from .quantize import SHORTEST_CHUNK_OF_VALUES, QuantizedQK
 from .quantize import V_GROUP as VALUES_TOGETHER
-from .quantize import QuantizedQK
 from .triton_gather import LOG2_E, gate_kind, heads_together
 
 BLOCK_ROWS = 128
-# shorter chunks have their values in 16 bits.
-SHORTEST_CHUNK_IN_8_BITS = 32
-
 V_GROUP = gl.constexpr(VALUES_TOGETHER)
 
 # triton 3.9 renames these.
@@ -1475,7 +1472,7 @@ def gluon_attention(
     """Launch the kernel; see ``sparse_attention`` for the arguments.
 
     Raises:
-        ValueError: a tile that the kernel does not have.
+        ValueError: a tile that the kernel does not have, or 8-bit values that it cannot take.
     """
     rows, keys = tile
     if rows not in (16, 32, 64, 128) or keys not in (1, 8, 16, 32, 64, 128):
@@ -1497,9 +1494,9 @@ def gluon_attention(
             skipped.zero_()
     if quantized is not None:
         q, k = quantized.q, quantized.k
-    values = None
-    if quantized is not None and gate is None and keys >= SHORTEST_CHUNK_IN_8_BITS:
-        values = quantized.values
+    values = None if quantized is None else quantized.values
+    if values is not None and (gate is not None or keys < SHORTEST_CHUNK_OF_VALUES):
+        raise ValueError("8-bit values want chunks of 32 keys or more, and no gate")
     q, k = _dense(q), _dense(k)
     v = _dense(v if values is None else values.v)
     c = config(keys, padded, key_bytes=k.element_size(), value_bytes=v.element_size())

@@ -23,6 +23,16 @@ FORMATS: Final[dict[str, tuple[torch.dtype, float]]] = {
 }
 """8-bit formats: their dtype and the largest number that a scale maps to."""
 
+PRODUCTS: Final[dict[str, tuple[str, bool]]] = {
+    "int8": ("int8", False),
+    "fp8": ("fp8", False),
+    "int8+fp8": ("int8", True),
+}
+"""What a call can have in 8 bits: the format of q·k, and whether the product with V is in fp8."""
+
+SHORTEST_CHUNK_OF_VALUES: Final = 32
+"""Key chunks of fewer tokens, and calls with a gate, keep the product with V in 16 bits."""
+
 V_GROUP: Final = 64
 """Tokens whose 8-bit values lie together, dimension by dimension."""
 
@@ -86,7 +96,7 @@ class QuantizedQK:
         shift: q·mean(k), unscaled, fp32 ``[B, H, S]``.
         q_run: queries that share a scale.
         k_run: keys that share a scale.
-        values: values in 8 bits too, for implementations that have such a product.
+        values: values in 8 bits too, or None.
     """
 
     kind: str
@@ -108,6 +118,11 @@ class QuantizedQK:
             self, q=q, k=k, q_scale=q_scale, k_scale=k_scale, shift=shift, values=values
         )
 
+    @property
+    def product(self) -> str:
+        """Its name in ``PRODUCTS``."""
+        return self.kind if self.values is None else f"{self.kind}+fp8"
+
     def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Queries and smoothed keys as the 8-bit product sees them, in ``dtype``."""
         pairs = ((self.q, self.q_scale, self.q_run), (self.k, self.k_scale, self.k_run))
@@ -123,6 +138,23 @@ def check_format(kind: str) -> None:
     """Raise a ``ValueError`` unless ``kind`` names an 8-bit format."""
     if kind not in FORMATS:
         raise ValueError(f"unknown 8-bit format {kind!r}. Hint: choose from {', '.join(FORMATS)}.")
+
+
+def check_product(name: str) -> None:
+    """Raise a ``ValueError`` unless ``name`` says what a call has in 8 bits."""
+    if name not in PRODUCTS:
+        raise ValueError(f"unknown 8-bit format {name!r}. Hint: choose from {', '.join(PRODUCTS)}.")
+
+
+def check_run(name: str, run: int) -> None:
+    """Raise a ``ValueError`` unless the quantisation kernel can cut runs of ``run`` tokens."""
+    if run < 1 or ROWS_AT_ONCE % run:
+        raise ValueError(f"{name} must divide {ROWS_AT_ONCE}, got {run}")
+
+
+def mean_key(k: Tensor) -> Tensor:
+    """The mean key of every head ``[B, H, D]``, in fp32 or better."""
+    return k.mean(2, dtype=torch.promote_types(k.dtype, torch.float32))
 
 
 def quantize_qk(
@@ -150,11 +182,10 @@ def quantize_qk(
     """
     check_format(kind)
     for name, run in (("q_run", q_run), ("k_run", k_run)):
-        if run < 1 or ROWS_AT_ONCE % run:
-            raise ValueError(f"{name} must divide {ROWS_AT_ONCE}, got {run}")
+        check_run(name, run)
     # autocast would round the mean and the shift.
     with torch.autocast(q.device.type, enabled=False):
-        mean = k.mean(2, dtype=torch.promote_types(k.dtype, torch.float32))
+        mean = mean_key(k)
         rounded = _quantize_on_gpu if q.is_cuda else quantize_runs
         q8, q_scale, shift = rounded(q, kind, q_run, order, None, mean)
         k8, k_scale, _ = rounded(k, kind, k_run, order, mean, None)

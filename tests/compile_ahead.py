@@ -39,7 +39,7 @@ from vidsparse.kernels import (
     triton_quantize,
 )
 from vidsparse.kernels.gates import KEY_GROUP
-from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
+from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST, V_GROUP
 
 # shared memory a block can opt in to, in KiB, by compute capability (CUDA programming guide).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
@@ -106,18 +106,37 @@ def variants(
                     yield attention(cc, head_dim, (128, 64), "bf16", gate=gate, quantize=quantize)
             for kind in ("int8", "fp8") if cc >= 89 else ("int8",):
                 yield quantization(cc, head_dim, kind)
+            yield quantization(cc, head_dim, "int8", pooled=16)
+            if cc >= 89:
+                yield quantized_values(cc, head_dim)
         yield from planning(cc, head_dims, every=every)
 
 
-def quantization(cc: int, head_dim: int, kind: str) -> Variant:
-    """Rounding to 8 bits, smoothed and in another order."""
-    wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
+def quantized_values(cc: int, head_dim: int) -> Variant:
+    """Rounding values to 8 bits, turned and in another order."""
     return _variant(
         cc,
-        f"quantise D={head_dim} {kind}",
+        f"quantise values D={head_dim}",
+        triton_quantize.quantize_values_kernel,
+        _pointers(v="bf16", out="fp8e4nv", scale="fp32", order="i64"),
+        {"D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "GROUP": V_GROUP},
+        4,
+        aligned=tuple(f"stride_v{d}" for d in "bhs"),
+    )
+
+
+def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Variant:
+    """Rounding to 8 bits, smoothed and in another order, with means of ``pooled`` tokens or none."""
+    wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
+    means = _pointers(high="fp16", low="fp16", mean_scale="fp32", similarity="fp32")
+    return _variant(
+        cc,
+        f"quantise D={head_dim} {kind}" + (f" and pool {pooled}" if pooled else ""),
         triton_quantize.quantize_kernel,
-        _pointers(x="bf16", out=EIGHT_BITS[kind], order="i64", **wide),
-        {
+        _pointers(x="bf16", out=EIGHT_BITS[kind], order="i64", **wide) | (means if pooled else {}),
+        ({} if pooled else dict.fromkeys(means))
+        | {
+            "N": max(pooled, 1),
             "D": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),
             "RUN": 64,
