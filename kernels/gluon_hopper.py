@@ -49,7 +49,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -279,7 +278,7 @@ def _store(
 
 @gluon.jit
 def _piece_maxima(scores, k_scale, PIECES: gl.constexpr):
-    """Largest score of each row and piece of keys, ``[rows, PIECES]``, of what ``_by_run`` gives."""
+    """Largest score of each row and piece ``[rows, PIECES]``, of what ``_by_run`` gives."""
     rows: gl.constexpr = scores.shape[0]
     runs: gl.constexpr = scores.shape[1]
     largest = gl.max(gl.max(scores, 4), 2)[:, :, None, :, None]
@@ -293,7 +292,7 @@ def _piece_maxima(scores, k_scale, PIECES: gl.constexpr):
 def _vote(largest, threshold, votes, slot, GATE_ROWS: gl.constexpr):
     """Note for each warp in which pieces of its rows a row reaches its threshold.
 
-    Bit ``i * PIECES + p`` is of rows ``i * GATE_ROWS`` on of a consumer, and piece ``p`` of the keys.
+    Bit ``i * PIECES + p`` is of a consumer's rows ``i * GATE_ROWS`` on and piece ``p`` of the keys.
     """
     rows: gl.constexpr = largest.shape[0]
     PIECES: gl.constexpr = largest.shape[1]
@@ -692,7 +691,9 @@ def _consume(
             acc = acc * behind[:, None] + product
             if DP == 128:
                 v_high = v.slice(64, 64).permute((1, 0))
-                pending_acc = warpgroup_mma(weights, v_high, no_values, use_acc=False, is_async=True)
+                pending_acc = warpgroup_mma(
+                    weights, v_high, no_values, use_acc=False, is_async=True
+                )
             fresh, new_sums = _weighed(
                 scores, factor, _row_vector(new_max, scores), gl.where(first, 0.0, sums), rescale,
                 SCORES,
@@ -1155,7 +1156,9 @@ def _produce(
                         k_scale_from, list_ptr, at, count, S, N, BN, K_RUN, RUNS, False
                     )
                 else:
-                    key_scales = k_scale_from + _line_tokens(list_ptr, at, count, BN, False) // K_RUN
+                    key_scales = (
+                        k_scale_from + _line_tokens(list_ptr, at, count, BN, False) // K_RUN
+                    )
             if kept_ptr is not None:
                 kept = kept_from + step - 1 + gl.arange(0, 1, LINE)
                 if TMA:
@@ -1359,9 +1362,10 @@ def gather_attention_kernel(
                 _produce,
                 (
                     q_desc, k_desc, v_desc, k_ptr, v_ptr, q_pieces, k_pieces, v_pieces, rows,
-                    q_rows, record, row_scales, thresholds, k_scales, kept_words, barriers, q_tiles_ptr, kv_count_ptr, kv_index_ptr,
-                    q_scale_ptr, k_scale_ptr, shift_ptr, threshold_ptr, kept_ptr, counter_ptr,
-                    S, G, C, BH, TOGETHER, scale_log2, STAGES, BN, D, DP, M, N, Q_RUN, K_RUN, GATE,
+                    q_rows, record, row_scales, thresholds, k_scales, kept_words, barriers,
+                    q_tiles_ptr, kv_count_ptr, kv_index_ptr, q_scale_ptr, k_scale_ptr, shift_ptr,
+                    threshold_ptr, kept_ptr, counter_ptr, S, G, C, BH, TOGETHER, scale_log2,
+                    STAGES, BN, D, DP, M, N, Q_RUN, K_RUN, GATE,
                 ),
             ),
         ],
@@ -1394,7 +1398,9 @@ def config(keys: int, padded_dim: int, *, key_bytes: int = 2, value_bytes: int =
     queries = BLOCK_ROWS * padded_dim * key_bytes
     # and, of 8 bits, a scale for every key at most.
     scales = 4 if key_bytes == 1 else 0
-    stages = (STAGE_BYTES - queries) // (KEY_GROUP * (padded_dim * (key_bytes + value_bytes) + scales))
+    stages = (STAGE_BYTES - queries) // (
+        KEY_GROUP * (padded_dim * (key_bytes + value_bytes) + scales)
+    )
     if keys == 1:
         return Config(stages, consumer_registers=208, producer_registers=88)
     return Config(stages, consumer_registers=232, producer_registers=40)

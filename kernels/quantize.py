@@ -114,9 +114,7 @@ class QuantizedQK:
         tensors = (self.q, self.k, self.q_scale, self.k_scale, self.shift)
         q, k, q_scale, k_scale, shift = (x.to(device) for x in tensors)
         values = None if self.values is None else self.values.to(device)
-        return replace(
-            self, q=q, k=k, q_scale=q_scale, k_scale=k_scale, shift=shift, values=values
-        )
+        return replace(self, q=q, k=k, q_scale=q_scale, k_scale=k_scale, shift=shift, values=values)
 
     @property
     def product(self) -> str:

@@ -27,7 +27,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from vidsparse.kernels import (
@@ -100,6 +99,7 @@ def variants(
         # what gathers single tokens reads their numbers otherwise than what loads boxes.
         if cc == 90:
             yield gluon_attention(cc, max(head_dims), (16, 1), "bf16", aligned=False)
+            yield from gluon_extras(cc, max(head_dims))
         for head_dim in head_dims if every else [max(head_dims)]:
             for gate, quantize in EXTRAS:
                 if quantize != "fp8" or cc >= 89:
@@ -110,6 +110,18 @@ def variants(
             if cc >= 89:
                 yield quantized_values(cc, head_dim)
         yield from planning(cc, head_dims, every=every)
+
+
+def gluon_extras(cc: int, head_dim: int) -> Iterator[Variant]:
+    """The Gluon kernel with gates and 8-bit operands."""
+    for gate, quantize in EXTRAS:
+        for tile in ((128, 64),) if gate else ((16, 1), (128, 64)):
+            yield gluon_attention(cc, head_dim, tile, "bf16", gate=gate, quantize=quantize)
+    yield gluon_attention(
+        cc, head_dim, (16, 16), "bf16", gate="relative", gate_rows=128, gate_keys=128
+    )
+    yield gluon_attention(cc, head_dim, (128, 1), "bf16", gate="absolute", gate_rows=32)
+    yield gluon_attention(cc, head_dim, (128, 64), "bf16", quantize="int8", values=True)
 
 
 def quantized_values(cc: int, head_dim: int) -> Variant:
@@ -126,7 +138,7 @@ def quantized_values(cc: int, head_dim: int) -> Variant:
 
 
 def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Variant:
-    """Rounding to 8 bits, smoothed and in another order, with means of ``pooled`` tokens or none."""
+    """Rounding to 8 bits, smoothed and in another order; ``pooled``: with means of so many tokens."""
     wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
     means = _pointers(high="fp16", low="fp16", mean_scale="fp32", similarity="fp32")
     return _variant(

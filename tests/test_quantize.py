@@ -18,8 +18,14 @@ from budget import (
     truth,
 )
 
-from vidsparse.kernels import RelativeGate, quantize_qk, quantize_v, sparse_attention, support
-from vidsparse.kernels import dispatch
+from vidsparse.kernels import (
+    RelativeGate,
+    dispatch,
+    quantize_qk,
+    quantize_v,
+    sparse_attention,
+    support,
+)
 from vidsparse.kernels.gather_sdpa import gather_attention
 from vidsparse.kernels.quantize import QuantizedQK, place_order, quantize_runs
 from vidsparse.kernels.reference import reference_attention
