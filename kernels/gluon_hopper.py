@@ -31,7 +31,8 @@ q_empty  both consumers                producer, before the next block      q an
 
 # what triton compiles is not typed python: both branches of a static `if` return.
 # ruff: noqa: RET505, RUF005
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-redef"
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -97,6 +98,8 @@ BEHIND = gl.constexpr(8.0)
 # weights in fp8 reach 448, and so that small ones keep their bits, the largest is at least 2^6.
 BEHIND_IN_8_BITS = gl.constexpr(2.5)
 LARGEST_IN_8_BITS = gl.constexpr(6.0)
+# steps whose products with 8-bit values tensor cores add up by themselves.
+SPAN = gl.constexpr(8)
 RESCALED_AT_ONCE = 32
 
 
@@ -236,9 +239,8 @@ def _store(
     D: gl.constexpr,
     M: gl.constexpr,
     FIRST: gl.constexpr,
-    COLUMN: gl.constexpr,
 ):
-    """Write the rows of a block that a consumer holds, from a column on, and their log-sum-exp."""
+    """Write the rows of a block that a consumer holds, and their log-sum-exp."""
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
     BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -254,15 +256,13 @@ def _store(
     token = head.to(gl.int64) * S + row
     # eights of columns, so that addresses differ by constants.
     if v_scale_ptr is not None:
-        dim = COLUMN + gl.arange(0, columns, gl.SliceLayout(0, acc.type.layout))
+        dim = gl.arange(0, columns, gl.SliceLayout(0, acc.type.layout))
         v_scale = gl.load(v_scale_ptr + head.to(gl.int64) * D + dim, mask=dim < D, other=0.0)
         out = out * v_scale[None, :]
     out = out.to(out_ptr.dtype.element_ty).reshape([rows, columns // 8, 8])
     LAYOUT: gl.constexpr = out.type.layout
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     eight = gl.arange(0, columns // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))) * 8
-    if COLUMN:
-        eight += COLUMN
     start = gl.convert_layout(token * D, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     alive_out = gl.convert_layout(alive, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     pointers = ((out_ptr + start)[:, None, None] + column[None, None, :]) + eight[None, :, None]
@@ -272,8 +272,7 @@ def _store(
         # the mean key, which 8-bit keys lack.
         row_max += gl.load(shift_ptr + token, mask=alive, other=0.0) * scale_log2
     natural = (row_max + gl.log2(sums)) * 0.6931471805599453
-    if COLUMN == 0:
-        gl.store(lse_ptr + token, gl.where(has_keys, natural, -float("inf")), mask=alive)
+    gl.store(lse_ptr + token, gl.where(has_keys, natural, -float("inf")), mask=alive)
 
 
 @gluon.jit
@@ -416,6 +415,13 @@ def _below_running(largest, largest_yet, first):
 
 
 @gluon.jit
+def _with_total(acc, total, behind, has_total):
+    """The sum of the last steps and, if there is one, that of the steps before."""
+    earlier = total.load(acc.type.layout) * behind[:, None]
+    return acc + gl.where(has_total, earlier, 0.0)
+
+
+@gluon.jit
 def _in_operand_order(x):
     """Keys of each 16 in the order in which the threads that hold them want them as an operand.
 
@@ -491,11 +497,18 @@ def _soften(
     step_max = largest
     if len(largest.shape) == 2:
         step_max = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
-    new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
+    IN_8_BITS: gl.constexpr = dtype.primitive_bitwidth == 8
+    if IN_8_BITS:
+        step_max -= LARGEST_IN_8_BITS
+        new_max = gl.where(step_max > old_max + BEHIND_IN_8_BITS, step_max, old_max)
+    else:
+        new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
     rescale = _exp2(old_max - new_max)
     fresh, new_sums = _weighed(
         scores, factor, _row_vector(new_max, scores), gl.where(first, 0.0, sums), rescale, SCORES
     )  # fmt: skip
+    if IN_8_BITS:
+        fresh = _in_operand_order(fresh)
     return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, new_sums
 
 
@@ -566,6 +579,7 @@ def _consume(
     row_scales,
     thresholds,
     votes,
+    totals,
     k_scales,
     kept_words,
     barriers,
@@ -598,16 +612,13 @@ def _consume(
     DP: gl.constexpr = k_stages.shape[2]
     dtype: gl.constexpr = v_stages.dtype
     QK_DEPTH: gl.constexpr = 256 // k_stages.dtype.primitive_bitwidth
-    # values in 8 bits lie as [DP, BN]; their products are added up here, for the tensor cores
-    # would keep 14 bits of the sum.
+    # values in 8 bits lie as [DP, BN].
     PV_IN_8_BITS: gl.constexpr = dtype.primitive_bitwidth == 8
     full, empty, q_full, q_empty = barriers
 
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, QK_DEPTH])
     PV_DEPTH: gl.constexpr = 256 // dtype.primitive_bitwidth
-    # 8-bit values: half of the columns.
-    COLUMNS: gl.constexpr = 64 if PV_IN_8_BITS else DP
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, PV_DEPTH])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, PV_DEPTH])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, PV_DEPTH // 8)
     OUT_BY_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -618,11 +629,11 @@ def _consume(
         no_scores = gl.full([64, BN], 0, gl.int32, SCORES)
 
     # the block before the first: no weights, and a result that is not stored.
-    acc = gl.full([64, COLUMNS], 0.0, gl.float32, OUTPUT)
+    acc = gl.full([64, DP], 0.0, gl.float32, OUTPUT)
     if PV_IN_8_BITS:
-        no_values = acc
-        acc_high = acc
-        # what the sum is still to be multiplied with.
+        # steps in the tensor cores' sum, and what the one in fp32 is still to be multiplied with.
+        spanned = 0
+        has_total = False
         behind = gl.full([64], 1.0, gl.float32, OUT_BY_ROW)
     row_max = gl.full([64], 0.0, gl.float32, BY_ROW)
     sums = _row_sums(nothing)
@@ -668,49 +679,15 @@ def _consume(
         k = k_stages.index(stage).permute((1, 0))
         v = v_stages.index(stage)
         pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-        if PV_IN_8_BITS:
-            # the product with the values goes in halves of the columns, and into registers of its
-            # own: a whole one beside the sum and the scores would spill.
-            v_low = v.slice(0, 64).permute((1, 0))
-            pending_acc = warpgroup_mma(weights, v_low, no_values, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[pending]).to(gl.float32)
-            if last:
-                mbarrier.arrive(q_empty)
-            if first:
-                scores = _mask(scores, keys)
-            old_max = gl.where(first, -1.0e30, row_max)
-            scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, None, 1)
-            step_max = largest
-            if len(largest.shape) == 2:
-                step_max = gl.convert_layout(gl.max(largest, 1), BY_ROW)
-            step_max -= LARGEST_IN_8_BITS
-            new_max = gl.where(step_max > old_max + BEHIND_IN_8_BITS, step_max, old_max)
-            rescale = _exp2(old_max - new_max)
-            behind = gl.where(second, 0.0, behind)
-            product = warpgroup_mma_wait(0, deps=[pending_acc])
-            acc = acc * behind[:, None] + product
-            if DP == 128:
-                v_high = v.slice(64, 64).permute((1, 0))
+        if GATE is None:
+            if PV_IN_8_BITS:
                 pending_acc = warpgroup_mma(
-                    weights, v_high, no_values, use_acc=False, is_async=True
+                    weights, v.permute((1, 0)), acc, use_acc=spanned != 0, is_async=True
                 )
-            fresh, new_sums = _weighed(
-                scores, factor, _row_vector(new_max, scores), gl.where(first, 0.0, sums), rescale,
-                SCORES,
-            )  # fmt: skip
-            fresh = gl.convert_layout(_in_operand_order(fresh).to(dtype), WEIGHTS)
-            next_block, next_head, left, next_keys, next_row_scale, _, q_phase = _next_block(
-                last, block, head, left, keys, row_scale, row_scale, q_phase, q_full, record,
-                row_scales, thresholds, WHICH,
-            )  # fmt: skip
-            if DP == 128:
-                product = warpgroup_mma_wait(0, deps=[pending_acc])
-                acc_high = acc_high * behind[:, None] + product
-            weights = _kept_alive(weights)
-        elif GATE is None:
-            # the sum over a block begins with the values of its first step, one step later. Zeros
-            # assigned in the branch below would be 64 moves a step.
-            pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
+            else:
+                # the sum over a block begins with the values of its first step, one step later.
+                # Zeros assigned in the branch below would be 64 moves a step.
+                pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[pending])
             if last:
                 mbarrier.arrive(q_empty)
@@ -722,7 +699,11 @@ def _consume(
                 last, block, head, left, keys, row_scale, row_scale, q_phase, q_full, record,
                 row_scales, thresholds, WHICH,
             )  # fmt: skip
-            acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
+            if PV_IN_8_BITS:
+                acc = warpgroup_mma_wait(0, deps=[pending_acc])
+                weights = _kept_alive(weights)
+            else:
+                acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
         elif opened != 0:
             pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[pending])
@@ -759,26 +740,35 @@ def _consume(
                 )
             )  # fmt: skip
         mbarrier.arrive(empty.index(stage))
+        if PV_IN_8_BITS:
+            # tensor cores keep 14 bits of a sum of fp8 products: after some steps it is added to
+            # one in fp32.
+            spanned += 1
+            if (spanned == SPAN) & (not first):
+                total = totals.index(WHICH)
+                total.store(_with_total(acc, total, behind, has_total))
+                has_total = True
+                spanned = 0
+                behind = gl.full([64], 1.0, gl.float32, OUT_BY_ROW)
+            behind = behind * gl.convert_layout(rescale, OUT_BY_ROW)
         if first:
             if done >= 0:
+                result = acc
+                if PV_IN_8_BITS:
+                    result = _with_total(acc, totals.index(WHICH), behind, has_total)
                 _store(
-                    acc, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
-                    v_scale_ptr, S, scale_log2, D, M, WHICH * 64, 0,
+                    result, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr,
+                    shift_ptr, v_scale_ptr, S, scale_log2, D, M, WHICH * 64,
                 )  # fmt: skip
-                if COLUMNS < DP:
-                    _store(
-                        acc_high, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr,
-                        shift_ptr, v_scale_ptr, S, scale_log2, D, M, WHICH * 64, COLUMNS,
-                    )  # fmt: skip
                 if skipped_ptr is not None:
                     gl.atomic_add(skipped_ptr + done, gl.sum(skipped, 0), sem="relaxed")
             done = block
             done_head = head
+            if PV_IN_8_BITS:
+                has_total = False
+                spanned = 0
         # not between the products above: ptxas would let the second wait for the first.
-        if PV_IN_8_BITS:
-            behind = gl.convert_layout(rescale, OUT_BY_ROW)
-        else:
-            acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
+        acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
         if GATE is not None:
             if GATE == "relative":
                 # decided late: the weights are in the sum, and in the next step's product only if
@@ -1326,6 +1316,12 @@ def gather_attention_kernel(
         kept_words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)
     else:
         kept_words: gl.constexpr = None
+    if V_BITS == 8:
+        # eights of columns, so that the rows of a warp lie in different banks.
+        TOTALS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        totals = gl.allocate_shared_memory(gl.float32, [2, 64, DP], TOTALS)
+    else:
+        totals: gl.constexpr = None
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -1343,8 +1339,8 @@ def gather_attention_kernel(
             (
                 _consume,
                 (
-                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, k_scales,
-                    kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, v_scale_ptr,
+                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, totals,
+                    k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, v_scale_ptr,
                     skipped_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC, GATE, GATE_ROWS,
                     PIECES,
                 ),
@@ -1352,8 +1348,8 @@ def gather_attention_kernel(
             (
                 _consume,
                 (
-                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, k_scales,
-                    kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, v_scale_ptr,
+                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, totals,
+                    k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, v_scale_ptr,
                     skipped_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC, GATE, GATE_ROWS,
                     PIECES,
                 ),
@@ -1398,7 +1394,8 @@ def config(keys: int, padded_dim: int, *, key_bytes: int = 2, value_bytes: int =
     queries = BLOCK_ROWS * padded_dim * key_bytes
     # and, of 8 bits, a scale for every key at most.
     scales = 4 if key_bytes == 1 else 0
-    stages = (STAGE_BYTES - queries) // (
+    totals = BLOCK_ROWS * padded_dim * 4 if value_bytes == 1 else 0
+    stages = (STAGE_BYTES - queries - totals) // (
         KEY_GROUP * (padded_dim * (key_bytes + value_bytes) + scales)
     )
     if keys == 1:
@@ -1457,8 +1454,8 @@ def _kept_words(gate: AbsoluteGate, kv_count: Tensor, keys: int) -> Tensor:
     kept = kept_pieces(gate.keep, kv_count, keys, gate.keys)
     pieces = KEY_GROUP // gate.keys
     kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % pieces)).to(torch.int32)
-    bits = kept.unflatten(-1, (-1, pieces)) << torch.arange(pieces, device=kept.device)
-    return bits.sum(-1, dtype=torch.int32)
+    kept = kept.view(*kept.shape[:-1], -1, pieces)
+    return (kept << torch.arange(pieces, device=kept.device)).sum(-1, dtype=torch.int32)
 
 
 def gluon_attention(

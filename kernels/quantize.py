@@ -246,7 +246,7 @@ def quantize_values(v: Tensor, scale: Tensor, order: Tensor | None) -> Tensor:
     wide = torch.promote_types(v.dtype, torch.float32)
     x = v.to(wide) * (1 / scale).to(wide).unsqueeze(2)
     x = torch.nn.functional.pad(x, (0, 0, 0, -v.shape[2] % V_GROUP))
-    groups = x.unflatten(2, (-1, V_GROUP)).mT[..., place_order(v.device)]
+    groups = x.view(*x.shape[:2], -1, V_GROUP, x.shape[3]).mT[..., place_order(v.device)]
     return groups.to(torch.float8_e4m3fn).contiguous()
 
 
