@@ -13,6 +13,12 @@ operands of the two products that a consumer has in flight together. The first s
 shares its stage with the last values of the block before, so that the ring, and the overlap, never
 break off between blocks.
 
+Gates and 8-bit operands are compiled in where they are asked for; the plain kernel's code is the
+same without them. Scales of rows and thresholds come with a block's record, scales of keys with
+their stage. A gate is decided by votes of a consumer's warps (of both consumers' for 128 rows): an
+absolute one before the exponentials, a relative one after them, and the product with the values,
+which is a step late anyway, is left out where no piece is open.
+
 Only the last chunks of a list can be short of a full step or of the sequence's end. They go first,
 masked, and the loop over the other steps carries no mask. Rows that do not exist lie outside
 the boxes that TMA reads (zeros) and are not stored.
@@ -1340,18 +1346,18 @@ def gather_attention_kernel(
                 _consume,
                 (
                     q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, totals,
-                    k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, v_scale_ptr,
-                    skipped_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC, GATE, GATE_ROWS,
-                    PIECES,
+                    k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
+                    v_scale_ptr, skipped_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC, GATE,
+                    GATE_ROWS, PIECES,
                 ),
             ),
             (
                 _consume,
                 (
                     q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, totals,
-                    k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr, v_scale_ptr,
-                    skipped_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC, GATE, GATE_ROWS,
-                    PIECES,
+                    k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
+                    v_scale_ptr, skipped_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC, GATE,
+                    GATE_ROWS, PIECES,
                 ),
             ),
             (

@@ -138,7 +138,7 @@ def quantized_values(cc: int, head_dim: int) -> Variant:
 
 
 def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Variant:
-    """Rounding to 8 bits, smoothed and in another order; ``pooled``: with means of so many tokens."""
+    """Rounding to 8 bits, smoothed and in another order; ``pooled``: tokens that are averaged."""
     wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
     means = _pointers(high="fp16", low="fp16", mean_scale="fp32", similarity="fp32")
     return _variant(
