@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, listed
 from vidsparse.methods import METHODS
 from vidsparse.order import ORDERS
 
@@ -310,7 +310,7 @@ def method_values(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         field = option.fields.get(method)
         if field is None:
-            owners = " and ".join(option.fields)
+            owners = listed(list(option.fields))
             raise OptionError(
                 f"{option.flag} is an option of {owners}, not of {method}. "
                 f"Hint: add --method {next(iter(option.fields))}, or leave {option.flag} out."

@@ -208,6 +208,7 @@ LTX: Final = Family(
     text_to_video=("LTXPipeline",),
     image_to_video=("LTXImageToVideoPipeline",),
     image_twin="LTXImageToVideoPipeline",
+    other=("LTXConditionPipeline",),
     # the call defaults of diffusers' LTXPipeline.
     defaults=Defaults(
         family="LTX-Video",

@@ -72,7 +72,8 @@ def generate(
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
             the model was loaded with.
-        UnsupportedError: the GPU's memory is too small, or the implementation cannot run here.
+        UnsupportedError: the GPU's memory is too small, the implementation cannot run here, or the
+            pipeline needs a package that is not installed.
         GenerationCancelled: ``cancel`` answered True.
     """
     return generate_batch(loaded, [request], progress, cancel, attach)[0]
@@ -92,7 +93,8 @@ def generate_batch(
     Times and densities in a record are those of the whole batch.
 
     Raises:
-        OptionError: as ``generate``, or requests that differ in more than the prompt.
+        OptionError: as ``generate``, or requests that differ in more than the prompt, or several
+            for a pipeline that takes one.
         GenerationCancelled: ``cancel`` answered True.
     """
     if not requests:
@@ -106,6 +108,11 @@ def generate_batch(
                 f"the requests of a batch may differ in their prompts only, these differ in "
                 f"{', '.join(differing)}. Hint: generate them one after the other."
             )
+    if len(settings) > 1 and type(loaded.pipe).__name__ in _ONE_PROMPT:
+        raise OptionError(
+            f"{type(loaded.pipe).__name__} makes one video from an image at a time. "
+            "Hint: give one prompt in a batch."
+        )
     clock = _Clock(loaded.device)
     with (
         quiet_hosts(),
@@ -274,6 +281,9 @@ def _run(
                 **arguments,
                 **_images(pipe, requests),
             )
+    except ImportError as error:
+        # a package that the host wants for this very call, as LTX-2 does to compress an image.
+        raise UnsupportedError(f"{type(pipe).__name__} needs a package: {error}") from error
     finally:
         pipe.set_progress_bar_config(**bar)
         # after an error the pipeline has not come to this by itself.
@@ -354,8 +364,15 @@ def _after_scheduler(pipe: Any, after_step: Callable[..., Any]) -> Iterator[None
         yield
 
 
-_SHARED_IMAGE: Final = ("WanImageToVideoPipeline", "HunyuanVideo15ImageToVideoPipeline")
+_SHARED_IMAGE: Final = (
+    "WanImageToVideoPipeline",
+    "HunyuanVideo15ImageToVideoPipeline",
+    "LTX2ImageToVideoPipeline",
+)
 """Pipelines that take one image for all prompts; the others want one for each."""
+
+_ONE_PROMPT: Final = ("LTX2ImageToVideoPipeline",)
+"""Pipelines that take an image for one prompt only."""
 
 
 def _images(pipe: Any, requests: Sequence[GenerateRequest]) -> dict[str, Any]:

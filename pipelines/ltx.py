@@ -1,6 +1,7 @@
 """LTX-Video: video self-attention in ``transformer_blocks.N.attn1``, no text in the sequence.
 
-Guidance is batched. Latents arrive as a sequence already, with their sizes beside them.
+Guidance is batched. Latents arrive as a sequence already, with their sizes or the coordinates of
+every token beside them.
 """
 
 from __future__ import annotations
@@ -57,10 +58,22 @@ def sizes_layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | Non
     return None if None in sizes else Layout(TokenGrid(*sizes))
 
 
+def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
+    """The grid by sizes, or by the coordinates ``[B, 3, S]`` of every token.
+
+    Conditions are frames of the same size in front of the video.
+    """
+    coordinates = arguments.get("video_coords")
+    if coordinates is None:
+        return sizes_layout(transformer, arguments)
+    height, width = (int(axis.unique().numel()) for axis in coordinates[0, 1:])
+    return Layout(TokenGrid(coordinates.shape[-1] // (height * width), height, width))
+
+
 ADAPTER: Final = Adapter(
     family=LTX,
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("LTXVideoAttnProcessor",),
     processor=LTXSparseProcessor,
-    layout=sizes_layout,
+    layout=_layout,
 )

@@ -466,8 +466,8 @@ def _hub_errors(hub_id: str) -> Iterator[None]:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         raise ModelError(
             f"{hub_id} is not in the local hub cache, and the hub cannot be reached "
-            f"({type(error).__name__}). Hint: connect once to download it, or give --model a "
-            "folder."
+            f"({type(error).__name__}). Hint: connect once to download it, or fetch it elsewhere "
+            f"with 'hf download {hub_id}' and give --model the folder."
         ) from None
     except (OSError, errors.HFValidationError) as error:
         raise ModelError(f"{hub_id} could not be downloaded: {error}") from None

@@ -178,6 +178,23 @@ def test_rows_are_shown_as_a_table(tmp_path: Path) -> None:
     assert len(table) == 3
     assert all(line.count("|") == len(COLUMNS) + 1 for line in table)
     assert "wan-1.3b (1 layers)" in table[-1]
+    other = bench("--show", str(file), "--tile", "16x16")
+    assert len([line for line in other.output.splitlines() if line.startswith("|")]) == 2
+
+
+@pytest.mark.parametrize("tile", ["16x16", "32x32"])
+def test_published_rows_are_of_whole_models_at_their_density(tile: str) -> None:
+    file = Path(__file__).parents[1] / "docs" / "benchmarks" / "models-h200.json"
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["tile"] == tile]
+    assert {row["family"] for row in rows} == set(MODEL_SHAPES)
+    for row in rows:
+        shape = MODEL_SHAPES[row["family"]]
+        assert row["layers"] == shape.full_layers()
+        assert row["shape"] == f"{shape.width}x{shape.height}x{shape.frames}"
+        assert row["computed"] == pytest.approx(shape.computed, abs=0.002)
+        for kind, dense in (("cudnn", "dense_ms"), ("fa4", "fa4_ms"), ("stock", "stock_ms")):
+            expected = projected_ratio(row[dense], row["sparse_ms"], row["warmup"], row["steps"])
+            assert row[f"ratio_{kind}"] == pytest.approx(expected, abs=0.001)
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

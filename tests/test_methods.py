@@ -16,7 +16,7 @@ from vidsparse.site import CallSite
 
 
 def test_the_methods_and_their_default_come_in_order() -> None:
-    assert list(METHODS) == ["fg-attn", "spargeattn", "bsfa", "dense"]
+    assert list(METHODS) == ["fg-attn", "spargeattn", "xattention", "sale", "bsfa", "dense"]
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -46,6 +46,7 @@ def test_options_survive_json(name: str) -> None:
 def test_a_tile_is_written_as_on_the_command_line() -> None:
     assert make_method("fg-attn", tile=(32, 8)).options() == {
         "top_p": 0.9,
+        "topk": None,
         "tile": "32x8",
         "merge": "xor-window",
     }
@@ -59,7 +60,7 @@ def test_a_tile_may_be_a_pair_or_text(tile: object) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_fields_carry_what_a_command_line_needs(name: str) -> None:
     for field in METHODS[name].option_fields():
-        assert set(field.metadata) == {"help", "flag", "metavar", "convert"}
+        assert set(field.metadata) == {"help", "flag", "metavar", "convert", "choices"}
         assert field.metadata["flag"] == "--" + field.name.rstrip("_").replace("_", "-")
         written = make_method(name).options()[field.name]
         read = field.metadata["convert"](str(written))
@@ -81,9 +82,17 @@ def test_options_are_frozen_and_keyword_only() -> None:
             {},
             r"unknown method 'sparge'\. Hint: choose from fg-attn, .*, dense",
         ),
-        ("fg-attn", {"tau": 0.5}, r"no option 'tau': it belongs to spargeattn\. Hint: .*top_p"),
+        (
+            "fg-attn",
+            {"tau": 0.5},
+            r"no option 'tau': it belongs to spargeattn, xattention and sale\. Hint: .*top_p",
+        ),
         ("spargeattn", {"top_p": 0.5}, r"no option 'top_p': it belongs to fg-attn\. Hint: .*tau"),
-        ("dense", {"tile": "16x16"}, r"it belongs to fg-attn and spargeattn.*takes no options"),
+        (
+            "dense",
+            {"tile": "16x16"},
+            r"it belongs to fg-attn, spargeattn, .* and bsfa\. Hint: it takes no options",
+        ),
         ("fg-attn", {"topp": 0.5}, r"no option 'topp': no method has it"),
     ],
 )
@@ -130,6 +139,8 @@ def test_a_selection_has_a_row_of_key_tiles_for_every_query_tile(
     q, k = torch.randn(2, 3, 100, 16), torch.randn(2, 3, 100, 16)
     if name == "bsfa":
         tile = (128, 64)  # the only query blocks it has
+    if name == "xattention" and min(tile) < 8:
+        tile = (128, 16)  # whole squares of its stride
     method = make_method(name, tile=tile)
     assert isinstance(method, SparseMethod)
     mask = method.select(q, k, CallSite(0, 0, 0.0, TokenGrid(1, 10, 10)))

@@ -39,7 +39,7 @@ class Tiny:
         branches: transformer forwards in a step, guided; batched guidance is one.
         exact: dense calls are the stock ones bit for bit; otherwise padding is cut, not masked.
         batch: the pipeline takes several prompts.
-        fixed_size: the pipeline takes its size from the image.
+        without: arguments that the pipeline does not take.
     """
 
     build: Callable[[], Any]
@@ -50,7 +50,7 @@ class Tiny:
     branches: tuple[str, ...] = ONE
     exact: bool = True
     batch: bool = True
-    fixed_size: bool = False
+    without: tuple[str, ...] = ()
 
 
 def sharpen(transformer: Any, pattern: str = "attn1") -> Any:
@@ -264,6 +264,17 @@ def hunyuan_video() -> Any:
             transformer=transformer,
             vae=hunyuan_vae(),
             scheduler=flow_scheduler(shift=7.0),
+        )
+    )
+
+
+def skyreels() -> Any:
+    """HunyuanVideo's transformer with the image beside the noise, guided by two forwards."""
+    parts = hunyuan_video().components
+    names = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "vae", "scheduler")
+    return ready(
+        diffusers.HunyuanSkyreelsImageToVideoPipeline(
+            **{name: parts[name] for name in names}, transformer=hunyuan_transformer(in_channels=8)
         )
     )
 
@@ -691,6 +702,17 @@ TINY: dict[str, Tiny] = {
     "hunyuan-image-concat": Tiny(
         build=lambda: hunyuan_image_to_video("latent_concat"), call=_HUNYUAN_EMBEDS, exact=False
     ),
+    "skyreels": Tiny(
+        build=skyreels,
+        call={
+            "image": lambda n: [IMAGE] * n,
+            "true_cfg_scale": 3.0,
+            "negative_prompt": lambda n: ["a"] * n,
+            "max_sequence_length": 32,
+        },
+        branches=TWO,
+        exact=False,
+    ),
     "hunyuan15": Tiny(branches=TWO, build=hunyuan_video15, guided=None, exact=False),
     "hunyuan15-image": Tiny(
         branches=TWO,
@@ -698,7 +720,7 @@ TINY: dict[str, Tiny] = {
         call={"image": lambda n: IMAGE},
         guided=None,
         exact=False,
-        fixed_size=True,
+        without=("height", "width"),
     ),
     "cogvideox": Tiny(build=cogvideox, call={"max_sequence_length": 16}),
     "cogvideox-2b": Tiny(
@@ -723,6 +745,24 @@ TINY: dict[str, Tiny] = {
         build=lambda: cogvideox("CogVideoXImageToVideoPipeline", version="1.5"),
         call={"image": lambda n: [IMAGE] * n, "max_sequence_length": 16},
     ),
+    "cogvideox-video": Tiny(
+        build=lambda: cogvideox("CogVideoXVideoToVideoPipeline"),
+        # three steps of four.
+        call={
+            "video": [IMAGE] * 9,
+            "strength": 0.8,
+            "num_inference_steps": 4,
+            "max_sequence_length": 16,
+        },
+        without=("num_frames",),
+        batch=False,
+    ),
+    "cogvideox-control": Tiny(
+        build=lambda: cogvideox("CogVideoXFunControlPipeline", in_channels=8),
+        call={"control_video": [IMAGE] * 9, "max_sequence_length": 16},
+        without=("num_frames",),
+        batch=False,
+    ),
     "mochi": Tiny(
         build=mochi,
         call={"max_sequence_length": 16},
@@ -733,6 +773,16 @@ TINY: dict[str, Tiny] = {
     "ltx-image": Tiny(
         build=lambda: ltx("LTXImageToVideoPipeline"),
         call={"image": lambda n: [IMAGE] * n, "max_sequence_length": 16},
+        odd=(17, 96, 160),
+    ),
+    "ltx-condition": Tiny(
+        # the first frame in its place, another one as tokens in front of the video.
+        build=lambda: ltx("LTXConditionPipeline"),
+        call={
+            "image": lambda n: [IMAGE, LAST_IMAGE],
+            "frame_index": lambda n: [0, 8],
+            "max_sequence_length": 16,
+        },
         odd=(17, 96, 160),
     ),
     "ltx2": Tiny(
@@ -789,8 +839,8 @@ def latents(
         "generator": generators if tiny.batch else generators[0],
         "output_type": "latent",
     }
-    if tiny.fixed_size:
-        del call["height"], call["width"]
+    for key in tiny.without:
+        del call[key]
     if tiny.guided:
         call[tiny.guided] = guidance
     elif guidance != pipe.guider.guidance_scale:

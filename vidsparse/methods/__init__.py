@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, listed
 from vidsparse.methods.base import Method, SparseMethod
 from vidsparse.methods.bsfa import Bsfa
 from vidsparse.methods.dense import Dense
@@ -43,7 +43,7 @@ def make_method(name: str, **options: Any) -> Method:
     for option in options:
         if option not in own:
             owners = _owners(option)
-            whose = f"it belongs to {' and '.join(owners)}" if owners else "no method has it"
+            whose = f"it belongs to {listed(owners)}" if owners else "no method has it"
             has = f"its options are {', '.join(own)}" if own else "it takes no options"
             raise OptionError(f"{name} has no option {option!r}: {whose}. Hint: {has}.")
     return cls(**options)
