@@ -213,6 +213,26 @@ def test_a_stop_heard_by_the_work_is_a_cancel_not_a_failure() -> None:
     queue.close()
 
 
+def test_two_devices_never_load_at_once(monkeypatch: Any) -> None:
+    from vidsparse.apps.page.workbench import Workbench
+    from vidsparse.pipelines import models
+
+    loading: list[str] = []
+
+    def load(model: str, **_: Any) -> Any:
+        loading.append(model)
+        assert len(loading) == 1
+        time.sleep(0.05)
+        loading.remove(model)
+        raise OptionError("enough")
+
+    monkeypatch.setattr(models, "load", load)
+    queue = JobQueue([(name, Workbench(name)) for name in ("cuda:0", "cuda:1")], waiting=4)
+    jobs = [queue.submit(Job(lambda bench, job: bench.load("shapes"))) for _ in range(2)]
+    assert [str(job.error) for job in jobs if _wait(job)] == ["enough"] * 2
+    queue.close()
+
+
 # ---- what the host allows ----
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 # who tries a method's numbers compares with one dense video again and again: at the bundled
 # model's default size these bytes are eighty videos, at 81 frames of 832x480 five.
 DENSE_BYTES = 512 * 2**20
+
+
+# diffusers loads into modules without memory by patching torch's module class meanwhile, which two
+# devices' threads must not do at once.
+_LOADING = threading.Lock()
 
 
 class Workbench:
@@ -55,7 +61,8 @@ class Workbench:
             self._loaded = has = None
             self._dense.clear()
             self.free()
-            has = load(model, device=self.device, dtype=self._dtype, image=image)
+            with _LOADING:
+                has = load(model, device=self.device, dtype=self._dtype, image=image)
             self._warm_up(has)
             self._loaded = has
         return has
