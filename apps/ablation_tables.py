@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from vidsparse.apps.quality_rows import QUALITY_CELLS, option_text
+from vidsparse.apps.quality_rows import QUALITY_CELLS, knob_text, option_text
 from vidsparse.apps.row_file import Row
 from vidsparse.report import format_number
 
@@ -45,11 +45,59 @@ def _number(name: str, spec: str) -> Cell:
     return lambda row: format_number(row.get(name), spec)
 
 
+_METHOD_CELLS: Final[Mapping[str, Cell]] = {
+    "method": _text("method"),
+    "tile": option_text("tile"),
+    "set to": knob_text,
+    "order": option_text("order"),
+    **QUALITY_CELLS,
+}
+
 _OF_VIDEOS: Final[Mapping[str, tuple[tuple[str, ...], Mapping[str, Cell]]]] = {
     "judge": (
         ("judge",),
         {"theta": option_text("theta"), "order": option_text("order"), **QUALITY_CELLS},
     ),
+    "stages": (
+        ("stages",),
+        {
+            "tau": option_text("tau"),
+            "lambda": option_text("lambda_"),
+            # of all products, q·k and p·v, as the paper counts.
+            "sparsity": lambda row: format_number(1 - row["computed"], ".3f"),
+            **QUALITY_CELLS,
+        },
+    ),
+    "patterns": (
+        ("patterns",),
+        {"stride": option_text("stride"), "pattern": option_text("pattern"), **QUALITY_CELLS},
+    ),
+    "strides": (("strides",), {"stride": option_text("stride"), **QUALITY_CELLS}),
+    "selections": (("selections",), {"by": knob_text, **QUALITY_CELLS}),
+    "tiles": (
+        ("tiles", "merging"),
+        {
+            "tile": option_text("tile"),
+            "top_p": option_text("top_p"),
+            "merging": option_text("merge"),
+            **QUALITY_CELLS,
+        },
+    ),
+    "orders": (
+        ("orders",),
+        {
+            "method": _text("method"),
+            "order": option_text("order"),
+            "set to": knob_text,
+            "Sim-q": _number("sim_q", ".3f"),
+            "Sim-k": _number("sim_k", ".3f"),
+            "L1": _number("l1", ".4f"),
+            "sparsity": _number("sparsity", ".3f"),
+            **QUALITY_CELLS,
+        },
+    ),
+    "equal": (("equal",), _METHOD_CELLS),
+    "curves": (("curves",), _METHOD_CELLS),
 }
 
 _OF_CALLS: Final[Mapping[str, Mapping[str, Cell]]] = {

@@ -55,8 +55,11 @@ Examples:
 @verbosity_options
 def models() -> None:
     """List bundled models with their words and example prompts, and the supported families."""
+    from vidsparse.methods import METHODS, make_method
     from vidsparse.pipelines.families import FAMILIES
     from vidsparse.pipelines.models import MODELS, describe
+
+    method = next(iter(METHODS))
 
     for name in MODELS:
         facts = describe(name)
@@ -81,12 +84,14 @@ def models() -> None:
     )
     for family in FAMILIES:
         defaults = family.defaults
+        own = make_method(method, **defaults.method_options.get(method, {})).options()
+        options = ", ".join(f"{name} {own[name]}" for name in ("top_p", "tile"))
         click.echo(f"{_INDENT * 2}{family.name}")
         _write(", ".join(family.pipelines), _INDENT * 3)
         _write(
             f"defaults: {defaults.frames} frames ({defaults.frame_factor}k+1) of "
             f"{defaults.width}x{defaults.height}, {defaults.steps} steps; "
             f"dense steps {defaults.dense_steps}, dense layers {defaults.dense_layers}, "
-            f"{defaults.order} order ({defaults.source})",
+            f"{defaults.order} order, {method} with {options} ({defaults.source})",
             _INDENT * 3,
         )

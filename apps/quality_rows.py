@@ -42,9 +42,12 @@ def option_text(name: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: str(row["options"].get(name, "-"))
 
 
-def _knob(row: Mapping[str, Any]) -> str:
-    name = KNOBS[row["method"]].name
-    return f"{name} {row['options'][name]:g}"
+def knob_text(row: Mapping[str, Any]) -> str:
+    """The table cell that says how a method selects: its knob, or what stands in its place."""
+    names = (KNOBS[row["method"]].name, "topk", "blocks")
+    return ", ".join(
+        f"{name} {row['options'][name]:g}" for name in names if row["options"].get(name) is not None
+    )
 
 
 def _number(name: str, spec: str) -> Callable[[Mapping[str, Any]], str]:
@@ -66,7 +69,7 @@ QUALITY_CELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
 _CELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "method": lambda row: str(row["method"]),
     **{name: option_text(name) for name in ("tile", "top_p", "merge", "order", "reuse")},
-    "set to": _knob,
+    "set to": knob_text,
     **QUALITY_CELLS,
     "Sim-q": _number("sim_q", ".3f"),
     "Sim-k": _number("sim_k", ".3f"),

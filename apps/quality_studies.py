@@ -9,6 +9,10 @@
 - ``equal``: methods at the same selected density, in the order that is the model's own.
 - ``curves``: every method over a range of computed densities, in the order that is the model's own.
 - ``judge``: SpargeAttn with and without its judge of self-similarity.
+- ``stages``: SpargeAttn's two stages, M_g that selects blocks and M_pv that gates values, and both.
+- ``patterns``: XAttention's antidiagonals, diagonals and random elements.
+- ``strides``: XAttention's strides.
+- ``selections``: XAttention's threshold, top-ratio and top-k at one selected density.
 - ``defaults``: what a model's defaults are chosen from: FG-Attn in the model's own order, ``top_p``
   and the steps that a plan serves.
 """
@@ -22,7 +26,7 @@ from typing import Any, Final
 from vidsparse.order import ORDERS
 
 STUDIES: Final = ("tiles", "merging", "orders", "equal", "curves", "defaults")
-ABLATIONS: Final = ("judge",)
+ABLATIONS: Final = ("judge", "stages", "patterns", "strides", "selections")
 
 TILES: Final = ("16x16", "32x32", "64x64", "128x128")
 TOP_P: Final = (0.5, 0.65, 0.8, 0.9, 0.95)
@@ -30,11 +34,12 @@ TOP_P: Final = (0.5, 0.65, 0.8, 0.9, 0.95)
 MERGED_TILES: Final = ("16x16", "32x32", "64x64")
 MERGES: Final = ("consecutive", "xor-window")
 MERGED_TOP_P: Final = (0.65, 0.9)
+GATE_LAMBDA: Final = -5.0
 COMPUTED_TARGETS: Final = (0.35, 0.55)
 EQUAL_SELECTED: Final = 0.35
 DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
 REUSED: Final = (1, 2, 4)
-CURVE_COMPUTED: Final = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75)
+CURVE_COMPUTED: Final = (0.25, 0.4, 0.55, 0.7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +70,23 @@ class Knob:
     low: float
     high: float
     logarithmic: bool = False
+    whole: bool = False
 
     def at(self, share: float) -> float:
-        """The number at ``share`` of the way from ``low`` to ``high``."""
+        """The number at ``share`` of the way from ``low`` to ``high``, four digits of it."""
         if self.logarithmic:
-            return float(self.low * (self.high / self.low) ** share)
-        return self.low + share * (self.high - self.low)
+            number = self.low * (self.high / self.low) ** share
+        else:
+            number = self.low + share * (self.high - self.low)
+        return round(number) if self.whole else float(f"{number:.4g}")
 
 
 KNOBS: Final[Mapping[str, Knob]] = {
     "fg-attn": Knob("top_p", 0.0, 1.0),
     "spargeattn": Knob("tau", 0.0, 1.0),
+    "xattention": Knob("tau", 0.0, 1.0),
+    # from a score as high as all of a neighbourhood's down to a millionth of it.
+    "sale": Knob("tau", 1.0, 1e-6, logarithmic=True),
 }
 
 # a method at its own tile size, and FG-Attn at the coarse one that the others are near.
@@ -83,6 +94,16 @@ _COMPARED: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("fg-attn", {"tile": "16x16", "merge": "xor"}),
     ("fg-attn", {"tile": "128x128"}),
     ("spargeattn", {}),
+    ("xattention", {}),
+    ("sale", {}),
+)
+
+# XAttention's other ways to select, set to the same density: a share of the key blocks of each row,
+# and a number of them (no more than the longest sequence here has).
+_SELECTIONS: Final = (
+    KNOBS["xattention"],
+    Knob("topk", 0.01, 1.0),
+    Knob("blocks", 1, 58, whole=True),
 )
 
 
@@ -97,6 +118,7 @@ class Configuration:
         order: token order; None is the model's own.
         aim: what the knob is to be set for, or None.
         reuse: steps that a plan serves.
+        knob: the number that is set where there is an aim; None is the method's own of ``KNOBS``.
     """
 
     study: str
@@ -105,6 +127,7 @@ class Configuration:
     order: str | None = "hilbert"
     aim: Aim | None = None
     reuse: int = 1
+    knob: Knob | None = None
 
     def describes(self, row: Mapping[str, Any]) -> bool:
         """Whether ``row`` was measured with this configuration, whatever the knob was set to."""
@@ -118,6 +141,9 @@ class Configuration:
         )
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
         theirs = {"reuse": 1, **row["options"]}
+        # a method that selects in another way leaves its usual number out.
+        if self.knob is not None and theirs.get(self.knob.name) is None:
+            return False
         return (
             same
             and theirs["reuse"] == self.reuse
@@ -126,6 +152,7 @@ class Configuration:
 
     def __str__(self) -> str:
         words = [f"{name}={value}" for name, value in self.options.items()]
+        words += [f"by {self.knob.name}"] if self.knob is not None else []
         words += [str(word) for word in (self.aim, self.order) if word is not None]
         words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
         return f"{self.study}: {' '.join([self.method, *words])}"
@@ -175,6 +202,28 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                     options={"theta": theta},
                     order=its_order,
                 )
+    if "stages" in studies:
+        for own in ({}, {"tau": 1.0, "lambda_": GATE_LAMBDA}, {"lambda_": GATE_LAMBDA}):
+            yield Configuration(study="stages", method="spargeattn", options=own, order=None)
+    if "patterns" in studies:
+        for stride in (8, 16):
+            for pattern in ("antidiagonal", "diagonal", "random"):
+                own = {"pattern": pattern, "stride": stride}
+                yield Configuration(study="patterns", method="xattention", options=own, order=None)
+    if "strides" in studies:
+        for stride in (4, 8, 16, 64):
+            own = {"stride": stride}
+            yield Configuration(study="strides", method="xattention", options=own, order=None)
+    if "selections" in studies:
+        for knob in _SELECTIONS:
+            yield Configuration(
+                study="selections",
+                method="xattention",
+                options={},
+                order=None,
+                aim=Aim("selected", EQUAL_SELECTED, tolerance=0.05),
+                knob=knob,
+            )
     if "defaults" in studies:
         for top_p in DEFAULT_TOP_P:
             for reuse in REUSED:

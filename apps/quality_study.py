@@ -452,18 +452,18 @@ class Study:
 
         # every second call is enough to find a number that is rounded anyway.
         calls = self.recorded[::2]
-        knob = KNOBS[configuration.method]
+        knob = configuration.knob or KNOBS[configuration.method]
         options = dict(configuration.options)
         low, high = 0.0, 1.0
         for _ in range(8):
             middle = (low + high) / 2
-            options[knob.name] = float(f"{knob.at(middle):.4g}")
+            options[knob.name] = knob.at(middle)
             method: Any = make_method(configuration.method, **options)
             if mean_densities(calls, method, order)[aim.density] < aim.value:
                 low = middle
             else:
                 high = middle
-        options[knob.name] = float(f"{knob.at((low + high) / 2):.4g}")
+        options[knob.name] = knob.at((low + high) / 2)
         return options
 
     def _statistics(self, method: SparseMethod, order: str) -> Iterator[tuple[str, float]]:

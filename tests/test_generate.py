@@ -14,6 +14,7 @@ import torch
 from tiny_pipelines import WORDS, save_tiny_wan, tiny_wan
 
 from vidsparse.errors import ModelError, OptionError, OutputError, UnsupportedError, VidsparseError
+from vidsparse.methods import make_method
 from vidsparse.pipelines import models, sparsify
 from vidsparse.pipelines.families import WAN
 from vidsparse.pipelines.generate import Generated, GenerationCancelled, generate, generate_batch
@@ -506,7 +507,7 @@ def test_the_record_says_how_the_video_was_made(loaded: LoadedPipeline) -> None:
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["options"] == {
         **a_request(dense_steps=1).options(),
-        "method_options": {"top_p": 0.9, "topk": None, "tile": "16x16", "merge": "xor-window"},
+        "method_options": make_method("fg-attn").options(),
         "dense_layers": 0,
         "model": loaded.ref.name,
         "order": "columnmajor",

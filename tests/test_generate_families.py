@@ -28,6 +28,7 @@ from tiny_families import (
 
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.generate import GenerationCancelled, generate, generate_batch
 from vidsparse.pipelines.image import fit_image, read_image
@@ -374,6 +375,27 @@ def test_a_card_may_bring_sparse_settings(folders: Callable[[str], Path], tmp_pa
     assert (request.dense_steps, request.dense_layers, request.order) == (2, 1, "rowmajor")
 
 
+def test_a_family_may_set_options_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vidsparse.pipelines import wan
+
+    defaults = replace(wan.WAN.defaults, method_options={"fg-attn": {"top_p": 0.5}}, dense_layers=1)
+    request = resolve(GenerateRequest(prompt=""), defaults)
+    assert request.method_options["top_p"] == 0.5
+    assert request.dense_layers == 1
+    other = resolve(GenerateRequest(prompt="", method_options={"top_p": 0.7}), defaults)
+    assert other.method_options["top_p"] == 0.7
+    assert "top_p" not in resolve(GenerateRequest(prompt="", method="dense"), defaults).options()
+    adapter = replace(wan.ADAPTER, family=replace(wan.WAN, defaults=defaults))
+    monkeypatch.setattr(wan, "ADAPTER", adapter)
+    pipe = TINY["wan"].build()
+    with sparsify(pipe) as handle:
+        assert handle.method.options()["top_p"] == 0.5
+        assert handle.engine.schedule.dense_layers == 1
+    with sparsify(pipe, top_p=0.7, dense_layers=0) as handle:
+        assert handle.method.options()["top_p"] == 0.7
+        assert handle.engine.schedule.dense_layers == 0
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_familys_own_settings_are_valid(family: Any) -> None:
     request = resolve(GenerateRequest(prompt=""), family.defaults)
@@ -411,11 +433,10 @@ def test_the_catalog_shows_the_families_and_their_settings() -> None:
         assert family.name in shown
         assert all(name in shown for name in family.pipelines)
     assert "dense steps 0.1" in shown
+    assert "top_p 0.9, tile 16x16" in shown
 
 
 def test_guidance_by_more_forwards_has_names_of_its_own() -> None:
-    from vidsparse.pipelines import sparsify
-
     pipe = ltx2(perturbed_attn=True)
     with sparsify(pipe, dense_steps=0, reuse=2) as handle:
         latents("ltx2-guidance", pipe)
