@@ -32,7 +32,8 @@ class Case:
         kept: share of key chunks in a tile's list. For ``PLANNING`` it is what top-p finds.
         skew: list lengths are spread evenly over ``kept * (1 - skew)`` to ``kept * (1 + skew)``.
         merge: how tiles form blocks.
-        quantize: ``int8`` or ``fp8`` q·k; rounding counts as part of the kernel's time.
+        quantize: ``int8`` or ``fp8`` q·k. Rounding counts as part of the kernel's time or, where
+            one pass rounds and pools, of the plan's.
         implementations: those to time; empty for all that run.
     """
 
@@ -79,7 +80,7 @@ def _suite() -> Iterator[Case]:
         seq_len=longer[0],
         heads=longer[1],
         quantize="int8",
-        implementations=("triton",),
+        implementations=("gluon", "triton"),
     )
     yield replace(
         first, counts=PLANNING, tile=(16, 16), seq_len=75_600, heads=40, merge="xor-window"
