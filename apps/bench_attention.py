@@ -30,8 +30,6 @@ from vidsparse.apps.attention_peers import Peer, dense_offers, ready, sparse_off
 if TYPE_CHECKING:
     import torch
 
-    from vidsparse.kernels import QuantizedQK
-    from vidsparse.kernels.triton_pool import Pooled
     from vidsparse.plan import SparsePlan
 
 # SageAttention's 8-bit scores on normal inputs; anything far beyond is a broken kernel.
@@ -179,10 +177,6 @@ class Bench:
 
         plan = make()
         kv_index = plan.kv_index
-        quantize: str | QuantizedQK | None = case.quantize
-        if case.quantize and case.counts == WHOLE and by_kernels:
-            # rounded where it is pooled, whose time is the plan's.
-            quantize = self._rounded_and_pooled(q, k, case)[0]
         runners = []
         for asked in case.implementations or ("auto",):
             where = (self.device, self.dtype, case.head_dim)
@@ -198,7 +192,7 @@ class Bench:
                     kv_index,
                     tile=case.tile,
                     implementation=name,
-                    quantize=quantize,
+                    quantize=case.quantize,
                 )[0]
 
             runners.append(Peer(name, kernel, exact=case.quantize is None))
@@ -225,12 +219,7 @@ class Bench:
             # selection and plan as one, on the same q and k: what they cost does not depend on
             # what they select.
             grid = TokenGrid(1, 1, case.seq_len)
-
-            def selected_and_planned() -> torch.Tensor:
-                pooled = self._rounded_and_pooled(q, k, case)[1] if case.quantize else None
-                return plan_attention(method, q, k, grid, pooled).kv_index
-
-            calls["plan"] = selected_and_planned
+            calls["plan"] = lambda: plan_attention(method, q, k, grid).kv_index
         elif with_mask:
             calls["mask"] = lambda: method.select(q, k)
         ms = time_together(calls, self.device, self.repeats)
@@ -262,19 +251,6 @@ class Bench:
                 for other in dense
             ]
         return rows
-
-    def _rounded_and_pooled(
-        self, q: torch.Tensor, k: torch.Tensor, case: Case
-    ) -> tuple[QuantizedQK, tuple[Pooled, Pooled]]:
-        """8-bit operands and tile means in one pass, in an order that leaves tokens in place."""
-        import torch
-
-        from vidsparse.kernels.triton_quantize import quantize_and_pool
-
-        assert case.quantize is not None
-        order = torch.arange(case.seq_len, device=self.device)
-        quantized, *pooled = quantize_and_pool(q, k, case.quantize, order, case.tile)
-        return quantized, (pooled[0], pooled[1])
 
     def _planning(self, case: Case) -> list[Row]:
         from vidsparse.attention import plan_attention

@@ -212,20 +212,14 @@ def order_and_plan(
     return q, k, _plan_by_kernels(method, q, k, grid, (q_pooled, k_pooled))
 
 
-def plan_attention(
-    method: SparseMethod,
-    q: Tensor,
-    k: Tensor,
-    grid: TokenGrid,
-    pooled: tuple[Pooled, Pooled] | None = None,
-) -> SparsePlan:
+def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, grid: TokenGrid) -> SparsePlan:
     """Mask and plan for ``q``, ``k`` ``[B, H, S, D]`` in token order, text last.
 
-    ``pooled`` are the means of their tiles, where kernels plan and have them at hand. Tiles that hold text tokens are computed in full, both ways. Heads go in chunks where the mask
+    Tiles that hold text tokens are computed in full, both ways. Heads go in chunks where the mask
     of all of them would be too large.
     """
     if _kernels_plan(method, q):
-        return _plan_by_kernels(method, q, k, grid, pooled)
+        return _plan_by_kernels(method, q, k, grid)
     tokens = q.shape[2]
     rows, keys = method.tile
     tiles = tile_count(tokens, rows) * tile_count(tokens, keys) * q.shape[0]
