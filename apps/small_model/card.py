@@ -30,7 +30,7 @@ GUIDANCE = 4.0
 FPS = 16
 # several dB more accurate than the Hilbert curve at equal work, on this model (BENCHMARKS.md).
 ORDER = "rowmajor"
-# from the "defaults" rows of the quality study: 36 to 38 dB and SSIM 0.99 with a third of the tiles.
+# from the "defaults" rows of the quality study: 36 to 38 dB, SSIM 0.99, with a third of the tiles.
 METHOD_OPTIONS = {"fg-attn": {"top_p": 0.8}}
 
 EXAMPLE_PROMPTS: tuple[str, ...] = (
