@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,17 @@ from vidsparse.site import CallSite
 
 def _number_or_none(text: str) -> float | None:
     return None if text.strip().lower() == "none" else float(text)
+
+
+class Pooled(NamedTuple):
+    """Scores of mean tokens ``[B, H, Tq, Tk]``, and how alike the tokens of a block are.
+
+    The self-similarities are ``[B, H, Tq]`` and ``[B, H, Tk]``.
+    """
+
+    scores: Tensor
+    q_similarity: Tensor
+    k_similarity: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +73,7 @@ class SpargeAttn(SparseMethod):
         "top-cdf over pooled blocks, blocks that are not self-similar kept; then a gate that skips "
         "products with V far below the running maximum"
     )
-    calibrated: ClassVar[tuple[str, ...]] = ("tau", "theta", "lambda_")
+    free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
 
     tau: float = option(
         0.9, flag="--tau", metavar="T", help="cumulative pooled attention kept per row, in (0, 1]"
@@ -116,9 +127,25 @@ class SpargeAttn(SparseMethod):
             tau = tau[:heads, None, None]
         if isinstance(theta, Tensor):
             theta = theta[:heads, None]
-        stray_q: Tensor = self_similarity(q, self.tile[0]) < theta
-        stray_k: Tensor = (self_similarity(k, self.tile[1]) < theta).unsqueeze(-2)
-        scores = pooled_scores(q, k, self.tile).masked_fill(stray_k, -torch.inf)
+        return self.choose(self.pooled(q, k), tau, theta)
+
+    def pooled(self, q: Tensor, k: Tensor) -> Pooled:
+        """What the first stage looks at, whatever its numbers."""
+        return Pooled(
+            pooled_scores(q, k, self.tile),
+            self_similarity(q, self.tile[0]),
+            self_similarity(k, self.tile[1]),
+        )
+
+    @staticmethod
+    def choose(pooled: Pooled, tau: float | Tensor, theta: float | Tensor) -> Tensor:
+        """The mask ``[..., B, H, Tq, Tk]`` of numbers, or of tensors of them that broadcast.
+
+        Tau against ``[B, H, Tq, Tk]``, theta against ``[B, H, T]``.
+        """
+        stray_q = pooled.q_similarity < theta
+        stray_k = (pooled.k_similarity < theta).unsqueeze(-2)
+        scores = pooled.scores.masked_fill(stray_k, -torch.inf)
         # a row whose every column is stray has no softmax; all of it is computed below.
         probabilities = scores.softmax(-1).nan_to_num(0.0)
         return top_p_mask(probabilities, tau) | stray_q.unsqueeze(-1) | stray_k
