@@ -358,7 +358,8 @@ def _chosen(choose: Callable[..., str], asked: str, *where: Any, **wanted: Any) 
         raise UnsupportedError(str(reason)) from None
 
 
-def _hardware(device: torch.device) -> str:
+def hardware(device: torch.device) -> str:
+    """The device's name."""
     import torch
 
     if device.type == "cuda":
@@ -443,11 +444,16 @@ def _read_rows(path: str) -> list[Row]:
         raise OptionError(f"{path} holds no rows of this bench: {error}") from None
 
 
-def _write(path: str, device: torch.device, rows: Sequence[Row]) -> None:
+def write_rows(path: str, device: torch.device, rows: Sequence[Any]) -> None:
+    """Write rows, dataclasses, to a JSON file under the hardware, the versions and the date.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
     from vidsparse.errors import OutputError
 
     head = {
-        "hardware": _hardware(device),
+        "hardware": hardware(device),
         "versions": _versions(),
         "date": date.today().isoformat(),
     }
@@ -611,7 +617,7 @@ def _measure(
     name = dtype or ("bfloat16" if where.type == "cuda" else "float32")
     if name not in dtypes:
         raise OptionError(f"dtype must be one of {', '.join(dtypes)}, got {name!r}")
-    click.echo(f"{_hardware(where)}; torch {torch.__version__}; {name}")
+    click.echo(f"{hardware(where)}; torch {torch.__version__}; {name}")
     click.echo("  ".join(COLUMNS))
 
     def say(text: str) -> None:
@@ -634,7 +640,7 @@ def _measure(
             rows.append(row)
             click.echo("  ".join(cells(row)))
         if json_path:
-            _write(json_path, where, rows)
+            write_rows(json_path, where, rows)
     if failed:
         raise UnsupportedError(f"{len(failed)} of {len(cases)} cases failed: {failed[0]}")
     return rows

@@ -77,6 +77,10 @@ bench = LazyGroup(
             "vidsparse.apps.bench_attention:attention",
             "time one attention call, sparse against dense",
         ),
+        "masks": (
+            "vidsparse.apps.bench_masks:masks",
+            "time what the methods' masks cost, as a share of dense attention",
+        ),
         "quality": (
             "vidsparse.apps.quality:quality",
             "sweep tiles, merging and orders on the small model",

@@ -1,4 +1,4 @@
-"""Queries and keys in 8 bits, for products on tensor cores at twice the rate of 16.
+"""Queries and keys in 8 or 4 bits, for products on tensor cores at a multiple of the rate of 16.
 
 As SageAttention does it: the mean key of every head is subtracted first (it adds the same number to
 all scores of a row, which the softmax does not see, and keys share a large mean that would eat the
@@ -7,6 +7,9 @@ all scores of a row, which the softmax does not see, and keys share a large mean
     q ≈ q8 * q_scale,  k - mean(k) ≈ k8 * k_scale,  q·k ≈ (q8·k8) * q_scale * k_scale + q·mean(k)
 
 The last term is kept for every row as ``shift``: the log-sum-exp and absolute gates want it back.
+
+Four bits are for looking, not for computing: whole numbers from -7 to 7, which ride in 8-bit types
+where tensor cores have no 4-bit ones. Their sums over a head dim are whole numbers too, and exact.
 """
 
 from __future__ import annotations
@@ -22,6 +25,12 @@ FORMATS: Final[dict[str, tuple[torch.dtype, float]]] = {
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
 """8-bit formats: their dtype and the largest number that a scale maps to."""
+
+FOUR_BITS: Final[dict[str, tuple[torch.dtype, float]]] = {
+    "int4 in int8": (torch.int8, 7.0),
+    "int4 in fp8": (torch.float8_e4m3fn, 7.0),
+}
+"""Types that 4-bit numbers ride in; e4m3 holds whole numbers up to 16 exactly."""
 
 ROWS_AT_ONCE: Final = 128
 """Runs divide this: what a program of the quantisation kernel reads together."""
@@ -114,6 +123,59 @@ def quantize_qk(
     return QuantizedQK(kind, q8, k8, q_scale, k_scale, shift, q_run, k_run)
 
 
+def whole_numbers(kind: str) -> bool:
+    """Whether a format rounds to whole numbers, whatever type they ride in."""
+    return kind != "fp8"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FourBitQK:
+    """4-bit queries and keys, both smoothed, as ``quantize_four_bits`` makes them.
+
+        q_i·k_j ≈ (q4·k4 + offset_j / q_scale_i) * q_scale_i * k_scale + shift_i
+
+    Attributes:
+        q: queries less their mean ``[B, H, S, D]``, whole numbers from -7 to 7 in int8 or e4m3.
+        k: keys less their mean, likewise.
+        q_scale: what a query is multiplied by, fp32 ``[B, H, S]``.
+        k_scale: what the keys of a run are multiplied by, fp32 ``[B, H, ceil(S / k_run)]``.
+        offset: mean(q)·(k - mean(k)) over the run's scale, fp32 ``[B, H, S]``.
+        shift: q·mean(k), fp32 ``[B, H, S]``.
+        k_run: keys that share a scale.
+    """
+
+    q: Tensor
+    k: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    offset: Tensor
+    shift: Tensor
+    k_run: int
+
+
+def quantize_four_bits(q: Tensor, k: Tensor, k_run: int, riding: str = "int8") -> FourBitQK:
+    """Quantise smoothed queries, each with its own scale, and smoothed keys.
+
+    Args:
+        q: queries ``[B, H, S, D]``, any strides.
+        k: keys ``[B, H, S, D]``.
+        k_run: neighbouring keys that share a scale, a divisor of 128.
+        riding: ``int8`` or ``fp8``, the type that the 4-bit numbers ride in.
+    """
+    kind = f"int4 in {riding}"
+    with torch.autocast(q.device.type, enabled=False):
+        work = torch.promote_types(q.dtype, torch.float32)
+        q_mean, k_mean = q.mean(2, dtype=work), k.mean(2, dtype=work)
+        rounded = _quantize_on_gpu if q.is_cuda else quantize_runs
+        q4, q_scale, shift = rounded(q, kind, 1, None, q_mean, k_mean)
+        k4, k_scale, product = rounded(k, kind, k_run, None, k_mean, q_mean)
+        assert shift is not None
+        assert product is not None
+        offset = product - (q_mean * k_mean).sum(-1, keepdim=True).float()
+        offset = offset / k_scale.repeat_interleave(k_run, 2)[:, :, : k.shape[2]]
+    return FourBitQK(q4, k4, q_scale, k_scale, offset, shift, k_run)
+
+
 def quantize_runs(
     x: Tensor,
     kind: str,
@@ -124,6 +186,7 @@ def quantize_runs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantise ``x`` ``[B, H, S, D]`` in plain torch: what the kernel is tested against.
 
+    ``kind`` is a name from ``FORMATS`` or ``FOUR_BITS``, ``run`` the tokens that share a scale.
     ``subtract`` ``[B, H, D]`` is taken from every token first; the product of every token with
     ``multiply`` ``[B, H, D]`` is the third answer. The others are the 8-bit tensor and its scales.
     """
@@ -133,13 +196,13 @@ def quantize_runs(
     product = None if multiply is None else (x @ multiply.unsqueeze(-1)).squeeze(-1).float()
     if subtract is not None:
         x = x - subtract.unsqueeze(2)
-    dtype, top = FORMATS[kind]
+    dtype, top = (FORMATS | FOUR_BITS)[kind]
     tokens = x.shape[2]
     runs = torch.nn.functional.pad(x, (0, 0, 0, -tokens % run))
     runs = runs.reshape(*x.shape[:2], -1, run, x.shape[3])
     largest = runs.abs().amax((-1, -2)).clamp_min(SMALLEST)
     runs = runs * (top / largest)[..., None, None]
-    if not dtype.is_floating_point:
+    if whole_numbers(kind):
         runs = (runs + 0.5).floor()
     rounded = runs.to(dtype).flatten(2, 3)[:, :, :tokens].contiguous()
     return rounded, (largest / top).float(), product

@@ -17,3 +17,11 @@ def ones(x):
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
     return ((x * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def bits_from(word, column):
+    """The bits of the ``word``-th word that stand for ``column`` or one behind it."""
+    shift = tl.minimum(tl.maximum(column - word * 32, 0), 32)
+    # there is no shift by 32.
+    return tl.where(shift < 32, (tl.zeros_like(shift) - 1) << (shift & 31), 0)

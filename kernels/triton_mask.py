@@ -7,7 +7,7 @@ Scores of a few rows at a time go to a bounded room: all of them would be 3.6 GB
 long for that are read again in every pass), and searches the largest threshold whose kept mass
 reaches top-p. Weights are not negative, so their order is that of their bits, and halving the
 range of bits finds the threshold exactly, in at most 31 steps; about ten are needed, because a
-range that holds one weight ends the search.
+range that holds one weight ends the search. Top-k is the same search with every weight worth 1.
 """
 
 # what triton compiles is not typed python.
@@ -15,12 +15,14 @@ range that holds one weight ends the search.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_bits import ones
+from .triton_bits import bits_from, ones
 from .triton_pool import Pooled
 
 LOG2_E = 1.4426950408889634
@@ -116,28 +118,43 @@ def scores_kernel(
 
 
 @triton.jit
-def _weights(scores, top, JUDGED: tl.constexpr):
-    """Softmax weights of scores to base 2, not yet divided by their sum; -1 for a stray column."""
-    weights = tl.exp2(scores - top)
+def _weights(scores, top, JUDGED: tl.constexpr, COUNTED: tl.constexpr):
+    """What a column is ranked by: a number from 0 to 1, or -1 for a stray column.
+
+    Softmax weights of scores to base 2, not yet divided by their sum. Where columns are counted,
+    not weighed, a number in the same order that no finite score makes 0.
+    """
+    weights = 1.0 / (1.0 + (top - scores)) if COUNTED else tl.exp2(scores - top)
     if JUDGED:
         weights = tl.where(scores == -float("inf"), -1.0, weights)
     return weights
 
 
 @triton.jit
-def _sum(weights, JUDGED: tl.constexpr):
-    """The sum of weights, stray columns apart."""
-    if JUDGED:
-        weights = tl.where(weights < 0, 0.0, weights)
-    return tl.sum(weights, 0)
+def _worth(weights, threshold, COUNTED: tl.constexpr):
+    """What columns that reach a positive threshold count for, elementwise."""
+    return tl.where(weights >= threshold, 1.0 if COUNTED else weights, 0.0)
 
 
 @triton.jit
-def _from(word, column):
-    """The bits of a word that stand for ``column`` or one behind it."""
-    shift = tl.minimum(tl.maximum(column - word * 32, 0), 32)
-    # there is no shift by 32.
-    return tl.where(shift < 32, (tl.zeros_like(shift) - 1) << (shift & 31), 0)
+def _all_worth(weights, JUDGED: tl.constexpr, COUNTED: tl.constexpr):
+    """What every column but a stray one counts for, elementwise; NaN stays where it is weighed."""
+    if COUNTED:
+        worth = tl.where(weights > 0, 1.0, 0.0)
+    elif JUDGED:
+        worth = tl.where(weights < 0, 0.0, weights)
+    else:
+        worth = weights
+    return worth
+
+
+@triton.jit
+def _several(low, low_mass, high_mass, COUNTED: tl.constexpr):
+    """Whether more than one weight may lie from ``low`` up to ``high``.
+
+    If so, they are worth at least two of the least.
+    """
+    return low_mass - high_mass >= (1.5 if COUNTED else 1.5 * _weight(low))
 
 
 @triton.jit
@@ -160,7 +177,7 @@ def _words(
     word = first_word + tl.arange(0, COLUMNS // 32)
     # a row of zeros or NaN reaches no share, and keeps its first tile all the same.
     words |= tl.where(word == 0, tl.where(valid, 0, 1), 0)
-    return word, (words | _from(word, full_from)) & ~_from(word, TK)
+    return word, (words | bits_from(word, full_from)) & ~bits_from(word, TK)
 
 
 @triton.jit
@@ -174,12 +191,17 @@ def _weight(bits):
 
 
 @triton.jit
-def _least(total, top_p, columns):
+def _least(total, wanted, columns, COUNTED: tl.constexpr):
     """Bits of a threshold that certainly keeps enough: what lies below it is less than the rest.
 
-    A hair lower, so that rounding cannot make it too high.
+    A hair lower, so that rounding cannot make it too high. Where columns are counted, the least
+    normal number, so that all of them reach it.
     """
-    return _bits(total * (1.0 - top_p) / columns * 0.999)
+    if COUNTED:
+        least = tl.zeros_like(total).to(tl.int32) + 0x00800000
+    else:
+        least = _bits(total * (1.0 - wanted) / columns * 0.999)
+    return least
 
 
 @triton.jit(do_not_specialize=["first_block"])
@@ -189,6 +211,7 @@ def top_p_kernel(
     words_ptr,
     keys_ptr,
     first_block,
+    H,
     TQ,
     TK,
     W,
@@ -196,13 +219,15 @@ def top_p_kernel(
     full_rows,
     full_columns,
     last_short,
-    top_p,
+    wanted,
     theta,
     N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BODY: tl.constexpr,
     TAIL: tl.constexpr,
     JUDGED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BY_HEAD: tl.constexpr,
 ):
     """Mask of one row, held on chip as BODY and TAIL columns (powers of two, TAIL may be 0)."""
     room = tl.program_id(0).to(tl.int64)
@@ -212,6 +237,10 @@ def top_p_kernel(
     row = (block % per_head) * BLOCK_Q + (room % BLOCK_Q).to(tl.int32)
     if row < TQ:
         entry = head * TQ + row
+        if BY_HEAD:
+            goal = tl.load(wanted + head % H)
+        else:
+            goal = wanted
         scores_ptr += room * LD
         whole = row >= full_rows
         if JUDGED:
@@ -225,26 +254,25 @@ def top_p_kernel(
             top = tl.maximum(top, tl.max(tail, 0))
         # a row of -inf: its weights become zeros.
         top = tl.where(top == -float("inf"), 0.0, top)
-        body = _weights(body, top, JUDGED)
-        total = _sum(body, JUDGED)
+        body = _weights(body, top, JUDGED, COUNTED)
+        total = tl.sum(_all_worth(body, JUDGED, COUNTED), 0)
         if TAIL > 0:
-            tail = _weights(tail, top, JUDGED)
-            total += _sum(tail, JUDGED)
+            tail = _weights(tail, top, JUDGED, COUNTED)
+            total += tl.sum(_all_worth(tail, JUDGED, COUNTED), 0)
 
         valid = (total > 0.0) & (total < float("inf"))
-        target = total * top_p
-        low = _least(total, top_p, TK)
+        target = goal if COUNTED else total * goal
+        low = _least(total, goal, TK, COUNTED)
         low_mass = total
         # no weight is above 1.
         high = tl.where(valid, 0x3F800001, low)
         high_mass = total * 0.0
-        # the weights from low up to high are worth less than two of the least: there is one.
-        while (high - low > 1) & (low_mass - high_mass >= 1.5 * _weight(low)):
+        while (high - low > 1) & _several(low, low_mass, high_mass, COUNTED):
             middle = low + (high - low) // 2
             threshold = _weight(middle)
-            mass = tl.sum(tl.where(body >= threshold, body, 0.0), 0)
+            mass = tl.sum(_worth(body, threshold, COUNTED), 0)
             if TAIL > 0:
-                mass += tl.sum(tl.where(tail >= threshold, tail, 0.0), 0)
+                mass += tl.sum(_worth(tail, threshold, COUNTED), 0)
             enough = mass >= target
             low = tl.where(enough, middle, low)
             low_mass = tl.where(enough, mass, low_mass)
@@ -274,6 +302,7 @@ def top_p_long_kernel(
     words_ptr,
     keys_ptr,
     first_block,
+    H,
     TQ,
     TK,
     W,
@@ -281,13 +310,15 @@ def top_p_long_kernel(
     full_rows,
     full_columns,
     last_short,
-    top_p,
+    wanted,
     theta,
     N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK: tl.constexpr,
     WAYS: tl.constexpr,
     JUDGED: tl.constexpr,
+    COUNTED: tl.constexpr,
+    BY_HEAD: tl.constexpr,
 ):
     """Mask of one row of any length; each pass over it tries WAYS thresholds at once."""
     room = tl.program_id(0).to(tl.int64)
@@ -297,6 +328,10 @@ def top_p_long_kernel(
     row = (block % per_head) * BLOCK_Q + (room % BLOCK_Q).to(tl.int32)
     if row < TQ:
         entry = head * TQ + row
+        if BY_HEAD:
+            goal = tl.load(wanted + head % H)
+        else:
+            goal = wanted
         scores_ptr += room * LD
         whole = row >= full_rows
         if JUDGED:
@@ -311,17 +346,17 @@ def top_p_long_kernel(
         sums = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, TK, BLOCK):
             piece = tl.load(scores_ptr + start + off, mask=start + off < LD, other=-float("inf"))
-            sums += tl.exp2(piece - top)
+            sums += _all_worth(_weights(piece, top, False, COUNTED), False, COUNTED)
         total = tl.sum(sums, 0)
 
         valid = (total > 0.0) & (total < float("inf"))
-        target = total * top_p
-        low = _least(total, top_p, TK)
+        target = goal if COUNTED else total * goal
+        low = _least(total, goal, TK, COUNTED)
         low_mass = total
         high = tl.where(valid, 0x3F800001, low)
         high_mass = total * 0.0
         way = 1 + tl.arange(0, WAYS)
-        while (high - low > 1) & (low_mass - high_mass >= 1.5 * _weight(low)):
+        while (high - low > 1) & _several(low, low_mass, high_mass, COUNTED):
             step = tl.maximum((high - low) // (WAYS + 1), 1)
             tried = tl.minimum(low + way * step, high - 1)
             threshold = _weight(tried)[:, None]
@@ -330,8 +365,8 @@ def top_p_long_kernel(
                 piece = tl.load(
                     scores_ptr + start + off, mask=start + off < LD, other=-float("inf")
                 )
-                weights = tl.exp2(piece - top)[None, :]
-                masses += tl.where(weights >= threshold, weights, 0.0)
+                weights = _weights(piece, top, False, COUNTED)[None, :]
+                masses += _worth(weights, threshold, COUNTED)
             mass = tl.sum(masses, 1)
             enough = mass >= target
             low = tl.max(tl.where(enough, tried, low), 0)
@@ -347,7 +382,7 @@ def top_p_long_kernel(
         ends = tl.zeros([BLOCK // 32], dtype=tl.int32)
         for start in range(0, TK, BLOCK):
             piece = tl.load(scores_ptr + start + off, mask=start + off < LD, other=-float("inf"))
-            weights = _weights(piece, top, JUDGED)
+            weights = _weights(piece, top, JUDGED, COUNTED)
             word, words = _words(
                 weights, threshold, start // 32, valid, full_from, TK, BLOCK, JUDGED
             )
@@ -399,17 +434,105 @@ def _room_shape(bytes_allowed: int, rows: int, blocks: int, row_length: int) -> 
     return max(1, min(blocks, bytes_allowed // (rows * row_length * 4)))
 
 
+def choose_columns(
+    room: Tensor,
+    words: Tensor,
+    keys: Tensor,
+    first_block: int,
+    blocks: int,
+    *,
+    block_rows: int,
+    tile_keys: int,
+    tokens: int,
+    top_p: float | Tensor,
+    count: int | None,
+    full_rows: int | None,
+    full_columns: int | None,
+    theta: float | None = None,
+    q_similarity: Tensor | None = None,
+) -> None:
+    """Choose the columns of some rows of scores, and write them to ``words`` and ``keys``.
+
+    Args:
+        room: scores to base 2, fp32 ``[rows, LD]``, -inf from column Tk on and where a column is
+            stray. LD is a multiple of 16; rows of a head fill whole blocks.
+        words: int32 ``[B, H, Tq, W]``, of which the rows of these blocks are written.
+        keys: key tokens of a row, int32 ``[B, H, Tq]``, likewise.
+        first_block: the block that ``room`` begins with.
+        blocks: how many blocks.
+        block_rows: rows of a block.
+        tile_keys: N.
+        tokens: S.
+        top_p: share of a row's weight to reach, or one for every head, fp32 ``[H]``.
+        count: columns to keep instead, where it is given.
+        full_rows: rows from this one on keep everything.
+        full_columns: columns from this one on are kept in every row.
+        theta: rows whose ``q_similarity`` is less keep everything; stray columns are kept.
+        q_similarity: fp32 ``[B, H, Tq]``; needed with ``theta``.
+    """
+    q_tiles, width = words.shape[2:]
+    k_tiles = triton.cdiv(tokens, tile_keys)
+    body, tail = row_pieces(k_tiles)
+    long = body + tail > ROW_COLUMNS
+    row_kernel = top_p_long_kernel if long else top_p_kernel
+    if long:
+        how = {"BLOCK": LONG_BLOCK, "WAYS": LONG_WAYS, "num_warps": LONG_WARPS}
+    else:
+        how = {"BODY": body, "TAIL": tail, "num_warps": row_warps(body + tail)}
+    with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
+        row_kernel[(blocks * block_rows,)](
+            room,
+            q_similarity,
+            words,
+            keys,
+            first_block,
+            words.shape[1],
+            q_tiles,
+            k_tiles,
+            width,
+            room.shape[1],
+            q_tiles if full_rows is None else full_rows,
+            k_tiles if full_columns is None else full_columns,
+            k_tiles * tile_keys - tokens,
+            top_p if count is None else float(count),
+            0.0 if theta is None else theta,
+            N=tile_keys,
+            BLOCK_Q=block_rows,
+            JUDGED=theta is not None,
+            COUNTED=count is not None,
+            BY_HEAD=count is None and isinstance(top_p, Tensor),
+            **how,
+        )
+
+
+def keeps_all(top_p: float | Tensor, topk: float | None) -> bool:
+    """Whether a share is 1, so that there is nothing to choose; what a tensor holds is not read."""
+    share = top_p if topk is None else topk
+    return not isinstance(share, Tensor) and share >= 1
+
+
+def everything(words: Tensor, keys: Tensor, k_tiles: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Fill ``words`` and ``keys`` with a mask that keeps all key tiles."""
+    words.fill_(-1)
+    if k_tiles % 32:
+        words[..., -1] = 2 ** (k_tiles % 32) - 1
+    return words, keys.fill_(tokens)
+
+
 def top_p_words(
     q: Pooled,
     k: Pooled,
     *,
     scale: float,
-    top_p: float,
+    top_p: float | Tensor = 1.0,
+    topk: float | None = None,
     theta: float | None = None,
     full_rows: int | None = None,
     full_columns: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The smallest set of key tiles of each query tile whose pooled attention reaches ``top_p``.
+
+    With ``topk``, that share of the key tiles, those of the largest pooled scores.
 
     Equal to sorting, except that key tiles whose weight equals the smallest that is kept are all
     kept.
@@ -418,7 +541,8 @@ def top_p_words(
         q: pooled queries.
         k: pooled keys.
         scale: factor on q·k.
-        top_p: share to reach, above 0; 1 keeps everything.
+        top_p: share to reach, above 0, or one for every head, fp32 ``[H]``; 1 keeps everything.
+        topk: share of key tiles to keep instead, above 0, rounded up.
         theta: key tiles less self-similar than this leave the softmax and are kept in every row;
             query tiles less self-similar keep everything. Both must have been judged.
         full_rows: query tiles from this one on keep everything.
@@ -433,11 +557,8 @@ def top_p_words(
     width = triton.cdiv(k_tiles, 32)
     words = q.high.new_empty(batch, heads, q_tiles, width, dtype=torch.int32)
     keys = q.high.new_empty(batch, heads, q_tiles, dtype=torch.int32)
-    if top_p >= 1:
-        words.fill_(-1)
-        if k_tiles % 32:
-            words[..., -1] = 2 ** (k_tiles % 32) - 1
-        return words, keys.fill_(k.tokens)
+    if keeps_all(top_p, topk):
+        return everything(words, keys, k_tiles, k.tokens)
 
     row_length = -(-k_tiles // 32) * 32
     rows, columns, stages = score_block(_shared_bytes(words.device), dim)
@@ -450,13 +571,6 @@ def top_p_words(
     k_similarity = k.similarity.contiguous() if judged and k.similarity is not None else None
     if judged and (q_similarity is None or k_similarity is None):
         raise ValueError("theta judges tiles whose self-similarity was not pooled")
-    body, tail = row_pieces(k_tiles)
-    long = body + tail > ROW_COLUMNS
-    row_kernel = top_p_long_kernel if long else top_p_kernel
-    if long:
-        how = {"BLOCK": LONG_BLOCK, "WAYS": LONG_WAYS, "num_warps": LONG_WARPS}
-    else:
-        how = {"BODY": body, "TAIL": tail, "num_warps": row_warps(body + tail)}
     with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
         for first in range(0, blocks, at_once):
             now = min(at_once, blocks - first)
@@ -479,24 +593,20 @@ def top_p_words(
                 JUDGED=judged,
                 num_warps=SCORE_WARPS,
             )
-            row_kernel[(now * rows,)](
+            choose_columns(
                 room,
-                q_similarity,
                 words,
                 keys,
                 first,
-                q_tiles,
-                k_tiles,
-                width,
-                row_length,
-                q_tiles if full_rows is None else full_rows,
-                k_tiles if full_columns is None else full_columns,
-                k_tiles * k.size - k.tokens,
-                top_p,
-                0.0 if theta is None else theta,
-                N=k.size,
-                BLOCK_Q=rows,
-                JUDGED=judged,
-                **how,
+                now,
+                block_rows=rows,
+                tile_keys=k.size,
+                tokens=k.tokens,
+                top_p=top_p,
+                count=None if topk is None else math.ceil(topk * k_tiles),
+                full_rows=full_rows,
+                full_columns=full_columns,
+                theta=theta,
+                q_similarity=q_similarity,
             )
     return words, keys

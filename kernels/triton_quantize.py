@@ -1,4 +1,4 @@
-"""One pass that smooths, scales and rounds queries or keys to 8 bits, in any token order.
+"""One pass that smooths, scales and rounds queries or keys to 8 or 4 bits, in any token order.
 
 Shape legend: B batch, H heads, S tokens, D head dim, RUN tokens that share a scale.
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
+from .quantize import FORMATS, FOUR_BITS, ROWS_AT_ONCE, SMALLEST, whole_numbers
 
 WARPS = 8
 
@@ -91,7 +91,7 @@ def triton_quantize_runs(
     batch, heads, tokens, dim = x.shape
     if x.stride(3) != 1:
         x = x.contiguous()
-    dtype, top = FORMATS[kind]
+    dtype, top = (FORMATS | FOUR_BITS)[kind]
     runs = -(-tokens // run)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(batch, heads, runs, dtype=torch.float32, device=x.device)
@@ -119,7 +119,7 @@ def triton_quantize_runs(
             ROWS=ROWS_AT_ONCE,
             TOP=top,
             SMALLEST=SMALLEST,
-            INTEGER=not dtype.is_floating_point,
+            INTEGER=whole_numbers(kind),
             num_warps=WARPS,
         )
     return out, scale, product

@@ -32,11 +32,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from vidsparse.kernels import (
     gluon_hopper,
+    triton_antidiagonal,
     triton_gather,
     triton_mask,
     triton_plan,
     triton_pool,
     triton_quantize,
+    triton_sale,
 )
 from vidsparse.kernels.gates import KEY_GROUP
 from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
@@ -68,6 +70,7 @@ class Variant:
     aligned: frozenset[str]
     warps: int
     source: type = ASTSource
+    stages: int | None = None
 
     def __str__(self) -> str:
         return f"sm_{self.cc} {self.name}"
@@ -143,10 +146,20 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
     for columns in (4725, 1111, triton_mask.ROW_COLUMNS) if every else (4725,):
         yield top_p(cc, columns, judged=False)
     yield top_p(cc, 1182, judged=True)
+    yield top_p(cc, 591, judged=False, counted=True)
     yield top_p_long(cc)
     for window in (64, 4728) if every else (64,):
         yield group(cc, window)
     yield from lists(cc)
+    for head_dim in head_dims:
+        for stride in (4, 8, 16, 64) if every else (8,):
+            yield antidiagonal(cc, head_dim, stride)
+    yield block_sums(cc, 8)
+    for head_dim in head_dims:
+        yield least_sums(cc, head_dim, (64, 32))
+        for tile in ((64, 32), (16, 16), (128, 128)) if every else ((64, 32),):
+            for riding in ("int8", "fp8") if cc >= 89 else ("int8",):
+                yield sale(cc, head_dim, tile, riding)
 
 
 def _pointers(**dtypes: str) -> dict[str, str]:
@@ -164,12 +177,13 @@ def _variant(
     floats: tuple[str, ...] = (),
     aligned: tuple[str, ...] = (),
     source: type = ASTSource,
+    stages: int | None = None,
 ) -> Variant:
     """A variant whose other arguments, those that are not constants, are 32-bit integers."""
     types = dict.fromkeys((p.name for p in kernel.params if not p.is_constexpr), "i32")
     types = {n: t for n, t in types.items() if n not in constants}
     types |= pointers | dict.fromkeys(floats, "fp32")
-    return Variant(cc, name, kernel, types, constants, frozenset(aligned), warps, source)
+    return Variant(cc, name, kernel, types, constants, frozenset(aligned), warps, source, stages)
 
 
 def attention(
@@ -334,18 +348,27 @@ def _judge(judged: bool) -> tuple[dict[str, str], dict[str, Any]]:
     return (names, {}) if judged else ({}, dict.fromkeys(names))
 
 
-def top_p(cc: int, columns: int, *, judged: bool) -> Variant:
-    """Top-p of a row held on chip."""
+def top_p(cc: int, columns: int, *, judged: bool, counted: bool = False) -> Variant:
+    """Top-p, or where columns are counted top-k, of a row held on chip."""
     body, tail = triton_mask.row_pieces(columns)
     present, absent = _judge(judged)
     return _variant(
         cc,
-        f"top-p {columns} columns" + " judged" * judged,
+        f"top-{'k' if counted else 'p'} {columns} columns" + " judged" * judged,
         triton_mask.top_p_kernel,
         _pointers(scores="fp32", words="i32", keys="i32") | present,
-        absent | {"N": 16, "BLOCK_Q": 128, "BODY": body, "TAIL": tail, "JUDGED": judged},
+        absent
+        | {
+            "N": 16,
+            "BLOCK_Q": 128,
+            "BODY": body,
+            "TAIL": tail,
+            "JUDGED": judged,
+            "COUNTED": counted,
+            "BY_HEAD": False,
+        },
         triton_mask.row_warps(body + tail),
-        floats=("top_p", "theta"),
+        floats=("wanted", "theta"),
         aligned=("LD",),
     )
 
@@ -365,10 +388,85 @@ def top_p_long(cc: int) -> Variant:
             "BLOCK": triton_mask.LONG_BLOCK,
             "WAYS": triton_mask.LONG_WAYS,
             "JUDGED": False,
+            "COUNTED": False,
+            "BY_HEAD": False,
         },
         triton_mask.LONG_WARPS,
-        floats=("top_p", "theta"),
+        floats=("wanted", "theta"),
         aligned=("LD",),
+    )
+
+
+def antidiagonal(cc: int, head_dim: int, stride: int) -> Variant:
+    """XAttention's product of groups, for the default tile."""
+    how = triton_antidiagonal.config((cc // 10, cc % 10), SHARED_KIB[cc] * 1024)
+    piece = triton_antidiagonal.block_d(head_dim)
+    operands = _pointers(q="bf16", k="bf16")
+    if how.tma:
+        boxes = zip(operands, (how.rows, how.columns), strict=True)
+        operands = {name: f"tensordesc<bf16[{rows}, {piece}]>" for name, rows in boxes}
+    return _variant(
+        cc,
+        f"antidiagonal D={head_dim} stride {stride}",
+        triton_antidiagonal.antidiagonal_kernel,
+        _pointers(part="fp32") | operands,
+        triton_antidiagonal.antidiagonal_constants(how, head_dim, stride, 128 // stride, True),
+        how.warps,
+        floats=("factor",),
+        stages=how.stages,
+    )
+
+
+def block_sums(cc: int, stride: int) -> Variant:
+    """What query tiles give key tiles, for the default tile."""
+    return _variant(
+        cc,
+        f"block sums of stride {stride}",
+        triton_antidiagonal.block_sums_kernel,
+        _pointers(part="fp32", room="fp32"),
+        {
+            "MB": 128 // stride,
+            "BLOCK_M": 128 // stride,
+            "BLOCK_C": triton_antidiagonal.COLUMNS_AT_ONCE,
+        },
+        triton_antidiagonal.SUM_WARPS,
+        aligned=("LD",),
+    )
+
+
+def least_sums(cc: int, head_dim: int, tile: tuple[int, int]) -> Variant:
+    """SALE's thresholds."""
+    wide = dict.fromkeys(("q_scale", "shift", "least"), "fp32")
+    return _variant(
+        cc,
+        f"least sums D={head_dim} {tile[0]}x{tile[1]}",
+        triton_sale.least_sums_kernel,
+        _pointers(q="bf16", k="bf16", **wide),
+        triton_sale.area_constants(head_dim, tile, False),
+        triton_sale.AREA_WARPS,
+        floats=("log_tau", "scale"),
+    )
+
+
+def sale(cc: int, head_dim: int, tile: tuple[int, int], riding: str) -> Variant:
+    """SALE's selection pass."""
+    how = triton_sale.config((cc // 10, cc % 10))
+    constants = triton_sale.sale_constants(how, head_dim, tile)
+    operands = _pointers(q=EIGHT_BITS[riding], k=EIGHT_BITS[riding])
+    if how.tma:
+        block_d = constants["BLOCK_D"]
+        boxes = zip(operands, (how.rows, how.keys), strict=True)
+        operands = {
+            name: f"tensordesc<{EIGHT_BITS[riding]}[{rows}, {block_d}]>" for name, rows in boxes
+        }
+    wide = dict.fromkeys(("q_scale", "k_inverse", "offset", "least"), "fp32")
+    return _variant(
+        cc,
+        f"sale D={head_dim} {tile[0]}x{tile[1]} {riding}",
+        triton_sale.sale_kernel,
+        _pointers(**wide, words="i32", keys="i32") | operands,
+        constants,
+        how.warps,
     )
 
 
@@ -432,7 +530,8 @@ def compile_variant(variant: Variant) -> Usage:
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", variant.cc, 32),
-        options={"num_warps": variant.warps},
+        options={"num_warps": variant.warps}
+        | ({"num_stages": variant.stages} if variant.stages else {}),
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

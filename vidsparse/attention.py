@@ -240,7 +240,9 @@ def order_and_plan(
     judged = rule.theta is not None
     q, q_pooled = reorder_and_pool(q, order.permutation, method.tile[0], judged=judged)
     k, k_pooled = reorder_and_pool(k, order.permutation, method.tile[1], judged=judged)
-    return q, k, _plan_by_kernels(method, rule, q, k, site.grid, (q_pooled, k_pooled))
+    plan = _plan_by_kernels(method, q, k, site, (q_pooled, k_pooled))
+    assert plan is not None
+    return q, k, plan
 
 
 def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -> SparsePlan:
@@ -249,9 +251,9 @@ def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -
     Tiles that hold text tokens are computed in full, both ways. Heads go in chunks where the mask
     of all of them would be too large.
     """
-    rule = _rule_of_kernels(method, q, site)
-    if rule is not None:
-        return _plan_by_kernels(method, rule, q, k, site.grid)
+    plan = _plan_by_kernels(method, q, k, site)
+    if plan is not None:
+        return plan
     tokens, grid = q.shape[2], site.grid
     rows, keys = method.tile
     tiles = tile_count(tokens, rows) * tile_count(tokens, keys) * q.shape[0]
@@ -277,46 +279,84 @@ def _rule_of_kernels(method: SparseMethod, q: Tensor, site: CallSite) -> PooledT
     return method.rule(site, q.device)
 
 
-def _plan_by_kernels(
+def mask_by_kernels(
     method: SparseMethod,
-    rule: PooledTopP,
     q: Tensor,
     k: Tensor,
-    grid: TokenGrid,
+    site: CallSite,
     pooled: tuple[Pooled, Pooled] | None = None,
-) -> SparsePlan:
-    """``plan_attention`` by Triton's kernels, where the method's rule is one they know."""
+) -> tuple[Tensor, Tensor] | None:
+    """The mask of all heads of ``q``, ``k`` ``[B, H, S, D]`` by Triton's kernels, text included.
+
+    In words of 32 key tiles, int32 ``[B, H, Tq, W]``, with the key tokens of each query tile, int32
+    ``[B, H, Tq]``. None where there are no kernels for this call, and ``method.select`` is the way.
+    """
+    if not plans_on_device(q.device, q.dtype, q.shape[-1]):
+        return None
+    rule = method.rule(site, q.device)
+    if rule is None:
+        # autocast would round means and products to 16 bits.
+        with torch.autocast(q.device.type, enabled=False):
+            return method.words(q, k, site)
     from vidsparse.kernels.triton_mask import top_p_words
     from vidsparse.kernels.triton_pool import pool
 
+    rows, keys = method.tile
+    if pooled is None:
+        judged = rule.theta is not None
+        pooled = pool(q, rows, judged=judged), pool(k, keys, judged=judged)
+    theta, heads = rule.theta, q.shape[1]
+    if isinstance(theta, Tensor):
+        # kernels compare with one number: with 0 what each head has above its own.
+        pooled = _above(pooled[0], theta[:heads]), _above(pooled[1], theta[:heads])
+        theta = 0.0
+    return top_p_words(
+        *pooled,
+        scale=q.shape[-1] ** -0.5,
+        top_p=rule.top_p[:heads] if isinstance(rule.top_p, Tensor) else rule.top_p,
+        topk=rule.topk,
+        theta=theta,
+        full_rows=site.grid.video // rows if site.grid.text else None,
+        full_columns=site.grid.video // keys if site.grid.text else None,
+    )
+
+
+def _plan_by_kernels(
+    method: SparseMethod,
+    q: Tensor,
+    k: Tensor,
+    site: CallSite,
+    pooled: tuple[Pooled, Pooled] | None = None,
+) -> SparsePlan | None:
+    """``plan_attention`` by Triton's kernels, or None where there are none for this call."""
     batch, heads, tokens, dim = q.shape
     rows, keys = method.tile
     q_tiles, k_tiles = tile_count(tokens, rows), tile_count(tokens, keys)
     head_bytes = q_tiles * k_tiles // 8 + (q_tiles + k_tiles) * dim * 4
     chunk = max(1, MASK_BYTES // (head_bytes * batch))
-    judged = rule.theta is not None
     block = block_rows(q.device)
     plans = []
     for start in range(0, heads, chunk):
         part = slice(start, min(start + chunk, heads))
-        if pooled is None:
-            q_pooled = pool(q[:, part], rows, judged=judged)
-            k_pooled = pool(k[:, part], keys, judged=judged)
-        else:
-            q_pooled, k_pooled = (x.heads(part.start, part.stop) for x in pooled)
-        words, kept = top_p_words(
-            q_pooled,
-            k_pooled,
-            scale=dim**-0.5,
-            top_p=rule.top_p,
-            theta=rule.theta,
-            full_rows=grid.video // rows if grid.text else None,
-            full_columns=grid.video // keys if grid.text else None,
+        made = mask_by_kernels(
+            method,
+            q[:, part],
+            k[:, part],
+            replace(site, first_head=site.first_head + start),
+            None
+            if pooled is None
+            else (pooled[0].heads(start, part.stop), pooled[1].heads(start, part.stop)),
         )
-        plans.append(
-            make_plan_of_bits(words, kept, method.tile, tokens, method.merge, block_rows=block)
-        )
+        if made is None:
+            return None
+        plans.append(make_plan_of_bits(*made, method.tile, tokens, method.merge, block_rows=block))
     return _of_all_heads(plans)
+
+
+def _above(pooled: Pooled, theta: Tensor) -> Pooled:
+    """The same tiles, their self-similarity less ``theta`` ``[H]``."""
+    assert pooled.similarity is not None
+    return replace(pooled, similarity=pooled.similarity - theta.unsqueeze(-1))
 
 
 def _of_all_heads(plans: list[SparsePlan]) -> SparsePlan:

@@ -96,16 +96,20 @@ def self_similarity(x: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PooledTopP:
-    """A selection that the kernels know: top-p of the pooled attention, stray tiles kept.
+    """A selection that the kernels know: top-p or top-k of pooled attention, stray tiles kept.
 
     Attributes:
-        top_p: share of the pooled attention that each row keeps.
+        top_p: share of the pooled attention that each row keeps, or one for every head, fp32
+            ``[H]``; not looked at where ``topk`` is given.
         theta: key tiles less self-similar leave the softmax and are kept in every row, query tiles
-            less self-similar keep everything; None judges no tile.
+            less self-similar keep everything; None judges no tile. One number, or one for every
+            head.
+        topk: share of the key tiles that each row keeps, those with the largest pooled scores.
     """
 
-    top_p: float
-    theta: float | None = None
+    top_p: float | Tensor
+    theta: float | Tensor | None = None
+    topk: float | None = None
 
 
 def pooled_scores(
@@ -138,6 +142,31 @@ def top_p_mask(probabilities: Tensor, top_p: float | Tensor) -> Tensor:
         kept |= top_p >= 1
     # shares of more dimensions than the rows have make several masks of one order.
     return torch.zeros_like(kept).scatter_(-1, index.expand_as(kept), kept)
+
+
+def top_k_mask(scores: Tensor, count: int) -> Tensor:
+    """The ``count`` largest of each row as a bool mask of the same shape; fewer where -inf is left.
+
+    Equal scores are taken in order of position. A row of -inf or NaN keeps its first tile.
+    """
+    ordered, index = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(
+        dim=-1, descending=True, stable=True
+    )
+    kept = ordered > -torch.inf
+    kept[..., count:] = False
+    kept[..., 0] = True
+    return torch.zeros_like(kept).scatter_(-1, index, kept)
+
+
+def choose_tiles(scores: Tensor, top_p: float | Tensor | None, topk: float | None) -> Tensor:
+    """Top-p of the softmax of ``scores`` ``[..., Tq, Tk]``, or the share ``topk`` of its columns.
+
+    One of the two is given. Columns of -inf are outside both.
+    """
+    if topk is not None:
+        return top_k_mask(scores, math.ceil(topk * scores.shape[-1]))
+    assert top_p is not None
+    return top_p_mask(scores.softmax(-1).nan_to_num(0.0), top_p)
 
 
 def pack_bits(mask: Tensor) -> Tensor:

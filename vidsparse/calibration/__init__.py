@@ -12,10 +12,17 @@ from typing import Final
 
 from vidsparse.calibration.base import Calibrator, Extent, Pass
 from vidsparse.calibration.bsfa import BsfaCalibrator
+from vidsparse.calibration.sale import SaleCalibrator
 from vidsparse.calibration.spargeattn import SpargeCalibrator
+from vidsparse.calibration.xattention import XAttentionCalibrator
 
 CALIBRATORS: Final[Mapping[str, type[Calibrator]]] = MappingProxyType(
-    {"spargeattn": SpargeCalibrator, "bsfa": BsfaCalibrator}
+    {
+        "spargeattn": SpargeCalibrator,
+        "xattention": XAttentionCalibrator,
+        "sale": SaleCalibrator,
+        "bsfa": BsfaCalibrator,
+    }
 )
 """Calibrators by the name of their method."""
 
@@ -25,5 +32,7 @@ __all__ = [
     "Calibrator",
     "Extent",
     "Pass",
+    "SaleCalibrator",
     "SpargeCalibrator",
+    "XAttentionCalibrator",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vidsparse.calibration.bands import Band, bands
 from vidsparse.calibration.base import Calibrator, Pass, check_count, check_positive
-from vidsparse.calibration.sweep import Sweep, keep_text, sweep_call
+from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
 from vidsparse.errors import OptionError
 from vidsparse.kernels.dispatch import eight_bits_that_pay
 from vidsparse.kernels.gates import RelativeGate, skipped_pieces
@@ -93,7 +93,8 @@ class SpargeCalibrator(Calibrator):
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Measure every candidate of the stage on one call."""
         if number == 0:
-            sweep_call(self._first, self._masks(q, k, site), self._method.tile, q, k, v, site)
+            masks = self._masks(q, k, site)
+            self._first.add(site, *masked_errors(masks, self._method.tile, q, k, v))
         else:
             self._sweep_lambda(q, k, v, site)
 

@@ -78,16 +78,14 @@ def selected_share(masks: Tensor, tile: tuple[int, int], tokens: int) -> Tensor:
     return ((masks.float() @ keys) * rows).sum(-1) / float(tokens) ** 2
 
 
-def sweep_call(
-    sweep: Sweep,
-    masks: Tensor,
-    tile: tuple[int, int],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    site: CallSite,
-) -> None:
-    """Add one call ``[B, H, S, D]`` and what its candidates selected, ``[C, B, H, Tq, Tk]``."""
+def masked_errors(
+    masks: Tensor, tile: tuple[int, int], q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What ``masks`` ``[C, B, H, Tq, Tk]`` would do to one call, ``[B, H, S, D]`` each.
+
+    Relative L1 distances to dense attention, sum|O - O'| / sum|O|, and shares of pairs kept, both
+    fp32 ``[B, H, C]``. Tiles are not merged into blocks of rows here, which only adds keys.
+    """
     tokens = q.shape[2]
     errors = q.new_zeros(*q.shape[:2], len(masks), dtype=torch.float32)
     for b in range(q.shape[0]):
@@ -99,5 +97,4 @@ def sweep_call(
                 errors[b, h] += sparse.sub_(dense).abs_().sum((1, 2, 3))
                 size += dense.abs().sum()
             errors[b, h] /= size.clamp_min(1e-30)
-    kept = selected_share(masks, tile, tokens).permute(1, 2, 0)
-    sweep.add(site, errors, kept)
+    return errors, selected_share(masks, tile, tokens).permute(1, 2, 0)

@@ -12,10 +12,12 @@ from vidsparse.methods.bsfa import Bsfa
 from vidsparse.methods.dense import Dense
 from vidsparse.methods.fg_attn import FgAttn
 from vidsparse.methods.numbers import Numbers
+from vidsparse.methods.sale import Sale
 from vidsparse.methods.spargeattn import SpargeAttn
+from vidsparse.methods.xattention import XAttention
 
 METHODS: Final[Mapping[str, type[Method]]] = MappingProxyType(
-    {cls.name: cls for cls in (FgAttn, SpargeAttn, Bsfa, Dense)}
+    {cls.name: cls for cls in (FgAttn, SpargeAttn, XAttention, Sale, Bsfa, Dense)}
 )
 """Every method by the name used in options, the default first."""
 
@@ -54,7 +56,9 @@ __all__ = [
     "FgAttn",
     "Method",
     "Numbers",
+    "Sale",
     "SpargeAttn",
     "SparseMethod",
+    "XAttention",
     "make_method",
 ]

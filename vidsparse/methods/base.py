@@ -76,6 +76,16 @@ class SparseMethod(Method):
         """What ``select`` does, where the kernels can do the same; None is always right."""
         return None
 
+    def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor] | None:
+        """What ``select`` does, by kernels of the method's own and with the tiles of text kept.
+
+        Asked where kernels plan and there is no ``rule``. ``q``, ``k`` ``[B, H, S, D]`` to the mask
+        in words of 32 key tiles, int32 ``[B, H, Tq, ceil(Tk / 32)]``, the first in the lowest bit,
+        and the key tokens of each query tile, int32 ``[B, H, Tq]``. None, which is always right,
+        where the kernels cannot: ``select`` runs then. No host synchronisation.
+        """
+        return None
+
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate | None:
         """Which of the plan's products with V to skip once their scores are known; None: none.
 
@@ -129,6 +139,49 @@ def tile_option(default: tuple[int, int]) -> Any:
         help="tile of M queries x N keys that is computed or skipped as one",
         convert=parse_tile,
     )
+
+
+def optional_number(text: str) -> float | None:
+    """Read a number, or None from ``none``."""
+    return None if text.strip().lower() == "none" else float(text)
+
+
+def share_option(default: float, flag: str, help: str) -> Any:
+    """The share of attention that a pooled method keeps; ``none`` beside ``--topk``."""
+    return option(default, flag=flag, metavar="P", help=help, convert=optional_number)
+
+
+def topk_option() -> Any:
+    """The top-k field shared by the pooled methods."""
+    return option(
+        None,
+        flag="--topk",
+        metavar="SHARE",
+        help="keep this share of key tiles in every row instead, in (0, 1]",
+        convert=optional_number,
+    )
+
+
+def settle_share(method: Method, name: str, value: object, topk: object) -> None:
+    """Check a method's share of attention against ``topk``, which takes its place.
+
+    Where ``topk`` is given, the field ``name`` becomes None; both as asked for would be two answers
+    to one question, and a share other than the default is one that was asked for.
+
+    Raises:
+        OptionError: either is out of range, or both were given.
+    """
+    if topk is None:
+        check_share(name, value)
+        return
+    check_share("topk", topk)
+    default = next(f.default for f in dataclasses.fields(method) if f.name == name)
+    if value is not None and value != default:
+        raise OptionError(
+            f"{method.name} selects by {name} or by topk, got {name}={value!r} and topk={topk!r}. "
+            "Hint: leave one out."
+        )
+    object.__setattr__(method, name, None)
 
 
 def merge_option(default: str = "xor-window") -> Any:

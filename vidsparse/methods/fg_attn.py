@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from vidsparse.grouping import check_merge
-from vidsparse.masks import PooledTopP, pooled_scores, top_p_mask
+from vidsparse.masks import PooledTopP, choose_tiles, pooled_scores
 from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
-    check_share,
     merge_option,
-    option,
+    settle_share,
+    share_option,
     tile_option,
+    topk_option,
 )
 from vidsparse.site import CallSite
 
@@ -28,9 +29,11 @@ class FgAttn(SparseMethod):
     Symbols: M x N tile, p the kept probability mass, R = 128 / M tiles merged into a block.
     For tile means q_avg and k_avg, A = softmax(q_avg k_avg^T / sqrt(D)); each row keeps the
     smallest set of tiles whose sum reaches p. Short tiles count like full ones, as in the paper.
+    ``topk`` keeps that share of the key tiles instead, rounded up, whatever their mass.
 
     Raises:
-        OptionError: ``top_p`` outside (0, 1], a tile or merge that does not exist.
+        OptionError: ``top_p`` or ``topk`` outside (0, 1], both of them given, a tile or merge that
+            does not exist.
     """
 
     name: ClassVar[str] = "fg-attn"
@@ -38,21 +41,22 @@ class FgAttn(SparseMethod):
     paper: ClassVar[str] = "FG-Attn: Leveraging Fine-Grained Sparse Attention (arXiv 2509.16518)"
     summary: ClassVar[str] = "top-p over pooled scores of fine tiles, alike query tiles merged"
 
-    top_p: float = option(
-        0.9, flag="--top-p", metavar="P", help="share of pooled attention kept per row, in (0, 1]"
+    top_p: float | None = share_option(
+        0.9, "--top-p", "share of pooled attention kept per row, in (0, 1]"
     )
+    topk: float | None = topk_option()
     tile: tuple[int, int] = tile_option((16, 16))
     merge: str = merge_option()
 
     def __post_init__(self) -> None:
-        check_share("top_p", self.top_p)
+        settle_share(self, "top_p", self.top_p, self.topk)
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
 
     def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3)."""
-        return top_p_mask(pooled_scores(q, k, self.tile).softmax(-1), self.top_p)
+        return choose_tiles(pooled_scores(q, k, self.tile), self.top_p, self.topk)
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
-        """Top-p alone."""
-        return PooledTopP(self.top_p)
+        """Top-p or top-k alone."""
+        return PooledTopP(self.top_p or 1.0, topk=self.topk)

@@ -12,24 +12,23 @@ from torch import Tensor
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
 from vidsparse.kernels.gates import PIECE_ROWS, Gate, RelativeGate
-from vidsparse.masks import PooledTopP, pooled_scores, self_similarity, top_p_mask
+from vidsparse.masks import PooledTopP, choose_tiles, pooled_scores, self_similarity
 from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
     check_eight_bits,
-    check_share,
     eight_bit_option,
     merge_option,
     option,
+    optional_number,
+    settle_share,
+    share_option,
     tile_option,
+    topk_option,
 )
 from vidsparse.methods.numbers import Numbers
 from vidsparse.plan import SparsePlan
 from vidsparse.site import CallSite
-
-
-def _number_or_none(text: str) -> float | None:
-    return None if text.strip().lower() == "none" else float(text)
 
 
 class Pooled(NamedTuple):
@@ -57,13 +56,15 @@ class SpargeAttn(SparseMethod):
     by 1/sqrt(d), which the printed algorithm omits, and the block that crosses tau is kept. Second
     stage: a piece is skipped where max(m_local - m) < lambda, as section 3.4 has it (line 15 of the
     printed algorithm is inverted). q·k runs in int8 with a scale for every block, as in
-    SageAttention, where that is faster.
+    SageAttention, where that is faster. ``topk`` keeps that share of the key blocks instead of
+    top-cdf, rounded up, and those of the judge beside them.
 
     Tau, theta and lambda of every layer and head come from a preset, else these options hold.
 
     Raises:
-        OptionError: ``tau`` outside (0, 1], ``theta`` outside [-1, 1], ``lambda_`` not negative,
-            ``gate_rows`` or ``quantize`` not one of theirs, a tile or merge that does not exist.
+        OptionError: ``tau`` or ``topk`` outside (0, 1], both of them given, ``theta`` outside
+            [-1, 1], ``lambda_`` not negative, ``gate_rows`` or ``quantize`` not one of theirs, a
+            tile or merge that does not exist.
     """
 
     name: ClassVar[str] = "spargeattn"
@@ -75,9 +76,10 @@ class SpargeAttn(SparseMethod):
     )
     free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
 
-    tau: float = option(
-        0.9, flag="--tau", metavar="T", help="cumulative pooled attention kept per row, in (0, 1]"
+    tau: float | None = share_option(
+        0.9, "--tau", "cumulative pooled attention kept per row, in (0, 1]"
     )
+    topk: float | None = topk_option()
     theta: float = option(
         0.3,
         flag="--theta",
@@ -89,7 +91,7 @@ class SpargeAttn(SparseMethod):
         flag="--lambda",
         metavar="L",
         help="skip products with V this far below the row maximum, negative; none: no gate",
-        convert=_number_or_none,
+        convert=optional_number,
     )
     gate_rows: int = option(
         64,
@@ -104,7 +106,7 @@ class SpargeAttn(SparseMethod):
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_share("tau", self.tau)
+        settle_share(self, "tau", self.tau, self.topk)
         if not _is_number(self.theta) or not -1 <= self.theta <= 1:
             raise OptionError(f"theta must lie in [-1, 1], got {self.theta!r}")
         if self.lambda_ is not None and not (_is_number(self.lambda_) and self.lambda_ < 0):
@@ -127,7 +129,7 @@ class SpargeAttn(SparseMethod):
             tau = tau[:heads, None, None]
         if isinstance(theta, Tensor):
             theta = theta[:heads, None]
-        return self.choose(self.pooled(q, k), tau, theta)
+        return self.choose(self.pooled(q, k), tau, theta, self.topk)
 
     def pooled(self, q: Tensor, k: Tensor) -> Pooled:
         """What the first stage looks at, whatever its numbers."""
@@ -138,7 +140,12 @@ class SpargeAttn(SparseMethod):
         )
 
     @staticmethod
-    def choose(pooled: Pooled, tau: float | Tensor, theta: float | Tensor) -> Tensor:
+    def choose(
+        pooled: Pooled,
+        tau: float | Tensor,
+        theta: float | Tensor,
+        topk: float | None = None,
+    ) -> Tensor:
         """The mask ``[..., B, H, Tq, Tk]`` of numbers, or of tensors of them that broadcast.
 
         Tau against ``[B, H, Tq, Tk]``, theta against ``[B, H, T]``.
@@ -146,15 +153,13 @@ class SpargeAttn(SparseMethod):
         stray_q = pooled.q_similarity < theta
         stray_k = (pooled.k_similarity < theta).unsqueeze(-2)
         scores = pooled.scores.masked_fill(stray_k, -torch.inf)
-        # a row whose every column is stray has no softmax; all of it is computed below.
-        probabilities = scores.softmax(-1).nan_to_num(0.0)
-        return top_p_mask(probabilities, tau) | stray_q.unsqueeze(-1) | stray_k
+        # a row whose every column is stray has no softmax; all of it is computed.
+        return choose_tiles(scores, tau, topk) | stray_q.unsqueeze(-1) | stray_k
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP | None:
-        """Top-cdf and the judge."""
-        if self.numbers is not None:
-            return None
-        return PooledTopP(self.tau, self.theta)
+        """Top-cdf or top-k, and the judge."""
+        tau, theta = (self.number(name, site, device) for name in ("tau", "theta"))
+        return PooledTopP(1.0 if tau is None else tau, theta, self.topk)
 
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate | None:
         """Lambda of every head, where there is any (section 3.4)."""
