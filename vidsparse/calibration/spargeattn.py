@@ -124,7 +124,6 @@ class SpargeCalibrator(Calibrator):
         """Tau, theta and lambda, ``[P, L, H]``; no lambda where no head has any."""
         lambda_ = self._lambda()
         tables = {"tau": self._tau, "theta": self._theta}
-        # a gate that skips nothing would cost its comparisons all the same.
         return {**tables, "lambda_": lambda_} if bool(lambda_.isfinite().any()) else tables
 
     def measured(self) -> dict[str, Any]:
@@ -139,7 +138,7 @@ class SpargeCalibrator(Calibrator):
             "skipped": round(skipped.mean().item(), 5),
             "sparsity": round((1 - selected + skipped / 2).mean().item(), 5),
             "calls_per_head": int(self._first.calls.max().item()),
-            "heads_that_keep_all": int((self._tau >= 1).sum().item()),
+            "heads_that_keep_all": int((selected > 1 - 1e-6).sum().item()),
             "heads_without_gate": int((~gated).sum().item()),
         }
 
@@ -153,8 +152,11 @@ class SpargeCalibrator(Calibrator):
         return (self._first.worst < self.l1) & (self._first.calls > 0)
 
     def _lambda_place(self) -> Tensor:
-        """The first of the rising distances under l2; their number where there is none."""
-        fits = (self._second.worst < self.l2) & (self._second.calls > 0)
+        """The first of the rising distances under l2; their number where there is none.
+
+        One that skipped nothing is none: its comparisons would buy nothing.
+        """
+        fits = (self._second.worst < self.l2) & (self._second.density > 0)
         place = torch.arange(len(LAMBDAS)).expand_as(fits)
         return place.masked_fill(~fits, len(LAMBDAS)).amin(-1)
 
