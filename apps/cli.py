@@ -111,6 +111,10 @@ Start here:
             "vidsparse.apps.compare_command:compare",
             "measure sparse videos against dense ones",
         ),
+        "calibrate": (
+            "vidsparse.apps.calibrate_command:calibrate",
+            "find a method's numbers for a model",
+        ),
         "doctor": ("vidsparse.apps.doctor:doctor", "check this machine"),
         "methods": ("vidsparse.apps.catalog:methods", "list the sparse attention methods"),
         "models": ("vidsparse.apps.catalog:models", "list bundled models and supported families"),

@@ -208,7 +208,7 @@ class _Comparison:
 
 
 def _dense(request: GenerateRequest) -> GenerateRequest:
-    return replace(request, method="dense", method_options={})
+    return replace(request, method="dense", method_options={}, preset=None)
 
 
 def _label(chunk: Sequence[Job], side: str) -> str:

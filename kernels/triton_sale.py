@@ -158,11 +158,6 @@ def _or(a, b):
 
 
 @triton.jit
-def _and(a, b):
-    return a & b
-
-
-@triton.jit
 def sale_kernel(
     q_ptr,
     k_ptr,
@@ -231,12 +226,10 @@ def sale_kernel(
             k_extra = tl.load(k_extra_ptr + off_k)
         sums = tl.dot(q, k.T)
         sums = tl.dot(q_extra, k_extra.T, sums)
-        signs = tl.reshape(
-            sums.to(tl.int32, bitcast=True), [BLOCK_M // 16, 2, 8, TILES, N // 8, 4, 2]
-        )
-        signs = tl.reduce(tl.reduce(tl.reduce(signs, 6, _and), 4, _and), 1, _and)
+        best = tl.reshape(sums, [BLOCK_M // 16, 2, 8, TILES, N // 8, 4, 2])
+        best = tl.max(tl.max(tl.max(best, 6), 4), 1)
         place = (begin // N + tl.arange(0, TILES)) % 32
-        passes = (signs >= 0).to(tl.int32) << place[None, None, :, None]
+        passes = (best >= 0).to(tl.int32) << place[None, None, :, None]
         seen |= tl.sum(passes, 2)
         done = begin // N + TILES
         if (done % 32 == 0) | (done >= TK):

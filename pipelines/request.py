@@ -9,16 +9,21 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.families import Defaults
+
+if TYPE_CHECKING:
+    from vidsparse.methods import SparseMethod
 
 DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of the number formats, and torch's own."""
 
 OFFLOADS: Final = ("none", "model", "group")
 """Where weights rest: on the device, or on the CPU by whole models or by layers."""
+
+_DEFAULT_METHOD: Final = "fg-attn"
 
 MAX_PROMPT: Final = 10_000
 """Longest prompt in characters; every supported model reads far less."""
@@ -37,6 +42,8 @@ class GenerateRequest:
         model: a bundled model's name, a diffusers folder, or a hub id.
         method: a name from ``vidsparse.METHODS``; ``dense`` runs the stock pipeline untouched.
         method_options: the method's own numbers.
+        preset: file of a calibrated method; it says the method, its numbers, the order, and frames
+            and size where those are left open.
         order: how video tokens are ordered.
         dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
         dense_last_steps: last steps kept dense.
@@ -64,8 +71,9 @@ class GenerateRequest:
     prompt: str
     negative_prompt: str = ""
     model: str = "shapes"
-    method: str = "fg-attn"
+    method: str = _DEFAULT_METHOD
     method_options: Mapping[str, Any] = field(default_factory=dict)
+    preset: str | None = None
     order: str | None = None
     dense_steps: int | float = 0.24
     dense_last_steps: int | float = 0
@@ -110,13 +118,45 @@ class GenerateRequest:
             check_order(self.order)
         _check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
         Schedule(**{f.name: getattr(self, f.name) for f in fields(Schedule)})
+        if self.preset is None:
+            method = make_method(self.method, **self.method_options)
+        else:
+            method = self._take_preset(self.preset)
         # stored complete and as JSON values, so that equal requests look equal.
-        options = make_method(self.method, **self.method_options).options()
-        object.__setattr__(self, "method_options", options)
+        object.__setattr__(self, "method_options", method.options())
+
+    def _take_preset(self, path: str) -> SparseMethod:
+        from vidsparse.presets import load_preset
+
+        preset = load_preset(path)
+        if self.method not in (preset.method, _DEFAULT_METHOD):
+            raise OptionError(
+                f"{preset.source} is for {preset.method}, not for {self.method}. "
+                "Hint: leave the method out."
+            )
+        preset.check_order(self.order or preset.order)
+        settled = {
+            "method": preset.method,
+            "order": preset.order,
+            **{k: v for k, v in preset.video.items() if getattr(self, k) is None},
+        }
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        preset.check_video(**{name: getattr(self, name) for name in preset.video})
+        return preset.make_method(**self.method_options)
 
     def options(self) -> dict[str, Any]:
         """Every option except the prompt, as JSON values."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt"}
+
+
+def check_ready(request: GenerateRequest) -> None:
+    """Raise an ``OptionError`` where the method needs calibrated numbers and no preset is given."""
+    from vidsparse.methods import SparseMethod, make_method
+
+    method = make_method(request.method, **request.method_options)
+    if request.preset is None and isinstance(method, SparseMethod):
+        method.check_numbers()
 
 
 def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
@@ -184,12 +224,16 @@ def settings_hash(request: GenerateRequest) -> str:
         OptionError: the request does not fit the model or the machine.
     """
     from vidsparse.pipelines.models import resolve_model
+    from vidsparse.presets import load_preset
 
     ref = resolve_model(request.model)
     settings = resolve(request, ref.defaults).options()
     settings["model"] = f"{ref.source}:{ref.location}"
     if request.lora is not None and os.path.exists(request.lora):
         settings["lora"] = os.path.realpath(request.lora)
+    if request.preset is not None:
+        # what it says, not where it lies.
+        settings["preset"] = load_preset(request.preset).digest
     del settings["offload"]
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
