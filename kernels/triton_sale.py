@@ -57,7 +57,7 @@ class Config:
 def config(capability: tuple[int, int], shared: int) -> Config:
     """The fastest measured for a GPU whose programs can have ``shared`` bytes of shared memory."""
     if capability[0] >= 9:
-        return Config(rows=128, keys=128, stages=3, warps=4, tma=True)
+        return Config(rows=128, keys=128, stages=2, warps=4, tma=True)
     # where numbers ride in fp16, three steps are 110 KB.
     fits = capability >= (8, 9) or shared >= 112 * 1024
     return Config(rows=128, keys=128, stages=3 if fits else 2, warps=8, tma=False)
