@@ -248,9 +248,10 @@ def sale_kernel(
 
 
 def can_estimate(q: Tensor, tile: tuple[int, int]) -> bool:
-    """Whether the kernels take such queries and tiles: 16 bits, and 8 keys or more."""
+    """Whether the kernels take such queries and tiles: 16 bits, D up to 128, 8 keys or more."""
     dim = q.shape[-1]
-    return q.dtype in (torch.float16, torch.bfloat16) and tile[1] >= 8 and dim % 16 == 0
+    sixteen_bits = q.dtype in (torch.float16, torch.bfloat16)
+    return sixteen_bits and tile[1] >= 8 and dim % 16 == 0 and dim <= 128
 
 
 def sale_words(
@@ -268,7 +269,7 @@ def sale_words(
     """Key tiles in which some element's relative attention score may reach ``tau``.
 
     Args:
-        q: queries ``[B, H, S, D]``, fp16 or bf16, D a multiple of 16.
+        q: queries ``[B, H, S, D]``, fp16 or bf16, D a multiple of 16 up to 128.
         k: keys, likewise.
         tau: the threshold, or one for every head, fp32 ``[H]``.
         tile: (M, N), N at least 8.
