@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -65,6 +66,15 @@ def mask_of(
     from vidsparse.attention import mask_by_kernels
 
     return mask_by_kernels(method, q, k, site) or (method.select(q, k, site),)
+
+
+def key_lists(
+    method: SparseMethod, q: torch.Tensor, k: torch.Tensor, site: CallSite
+) -> torch.Tensor:
+    """Mask, plan and lists: all that comes before the kernel."""
+    from vidsparse.attention import plan_attention
+
+    return plan_attention(method, q, k, site).kv_index
 
 
 def unlike(method: SparseMethod, q: torch.Tensor, k: torch.Tensor, site: CallSite) -> float | None:
@@ -130,8 +140,8 @@ def measure(
                 "tiles; no time is reported for a wrong result"
             )
         made.append((name, label, method, off))
-        calls[f"mask {name} {label}"] = lambda m=method: mask_of(m, q, k, site)
-        calls[f"plan {name} {label}"] = lambda m=method: plan_attention(m, q, k, site).kv_index
+        calls[f"mask {name} {label}"] = partial(mask_of, method, q, k, site)
+        calls[f"plan {name} {label}"] = partial(key_lists, method, q, k, site)
     ms = time_together(calls, device, repeats)
     dense_ms = ms[f"dense {dense[0].name}"]
     return [
@@ -155,8 +165,18 @@ def measure(
     ]
 
 
-COLUMNS = ("method", "options", "tile", "tokens x heads x dim", "mask ms", "plan ms", "dense ms")
-COLUMNS += ("mask of dense", "selected", "unlike torch")
+COLUMNS = (
+    "method",
+    "options",
+    "tile",
+    "tokens x heads x dim",
+    "mask ms",
+    "plan ms",
+    "dense ms",
+    "mask of dense",
+    "selected",
+    "unlike torch",
+)
 
 
 def cells(row: MaskRow) -> tuple[str, ...]:

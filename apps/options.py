@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from vidsparse.errors import OptionError
-from vidsparse.methods import METHODS
+from vidsparse.methods import METHODS, listed
 from vidsparse.order import ORDERS
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ def method_values(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
             continue
         field = option.fields.get(method)
         if field is None:
-            owners = " and ".join(option.fields)
+            owners = listed(list(option.fields))
             raise OptionError(
                 f"{option.flag} is an option of {owners}, not of {method}. "
                 f"Hint: add --method {next(iter(option.fields))}, or leave {option.flag} out."

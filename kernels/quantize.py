@@ -29,6 +29,7 @@ FORMATS: Final[dict[str, tuple[torch.dtype, float]]] = {
 FOUR_BITS: Final[dict[str, tuple[torch.dtype, float]]] = {
     "int4 in int8": (torch.int8, 7.0),
     "int4 in fp8": (torch.float8_e4m3fn, 7.0),
+    "int4 in fp16": (torch.float16, 7.0),
 }
 """Types that 4-bit numbers ride in; e4m3 holds whole numbers up to 16 exactly."""
 
@@ -135,7 +136,7 @@ class FourBitQK:
         q_i·k_j ≈ (q4·k4 + offset_j / q_scale_i) * q_scale_i * k_scale + shift_i
 
     Attributes:
-        q: queries less their mean ``[B, H, S, D]``, whole numbers from -7 to 7 in int8 or e4m3.
+        q: queries less their mean ``[B, H, S, D]``, whole numbers from -7 to 7.
         k: keys less their mean, likewise.
         q_scale: what a query is multiplied by, fp32 ``[B, H, S]``.
         k_scale: what the keys of a run are multiplied by, fp32 ``[B, H, ceil(S / k_run)]``.
@@ -160,7 +161,7 @@ def quantize_four_bits(q: Tensor, k: Tensor, k_run: int, riding: str = "int8") -
         q: queries ``[B, H, S, D]``, any strides.
         k: keys ``[B, H, S, D]``.
         k_run: neighbouring keys that share a scale, a divisor of 128.
-        riding: ``int8`` or ``fp8``, the type that the 4-bit numbers ride in.
+        riding: ``int8``, ``fp8`` or ``fp16``, the type that the 4-bit numbers ride in.
     """
     kind = f"int4 in {riding}"
     with torch.autocast(q.device.type, enabled=False):

@@ -18,7 +18,6 @@ tiles are then chosen from as all pooled ones are (``triton_mask``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .triton_mask import LOG2_E, choose_columns, everything, keeps_all
+from .triton_mask import LOG2_E, choose_columns, device_facts, everything, keeps_all
 
 # log-sum-exps of some heads at a time: 22 MB a head at 75,600 tokens, stride 8 and 128x128 tiles.
 PART_BYTES = 512 * 2**20
@@ -49,13 +48,17 @@ class Config:
     persistent: bool
 
 
-def config(capability: tuple[int, int], shared: int) -> Config:
-    """The fastest measured for a GPU whose programs can have ``shared`` bytes of shared memory."""
-    if capability[0] >= 9 and shared >= 200 * 1024:
-        return Config(rows=128, columns=256, stages=4, warps=8, tma=True, persistent=True)
-    if shared >= 160 * 1024:
-        return Config(rows=128, columns=128, stages=4, warps=8, tma=False, persistent=False)
-    return Config(rows=128, columns=128, stages=3, warps=8, tma=False, persistent=False)
+def config(capability: tuple[int, int], shared: int, per_column: int, piece: int) -> Config:
+    """The fastest measured for a GPU whose programs can have ``shared`` bytes of shared memory.
+
+    ``per_column`` are the key groups of a key tile, ``piece`` the columns of a step.
+    """
+    large = capability[0] >= 9 and shared >= 200 * 1024
+    rows, columns = 128, 256 if large else 128
+    # what a square leaves is laid out anew before it is written, beside the stages of the next.
+    left = shared - rows * (columns // per_column) * 4 - 1024
+    stages = max(1, min(3, left // ((rows + columns) * piece * 2)))
+    return Config(rows, columns, stages, warps=8, tma=large, persistent=large)
 
 
 @triton.jit
@@ -172,14 +175,6 @@ def block_sums_kernel(
         tl.store(room_ptr + column, tl.log2(sums), mask=column < LD)
 
 
-@cache
-def _device_facts(index: int) -> tuple[tuple[int, int], int, int]:
-    """Compute capability, shared memory of a program and multiprocessors."""
-    properties = torch.cuda.get_device_properties(index)
-    shared = int(getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
-    return (properties.major, properties.minor), shared, properties.multi_processor_count
-
-
 def can_score(q: Tensor) -> bool:
     """Whether the kernels take such queries: 16 bits, and a head dim of whole steps."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 16 == 0
@@ -250,10 +245,8 @@ def antidiagonal_words(
         return everything(words, keys, k_tiles, tokens)
     groups = triton.cdiv(tokens, stride)
     per_row, per_column = tile[0] // stride, tile[1] // stride
-    capability, shared, multiprocessors = (
-        _device_facts(q.device.index) if q.is_cuda else ((0, 0), 2**20, 4)
-    )
-    how = how or config(capability, shared)
+    capability, shared, multiprocessors = device_facts(q.device)
+    how = how or config(capability, shared, per_column, block_d(dim))
     operands: list[Any] = [_groups(q, stride, turn), _groups(k, stride, None)]
     all_groups = operands[0].shape[0]
     if how.tma:

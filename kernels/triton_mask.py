@@ -16,6 +16,7 @@ range that holds one weight ends the search. Top-k is the same search with every
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -421,12 +422,14 @@ def score_block(shared: int, dim: int) -> tuple[int, int, int]:
     raise ValueError(f"a head dim of {dim} leaves no room for a block of scores")
 
 
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program can have on ``device``."""
+@cache
+def device_facts(device: torch.device) -> tuple[tuple[int, int], int, int]:
+    """Compute capability, shared memory that a program can have, and multiprocessors."""
     if device.type != "cuda":
-        return 2**20
+        return (0, 0), 2**20, 4
     properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
+    shared = int(getattr(properties, "shared_memory_per_block_optin", 48 * 1024))
+    return (properties.major, properties.minor), shared, properties.multi_processor_count
 
 
 def _room_shape(bytes_allowed: int, rows: int, blocks: int, row_length: int) -> int:
@@ -561,7 +564,7 @@ def top_p_words(
         return everything(words, keys, k_tiles, k.tokens)
 
     row_length = -(-k_tiles // 32) * 32
-    rows, columns, stages = score_block(_shared_bytes(words.device), dim)
+    rows, columns, stages = score_block(device_facts(words.device)[1], dim)
     blocks = triton.cdiv(q_tiles, rows) * batch * heads
     at_once = _room_shape(SCORE_BYTES, rows, blocks, row_length)
     room = q.high.new_empty(at_once * rows, row_length, dtype=torch.float32)

@@ -1,16 +1,18 @@
 """SALE's selection pass: every score in 4 bits, compared with its row's threshold as it is made.
 
 Shape legend: B batch, H heads, S tokens, D head dim, M x N tile, Tq and Tk tiles, W = ceil(Tk / 32)
-words of a row of the mask.
+words of a row of the mask, X columns of the second product.
 
-A first kernel attends each query tile to its sink and local area in full precision and turns each
-row's log-sum-exp into the least sum of 4-bit products that passes. The second makes all sums. A
-tile is kept if any of its elements passes, and what a thread has seen of a tile is one bit: threads
-look at the elements they hold themselves, collect bits of 32 key tiles, and only then agree with
-one another, since agreeing costs more than looking.
+An element passes where q4·k4 + offset_j / q_scale_i >= least_i / k_scale_b. All of it is made by
+tensor cores: beside the product of 4-bit numbers goes one of X columns in bf16, whose factors hold
+1 / q_scale and -least of a row, offset and 1 / k_scale of a key, each in two halves of 8 bits. What
+is left of the comparison is the sign of a sum, and a tile fails if the bitwise *and* of its sums is
+negative: half an instruction for an element, where adding, taking a maximum and comparing take
+more than the products do. Threads look at the elements they hold, collect bits of 32 key tiles, and
+only then agree with one another.
 
-The 4-bit numbers ride in fp8 where tensor cores have it, which gives the sums in fp32 with nothing
-to convert, and in int8 on Ampere. Both are exact: the sums are whole numbers below 2^13.
+The 4-bit numbers ride in fp8 where tensor cores have it, else in fp16: their sums, whole numbers
+below 2^13, come out exact and in fp32, which the second product goes on from.
 """
 
 # what triton compiles is not typed python.
@@ -20,7 +22,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -32,9 +33,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .quantize import FourBitQK, quantize_four_bits
 from .triton_bits import bits_from, ones
+from .triton_mask import device_facts
 
 AREA_KEYS = 64
 AREA_WARPS = 4
+# columns of the second product; six are used.
+EXTRA = 16
+# keys and rows that do not exist pass nowhere, and no product overflows on the way.
+NEVER = tl.constexpr(1.0e25)
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,13 @@ class Config:
     tma: bool
 
 
-def config(capability: tuple[int, int]) -> Config:
-    """The fastest measured for a GPU of such compute capability."""
+def config(capability: tuple[int, int], shared: int) -> Config:
+    """The fastest measured for a GPU whose programs can have ``shared`` bytes of shared memory."""
     if capability[0] >= 9:
-        return Config(rows=128, keys=128, stages=3, warps=4, tma=True)
-    return Config(rows=128, keys=128, stages=3, warps=8, tma=False)
+        return Config(rows=128, keys=128, stages=2, warps=4, tma=True)
+    # where numbers ride in fp16, three steps are 110 KB.
+    fits = capability >= (8, 9) or shared >= 112 * 1024
+    return Config(rows=128, keys=128, stages=3 if fits else 2, warps=8, tma=False)
 
 
 @triton.jit
@@ -61,7 +69,7 @@ def least_sums_kernel(
     k_ptr,
     q_scale_ptr,
     shift_ptr,
-    least_ptr,
+    extra_ptr,
     log_tau,
     S,
     H,
@@ -74,9 +82,10 @@ def least_sums_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EXTRA: tl.constexpr,
     BY_HEAD: tl.constexpr,
 ):
-    """What the 4-bit products of each row of one query tile must reach, times the keys' scale.
+    """The rows' factors of the second product, for one query tile.
 
     ``sink`` is the first token of the sink, S where there is none.
     """
@@ -126,7 +135,21 @@ def least_sums_kernel(
     q_scale = tl.load(q_scale_ptr + off_row, mask=row < S, other=1.0)
     shift = tl.load(shift_ptr + off_row, mask=row < S, other=0.0)
     least = ((top + tl.log2(total)) * 0.6931471805599453 + logarithm) / scale
-    tl.store(least_ptr + off_row, (least - shift) / q_scale, mask=row < S)
+    least = tl.where(row < S, (least - shift) / q_scale, NEVER)
+    inverse = tl.where(row < S, 1.0 / q_scale, 0.0)
+    half: tl.constexpr = extra_ptr.dtype.element_ty
+    least_high = least.to(half)
+    inverse_high = inverse.to(half)
+    least_low = (least - least_high.to(tl.float32)).to(half)
+    inverse_low = (inverse - inverse_high.to(tl.float32)).to(half)
+    # against offset, offset's rest, offset; the keys' factor, its rest, the factor.
+    column = tl.arange(0, EXTRA)[None, :]
+    extra = tl.where(column < 2, inverse_high[:, None], inverse_low[:, None])
+    extra = tl.where(column < 3, extra, -least_high[:, None])
+    extra = tl.where(column < 5, extra, -least_low[:, None])
+    extra = tl.where(column < 6, extra, 0.0)
+    off_extra = (head * TQ * M + row)[:, None] * EXTRA + column
+    tl.store(extra_ptr + off_extra, extra.to(half))
 
 
 @triton.jit
@@ -138,10 +161,8 @@ def _or(a, b):
 def sale_kernel(
     q_ptr,
     k_ptr,
-    q_scale_ptr,
-    k_inverse_ptr,
-    offset_ptr,
-    least_ptr,
+    q_extra_ptr,
+    k_extra_ptr,
     words_ptr,
     keys_ptr,
     S,
@@ -155,34 +176,34 @@ def sale_kernel(
     BLOCK_D: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    EXTRA: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """The mask of BLOCK_M rows. With TMA, ``q_ptr`` and ``k_ptr`` are descriptors of boxes."""
+    """The mask of BLOCK_M rows. With TMA, the first four are descriptors of boxes."""
     TILES: tl.constexpr = BLOCK_N // N
     # a head's programs run together: its keys then stay in L2.
     blocks = tl.cdiv(S, BLOCK_M)
     head = tl.program_id(0) // blocks
     start = (tl.program_id(0) % blocks) * BLOCK_M
-    row = start + tl.arange(0, BLOCK_M)
+    off_m = start + tl.arange(0, BLOCK_M)
     off_n = tl.arange(0, BLOCK_N)
     off_d = tl.arange(0, BLOCK_D)
-    off_tile = tl.arange(0, TILES)
-    first_row = head.to(tl.int64) * S
+    off_x = tl.arange(0, EXTRA)
+    # factors are padded to whole tiles and whole steps. Rows and keys past a head's last are the
+    # next head's, or zeros: their factors let nothing pass.
+    padded = tl.cdiv(S, BLOCK_N) * BLOCK_N
     if TMA:
         q = q_ptr.load([head * S + start, 0])
+        q_extra = q_extra_ptr.load([head * (TQ * M) + start, 0])
     else:
-        there = (row < S)[:, None] & (off_d < D)[None, :]
-        q = tl.load(q_ptr + (first_row + row)[:, None] * D + off_d[None, :], mask=there, other=0.0)
-    inverse = 1.0 / tl.load(q_scale_ptr + first_row + row, mask=row < S, other=1.0)
-    # rows past the end let nothing pass.
-    least = tl.load(least_ptr + first_row + row, mask=row < S, other=float("inf"))
-    # these two are padded to whole steps, with keys that pass nowhere.
-    padded = tl.cdiv(S, BLOCK_N) * BLOCK_N
-    k_inverse_ptr += head * (padded // N)
-    offset_ptr += head.to(tl.int64) * padded
+        first_row = head.to(tl.int64) * S
+        q_alive = (off_m < S)[:, None] & (off_d < D)[None, :]
+        q = tl.load(q_ptr + (first_row + off_m)[:, None] * D + off_d[None, :], q_alive, other=0.0)
+        off_q = (head.to(tl.int64) * (TQ * M) + off_m)[:, None] * EXTRA + off_x[None, :]
+        q_extra = tl.load(q_extra_ptr + off_q, (off_m < TQ * M)[:, None], other=0.0)
 
     tile = start // M + tl.arange(0, BLOCK_M // M)
     low = tile * M + tl.minimum(S - tile * M, M) // 2 - local // 2
@@ -191,48 +212,46 @@ def sale_kernel(
     whole = tile >= full_rows
     words_ptr += (head.to(tl.int64) * TQ + tile) * W
     counts = tl.zeros([BLOCK_M // M], dtype=tl.int32)
-    # four threads share a row of the product, and each has pairs of columns.
-    seen = tl.zeros([BLOCK_M, 4], dtype=tl.int32)
+    # a thread's elements of sixteen rows: two rows eight apart, and pairs of columns.
+    seen = tl.zeros([BLOCK_M // 16, 8, 4], dtype=tl.int32)
     for begin in tl.range(0, padded, BLOCK_N, num_stages=STAGES):
         if TMA:
             k = k_ptr.load([head * S + begin, 0])
+            k_extra = k_extra_ptr.load([head * padded + begin, 0])
         else:
             key = begin + off_n
-            there = (key < S)[:, None] & (off_d < D)[None, :]
-            off_k = (first_row + key)[:, None] * D + off_d[None, :]
-            k = tl.load(k_ptr + off_k, mask=there, other=0.0)
-        column = begin // N + off_tile
-        k_inverse = tl.load(k_inverse_ptr + column)
-        offset = tl.load(offset_ptr + begin + off_n)
-        sums = tl.dot(q, k.T).to(tl.float32) + offset[None, :] * inverse[:, None]
-        best = tl.max(tl.max(tl.reshape(sums, [BLOCK_M, TILES, N // 8, 4, 2]), 4), 2)
-        passes = best >= (least[:, None] * k_inverse[None, :])[:, :, None]
-        seen |= tl.sum(passes.to(tl.int32) << (column % 32)[None, :, None], 1)
+            k_alive = (key < S)[:, None] & (off_d < D)[None, :]
+            k = tl.load(k_ptr + (first_row + key)[:, None] * D + off_d[None, :], k_alive, other=0.0)
+            off_k = (head.to(tl.int64) * padded + key)[:, None] * EXTRA + off_x[None, :]
+            k_extra = tl.load(k_extra_ptr + off_k)
+        sums = tl.dot(q, k.T)
+        sums = tl.dot(q_extra, k_extra.T, sums)
+        best = tl.reshape(sums, [BLOCK_M // 16, 2, 8, TILES, N // 8, 4, 2])
+        best = tl.max(tl.max(tl.max(best, 6), 4), 1)
+        place = (begin // N + tl.arange(0, TILES)) % 32
+        passes = (best >= 0).to(tl.int32) << place[None, None, :, None]
+        seen |= tl.sum(passes, 2)
         done = begin // N + TILES
         if (done % 32 == 0) | (done >= TK):
             word = (done - 1) // 32
-            found = tl.reduce(tl.reshape(seen, [BLOCK_M // M, M * 4]), 1, _or)
+            found = tl.reduce(tl.reshape(seen, [BLOCK_M // M, M * 2]), 1, _or)
             found |= bits_from(word, near) & ~bits_from(word, far)
             found |= bits_from(word, tl.where(whole, 0, full_columns))
             found &= ~bits_from(word, tl.zeros_like(tile) + TK)
-            tl.store(words_ptr + word, found, mask=tile < TQ)
+            tl.store(words_ptr + word, found, mask=(tile < TQ) & (word < W))
             counts += ones(found) * N
             # the last key tile, which may be short.
             last = (found >> ((TK - 1) % 32)) & 1
-            counts -= tl.where(done >= TK, last * (TK * N - S), 0)
-            seen = tl.zeros([BLOCK_M, 4], dtype=tl.int32)
+            counts -= tl.where(word == W - 1, last * (TK * N - S), 0)
+            seen = tl.zeros([BLOCK_M // 16, 8, 4], dtype=tl.int32)
     tl.store(keys_ptr + head.to(tl.int64) * TQ + tile, counts, mask=tile < TQ)
 
 
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
 def can_estimate(q: Tensor, tile: tuple[int, int]) -> bool:
-    """Whether the kernels take such queries and tiles: 16 bits, and 8 keys or more."""
+    """Whether the kernels take such queries and tiles: 16 bits, D up to 128, 8 keys or more."""
     dim = q.shape[-1]
-    return q.dtype in (torch.float16, torch.bfloat16) and tile[1] >= 8 and dim % 16 == 0
+    sixteen_bits = q.dtype in (torch.float16, torch.bfloat16)
+    return sixteen_bits and tile[1] >= 8 and dim % 16 == 0 and dim <= 128
 
 
 def sale_words(
@@ -250,7 +269,7 @@ def sale_words(
     """Key tiles in which some element's relative attention score may reach ``tau``.
 
     Args:
-        q: queries ``[B, H, S, D]``, fp16 or bf16, D a multiple of 16.
+        q: queries ``[B, H, S, D]``, fp16 or bf16, D a multiple of 16 up to 128.
         k: keys, likewise.
         tau: the threshold, or one for every head, fp32 ``[H]``.
         tile: (M, N), N at least 8.
@@ -258,7 +277,7 @@ def sale_words(
         full_rows: query tiles from this one on keep everything.
         full_columns: key tiles from this one on are the sink, and kept in every row.
         how: sizes to run with, the GPU's own by default.
-        riding: ``fp8`` or ``int8``, the type that 4-bit numbers ride in; the GPU's own by default.
+        riding: ``fp8`` or ``fp16``, the type that 4-bit numbers ride in; the GPU's own by default.
 
     Returns:
         The mask in words of 32 key tiles, int32 ``[B, H, Tq, W]``, the first tile of a word in its
@@ -268,41 +287,46 @@ def sale_words(
     rows, keys = tile
     q, k = q.contiguous(), k.contiguous()
     q_tiles, k_tiles = triton.cdiv(tokens, rows), triton.cdiv(tokens, keys)
-    capability = _capability(q.device.index) if q.is_cuda else (0, 0)
-    how = how or config(capability)
-    riding = riding or ("fp8" if capability >= (8, 9) else "int8")
+    capability, shared, _ = device_facts(q.device)
+    how = how or config(capability, shared)
+    riding = riding or ("fp8" if capability >= (8, 9) else "fp16")
     four = quantize_four_bits(q, k, keys, riding)
-    least = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+    # the interpreter has no products of bf16.
+    half = torch.bfloat16 if q.is_cuda else torch.float32
+    q_extra = torch.empty(batch, heads, q_tiles * rows, EXTRA, dtype=half, device=q.device)
+    k_extra = _key_factors(four, how.keys, half)
     words = torch.empty(
         batch, heads, q_tiles, triton.cdiv(k_tiles, 32), dtype=torch.int32, device=q.device
     )
     counts = torch.empty(batch, heads, q_tiles, dtype=torch.int32, device=q.device)
     by_head = isinstance(tau, Tensor)
-    padded = triton.cdiv(tokens, how.keys) * how.keys
-    sink = tokens if full_columns is None else full_columns * keys
+    operands: list[Any] = [four.q, four.k, q_extra, k_extra]
+    if how.tma:
+        block_d = _block_d(dim)
+        boxes = ([how.rows, block_d], [how.keys, block_d], [how.rows, EXTRA], [how.keys, EXTRA])
+        operands = [
+            TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), box)
+            for x, box in zip(operands, boxes, strict=True)
+        ]
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         least_sums_kernel[(batch * heads * q_tiles,)](
             q,
             k,
             four.q_scale,
             four.shift,
-            least,
+            q_extra,
             tau.to(q.device, torch.float32).log() if isinstance(tau, Tensor) else math.log(tau),
             tokens,
             heads,
             q_tiles,
             local,
-            sink,
+            tokens if full_columns is None else full_columns * keys,
             dim**-0.5,
             **area_constants(dim, tile, by_head),
             num_warps=AREA_WARPS,
         )
         sale_kernel[(batch * heads * triton.cdiv(tokens, how.rows),)](
-            *_operands(four, how),
-            four.q_scale,
-            F.pad(four.k_scale.reciprocal(), (0, padded // keys - k_tiles), value=1.0),
-            F.pad(four.offset, (0, padded - tokens), value=-math.inf),
-            least,
+            *operands,
             words,
             counts,
             tokens,
@@ -318,16 +342,18 @@ def sale_words(
     return words, counts
 
 
-def _operands(four: FourBitQK, how: Config) -> tuple[Any, Any]:
-    """Pointers, or boxes that may reach into the next head: what is there passes nowhere."""
-    block_d = _block_d(four.q.shape[-1])
-    if not how.tma:
-        return four.q, four.k
-    q, k = (
-        TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, block_d])
-        for x, rows in ((four.q, how.rows), (four.k, how.keys))
-    )
-    return q, k
+def _key_factors(four: FourBitQK, step: int, half: torch.dtype) -> Tensor:
+    """The keys' factors of the second product, ``[B, H, S padded to whole steps, EXTRA]``."""
+    tokens = four.offset.shape[2]
+    padding = (0, -tokens % step)
+    factor = four.k_scale.reciprocal().repeat_interleave(four.k_run, 2)[:, :, :tokens]
+    offset = F.pad(four.offset, padding, value=-NEVER.value)
+    factor = F.pad(factor, padding, value=1.0)
+    highs = offset.to(half), factor.to(half)
+    lows = (offset - highs[0].float()).to(half), (factor - highs[1].float()).to(half)
+    columns = [highs[0], lows[0], highs[0], highs[1], lows[1], highs[1]]
+    columns += [torch.zeros_like(highs[0])] * (EXTRA - len(columns))
+    return torch.stack(columns, -1)
 
 
 def _block_d(dim: int) -> int:
@@ -343,6 +369,7 @@ def area_constants(dim: int, tile: tuple[int, int], by_head: bool) -> dict[str, 
         "M": tile[0],
         "N": tile[1],
         "BLOCK_K": AREA_KEYS,
+        "EXTRA": EXTRA,
         "BY_HEAD": by_head,
     }
 
@@ -354,6 +381,7 @@ def sale_constants(how: Config, dim: int, tile: tuple[int, int]) -> dict[str, An
         "BLOCK_D": _block_d(dim),
         "M": tile[0],
         "N": tile[1],
+        "EXTRA": EXTRA,
         "BLOCK_M": how.rows,
         "BLOCK_N": how.keys,
         "STAGES": how.stages,

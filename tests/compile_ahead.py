@@ -158,8 +158,7 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
     for head_dim in head_dims:
         yield least_sums(cc, head_dim, (64, 32))
         for tile in ((64, 32), (16, 16), (128, 128)) if every else ((64, 32),):
-            for riding in ("int8", "fp8") if cc >= 89 else ("int8",):
-                yield sale(cc, head_dim, tile, riding)
+            yield sale(cc, head_dim, tile, "fp8e4nv" if cc >= 89 else "fp16")
 
 
 def _pointers(**dtypes: str) -> dict[str, str]:
@@ -399,8 +398,10 @@ def top_p_long(cc: int) -> Variant:
 
 def antidiagonal(cc: int, head_dim: int, stride: int) -> Variant:
     """XAttention's product of groups, for the default tile."""
-    how = triton_antidiagonal.config((cc // 10, cc % 10), SHARED_KIB[cc] * 1024)
     piece = triton_antidiagonal.block_d(head_dim)
+    how = triton_antidiagonal.config(
+        (cc // 10, cc % 10), SHARED_KIB[cc] * 1024, 128 // stride, piece
+    )
     operands = _pointers(q="bf16", k="bf16")
     if how.tma:
         boxes = zip(operands, (how.rows, how.columns), strict=True)
@@ -436,12 +437,11 @@ def block_sums(cc: int, stride: int) -> Variant:
 
 def least_sums(cc: int, head_dim: int, tile: tuple[int, int]) -> Variant:
     """SALE's thresholds."""
-    wide = dict.fromkeys(("q_scale", "shift", "least"), "fp32")
     return _variant(
         cc,
         f"least sums D={head_dim} {tile[0]}x{tile[1]}",
         triton_sale.least_sums_kernel,
-        _pointers(q="bf16", k="bf16", **wide),
+        _pointers(q="bf16", k="bf16", q_scale="fp32", shift="fp32", extra="bf16"),
         triton_sale.area_constants(head_dim, tile, False),
         triton_sale.AREA_WARPS,
         floats=("log_tau", "scale"),
@@ -450,21 +450,21 @@ def least_sums(cc: int, head_dim: int, tile: tuple[int, int]) -> Variant:
 
 def sale(cc: int, head_dim: int, tile: tuple[int, int], riding: str) -> Variant:
     """SALE's selection pass."""
-    how = triton_sale.config((cc // 10, cc % 10))
+    how = triton_sale.config((cc // 10, cc % 10), SHARED_KIB[cc] * 1024)
     constants = triton_sale.sale_constants(how, head_dim, tile)
-    operands = _pointers(q=EIGHT_BITS[riding], k=EIGHT_BITS[riding])
+    types = _pointers(q=riding, k=riding, q_extra="bf16", k_extra="bf16")
     if how.tma:
-        block_d = constants["BLOCK_D"]
-        boxes = zip(operands, (how.rows, how.keys), strict=True)
-        operands = {
-            name: f"tensordesc<{EIGHT_BITS[riding]}[{rows}, {block_d}]>" for name, rows in boxes
+        wide, narrow = constants["BLOCK_D"], constants["EXTRA"]
+        boxes = ((how.rows, wide), (how.keys, wide), (how.rows, narrow), (how.keys, narrow))
+        types = {
+            name: f"tensordesc<{kind[1:]}[{rows}, {columns}]>"
+            for (name, kind), (rows, columns) in zip(types.items(), boxes, strict=True)
         }
-    wide = dict.fromkeys(("q_scale", "k_inverse", "offset", "least"), "fp32")
     return _variant(
         cc,
         f"sale D={head_dim} {tile[0]}x{tile[1]} {riding}",
         triton_sale.sale_kernel,
-        _pointers(**wide, words="i32", keys="i32") | operands,
+        _pointers(words="i32", keys="i32") | types,
         constants,
         how.warps,
     )

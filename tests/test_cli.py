@@ -161,6 +161,7 @@ def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, ou
         assert record["prompt"] == prompt.strip()
         assert record["options"]["method_options"] == {
             "top_p": 0.9,
+            "topk": None,
             "tile": "16x16",
             "merge": "xor-window",
         }
@@ -363,9 +364,17 @@ def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) ->
         ("--top-p 1.5", "(0, 1]"),
         ("--top-p nan", "(0, 1]"),
         ("--top-p most", "cannot be 'most'"),
-        ("--tau 0.5", "option of spargeattn, not of fg-attn"),
+        ("--tau 0.5", "option of spargeattn, xattention and sale, not of fg-attn"),
         ("--method spargeattn --top-p 0.5", "option of fg-attn, not of spargeattn"),
-        ("--method dense --tile 16x16", "option of fg-attn and spargeattn, not of dense"),
+        ("--top-p 0.5 --topk 0.3", "selects by top_p or by topk"),
+        ("--topk some", "cannot be 'some'"),
+        ("--method xattention --stride 3", "stride must be one of 4, 8, 16, 64"),
+        ("--method xattention --blocks 1.5", "--blocks cannot be '1.5'"),
+        ("--method sale --local 0", "local must be"),
+        (
+            "--method dense --tile 16x16",
+            "option of fg-attn, spargeattn, xattention, sale and bsfa, not of dense",
+        ),
         ("--merge nicely", "xor"),
         ("--order spiral", "hilbert"),
         ("--dense-steps 1.5", "dense_steps"),

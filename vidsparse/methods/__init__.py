@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -30,6 +30,11 @@ def _owners(option: str) -> list[str]:
     ]
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them: ``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def make_method(name: str, **options: Any) -> Method:
     """A method from its name and its own options.
 
@@ -43,7 +48,7 @@ def make_method(name: str, **options: Any) -> Method:
     for option in options:
         if option not in own:
             owners = _owners(option)
-            whose = f"it belongs to {' and '.join(owners)}" if owners else "no method has it"
+            whose = f"it belongs to {listed(owners)}" if owners else "no method has it"
             has = f"its options are {', '.join(own)}" if own else "it takes no options"
             raise OptionError(f"{name} has no option {option!r}: {whose}. Hint: {has}.")
     return cls(**options)
@@ -60,5 +65,6 @@ __all__ = [
     "SpargeAttn",
     "SparseMethod",
     "XAttention",
+    "listed",
     "make_method",
 ]

@@ -141,10 +141,7 @@ class SpargeAttn(SparseMethod):
 
     @staticmethod
     def choose(
-        pooled: Pooled,
-        tau: float | Tensor,
-        theta: float | Tensor,
-        topk: float | None = None,
+        pooled: Pooled, tau: float | Tensor, theta: float | Tensor, topk: float | None = None
     ) -> Tensor:
         """The mask ``[..., B, H, Tq, Tk]`` of numbers, or of tensors of them that broadcast.
 
