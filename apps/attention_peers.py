@@ -101,6 +101,19 @@ def _coarse_only(tile: Tile) -> None:
         raise ValueError("works on 128x128 tiles")
 
 
+def flash_attention_4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlashAttention-4, dense, over q, k, v ``[B, H, S, D]`` as they lie in memory.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    from flash_attn.cute.interface import flash_attn_func
+
+    answer = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)))
+    out: Tensor = answer[0] if isinstance(answer, tuple) else answer
+    return out.transpose(1, 2)
+
+
 def _flash_attention_4(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: Tile = (128, 128)
 ) -> Peer:

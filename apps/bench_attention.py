@@ -358,8 +358,28 @@ def _chosen(choose: Callable[..., str], asked: str, *where: Any, **wanted: Any) 
         raise UnsupportedError(str(reason)) from None
 
 
+def device_and_dtype(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+    """What ``--device`` and ``--dtype`` mean; bfloat16 on a GPU and float32 on a CPU by default.
+
+    Raises:
+        OptionError: PyTorch sees no GPU, or knows no such dtype.
+    """
+    import torch
+
+    from vidsparse.errors import OptionError
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise OptionError("CUDA was asked for, but PyTorch sees no GPU. Hint: --device cpu.")
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    where = torch.device(device)
+    name = dtype or ("bfloat16" if where.type == "cuda" else "float32")
+    if name not in dtypes:
+        raise OptionError(f"dtype must be one of {', '.join(dtypes)}, got {name!r}")
+    return where, dtypes[name]
+
+
 def hardware(device: torch.device) -> str:
-    """The device's name."""
+    """The device in words."""
     import torch
 
     if device.type == "cuda":
@@ -367,13 +387,21 @@ def hardware(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def _versions() -> dict[str, str]:
+def versions(*others: str) -> dict[str, str]:
+    """Versions of what a measurement rests on, as far as installed; ``others`` are packages too."""
     from importlib.metadata import PackageNotFoundError, version
 
     from vidsparse._version import __version__
 
     found = {"vidsparse": __version__, "python": platform.python_version()}
-    for name in ("torch", "triton", "flash-attn-4", "flashinfer-python", "sageattention"):
+    for name in (
+        "torch",
+        "triton",
+        "flash-attn-4",
+        "flashinfer-python",
+        "sageattention",
+        *others,
+    ):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -381,7 +409,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
+    """A number for a table; nothing where there is none."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
@@ -410,13 +439,13 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.seq_len}x{row.heads}x{row.head_dim}",
         f"{row.kept:.3f}",
         row.impl,
-        _number(row.mask_ms),
-        _number(row.plan_ms),
-        _number(row.ms, 3),
-        _number(row.kept_tflops, 0 if (row.kept_tflops or 0) >= 10 else 3),
+        number(row.mask_ms),
+        number(row.plan_ms),
+        number(row.ms, 3),
+        number(row.kept_tflops, 0 if (row.kept_tflops or 0) >= 10 else 3),
         row.dense_impl,
-        _number(row.dense_ms),
-        _number(row.ratio),
+        number(row.dense_ms),
+        number(row.ratio),
         "" if row.error is None else f"{row.error:.1e}",
     )
 
@@ -454,7 +483,7 @@ def write_rows(path: str, device: torch.device, rows: Sequence[Any]) -> None:
 
     head = {
         "hardware": hardware(device),
-        "versions": _versions(),
+        "versions": versions(),
         "date": date.today().isoformat(),
     }
     lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
@@ -608,22 +637,17 @@ def _measure(
 ) -> list[Row]:
     import torch
 
-    from vidsparse.errors import OptionError, UnsupportedError
+    from vidsparse.errors import UnsupportedError
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise OptionError("CUDA was asked for, but PyTorch sees no GPU. Hint: --device cpu.")
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    where = torch.device(device)
-    name = dtype or ("bfloat16" if where.type == "cuda" else "float32")
-    if name not in dtypes:
-        raise OptionError(f"dtype must be one of {', '.join(dtypes)}, got {name!r}")
+    where, kind = device_and_dtype(device, dtype)
+    name = str(kind).removeprefix("torch.")
     click.echo(f"{hardware(where)}; torch {torch.__version__}; {name}")
     click.echo("  ".join(COLUMNS))
 
     def say(text: str) -> None:
         click.echo(text, err=True)
 
-    bench = Bench(where, dtypes[name], repeats, peers, say)
+    bench = Bench(where, kind, repeats, peers, say)
     rows: list[Row] = []
     failed: list[str] = []
     for case in cases:

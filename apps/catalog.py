@@ -55,8 +55,11 @@ Examples:
 @verbosity_options
 def models() -> None:
     """List bundled models with their words and example prompts, and the supported families."""
+    from vidsparse.methods import METHODS, make_method
     from vidsparse.pipelines.families import FAMILIES
     from vidsparse.pipelines.models import MODELS, describe
+
+    method = next(iter(METHODS))
 
     for name in MODELS:
         facts = describe(name)
@@ -76,9 +79,19 @@ def models() -> None:
         click.echo()
     click.secho("any other model", bold=True)
     _write(
-        "--model takes a folder in diffusers format or a hub id whose pipeline is one of these "
-        "(generate makes videos from text; sparsify in Python takes all of them):"
+        "--model takes a folder in diffusers format or a hub id of one of these families; "
+        "docs/models.md names their checkpoints. sparsify in Python takes all their pipelines:"
     )
     for family in FAMILIES:
-        others = f"; sparsify also: {', '.join(family.other)}" if family.other else ""
-        _write(f"{family.name}: {', '.join(family.text_to_video)}{others}", _INDENT * 2)
+        defaults = family.defaults
+        own = make_method(method, **defaults.method_options.get(method, {})).options()
+        options = ", ".join(f"{name} {own[name]}" for name in ("top_p", "tile"))
+        click.echo(f"{_INDENT * 2}{family.name}")
+        _write(", ".join(family.pipelines), _INDENT * 3)
+        _write(
+            f"defaults: {defaults.frames} frames ({defaults.frame_factor}k+1) of "
+            f"{defaults.width}x{defaults.height}, {defaults.steps} steps; "
+            f"dense steps {defaults.dense_steps}, dense layers {defaults.dense_layers}, "
+            f"{defaults.order} order, {method} with {options} ({defaults.source})",
+            _INDENT * 3,
+        )

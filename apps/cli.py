@@ -81,6 +81,10 @@ bench = LazyGroup(
             "vidsparse.apps.bench_masks:masks",
             "time what the methods' masks cost, as a share of dense attention",
         ),
+        "model": (
+            "vidsparse.apps.bench_model:model",
+            "time whole transformers of published sizes",
+        ),
         "quality": (
             "vidsparse.apps.quality:quality",
             "sweep tiles, merging and orders on the small model",
@@ -93,6 +97,7 @@ Start here:
   echo "a large red circle that moves right on a plain black background" > prompts.txt
   vidsparse generate prompts.txt          a video made with sparse attention, on any machine
   vidsparse compare prompts.txt           what the sparsity cost, as a page to look at
+  vidsparse ui                            the same in a browser
   vidsparse doctor                        what this machine can run
 """
 
@@ -115,6 +120,8 @@ Start here:
             "vidsparse.apps.calibrate_command:calibrate",
             "find a method's numbers for a model",
         ),
+        "ui": ("vidsparse.apps.page.command:ui", "open the page in a browser"),
+        "ablate": ("vidsparse.apps.ablate:ablate", "measure what each paper's parts are worth"),
         "doctor": ("vidsparse.apps.doctor:doctor", "check this machine"),
         "methods": ("vidsparse.apps.catalog:methods", "list the sparse attention methods"),
         "models": ("vidsparse.apps.catalog:models", "list bundled models and supported families"),

@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import numpy as np
 
+from vidsparse.apps.comparison import Comparison, write_report
 from vidsparse.apps.console import Session, verbosity_options
-from vidsparse.apps.jobs import Job, Jobs, prepare
+from vidsparse.apps.jobs import prepare
 from vidsparse.apps.options import GroupedCommand, request_options
 from vidsparse.apps.progress import short, step_bar
 from vidsparse.apps.prompts import read_prompts
-from vidsparse.apps.report_page import SideBySide, render
-from vidsparse.apps.run_folder import RunFolder, write_text
+from vidsparse.apps.run_folder import RunFolder
 from vidsparse.errors import OptionError
-from vidsparse.metrics import Frames, amplified_difference, compare_videos
-from vidsparse.report import (
-    PromptComparison,
-    Report,
-    RunFacts,
-    format_psnr,
-    format_seconds,
-    format_share,
-    format_spread,
-    mean_density_map,
-)
+from vidsparse.report import Report, format_psnr, format_seconds, format_share, format_spread
 
 if TYPE_CHECKING:
     from vidsparse.pipelines.generate import Generated
-    from vidsparse.pipelines.models import LoadedPipeline
     from vidsparse.pipelines.request import GenerateRequest
-
-# what the difference picture is multiplied with: enough to see errors at 35 dB.
-GAIN = 4
-
-SAME_KERNEL = (
-    "Both sides share seeds, noise and the dense attention: the sparse side's dense steps run the "
-    "very kernel of the dense side, so no decibel is lost to another one."
-)
 
 
 @click.command(
@@ -99,170 +76,32 @@ def compare(session: Session, /, prompts_file: str, batch: int, out: str, **opti
     folder = RunFolder(Path(out) / name)
     with folder.claim():
         loaded = jobs.load(session)
-        comparison = _Comparison(session, loaded, folder.path)
+
+        def generate(requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
+            from vidsparse.pipelines.generate import generate_batch
+
+            with step_bar(session, label) as progress:
+                return generate_batch(loaded, requests, progress=progress)
+
+        comparison = Comparison(generate, folder.path)
         chunks = [jobs.jobs[i : i + batch] for i in range(0, len(jobs.jobs), batch)]
-        comparison.warm_up(chunks[0])
+        session.say("Warming up ...")
+        comparison.warm_up(chunks[0], loaded.defaults)
         for chunk in chunks:
-            comparison.run(chunk)
-        report = comparison.report(jobs, batch)
-        paths = _write(folder.path, report, comparison.videos, request)
+            for each in comparison.run(chunk):
+                if not session.quiet:
+                    click.echo(
+                        f"{each.number:04d}  PSNR {format_psnr(each.quality, ' dB')}, "
+                        f"SSIM {each.quality.ssim:.4f}  {short(each.prompt)}"
+                    )
+        report = comparison.report(jobs.request, batch)
+        paths = write_report(folder.path, report, comparison.videos, request)
     if session.quiet:
         for path in paths:
             click.echo(path)
         return
     _print(report)
     click.echo(f"\nreport: {paths[0]}")
-
-
-class _Comparison:
-    """Runs both sides chunk by chunk and keeps the numbers; frames live for one chunk only."""
-
-    def __init__(self, session: Session, loaded: LoadedPipeline, folder: Path) -> None:
-        self.videos: list[SideBySide] = []
-        self._session = session
-        self._loaded = loaded
-        self._folder = folder
-        self._comparisons: list[PromptComparison] = []
-        self._maps: list[list[list[float | None]]] = []
-
-    def warm_up(self, chunk: Sequence[Job]) -> None:
-        """Run two steps of both sides untimed: a process's first call pays for its set-up.
-
-        A GPU and the compiler prepare for one shape, so they get the true one; on a CPU a few
-        frames do.
-        """
-        self._session.say("Warming up ...")
-        request = chunk[0].request
-        frames = request.frames
-        if request.device == "cpu" and not request.compile:
-            frames = self._loaded.defaults.frame_factor + 1
-        for side in (_dense, lambda one: replace(one, dense_steps=0)):
-            self._generate(
-                [replace(side(job.request), steps=2, frames=frames) for job in chunk], "warm-up"
-            )
-
-    def run(self, chunk: Sequence[Job]) -> None:
-        """Make a chunk dense and sparse, measure it, and encode the side-by-side videos."""
-        dense = self._generate([_dense(job.request) for job in chunk], _label(chunk, "dense"))
-        method = chunk[0].request.method
-        sparse = self._generate([job.request for job in chunk], _label(chunk, method))
-        for job, reference, other in zip(chunk, dense, sparse, strict=True):
-            self._measure(job, reference, other)
-
-    def report(self, jobs: Jobs, batch: int) -> Report:
-        """Everything measured, as one value."""
-        record = self._comparisons[0].sparse.record
-        notes = [SAME_KERNEL, "Both sides ran two untimed steps before the first prompt."]
-        if batch > 1:
-            notes.append(f"Times are those of batches of {batch}, divided by the batch's size.")
-        for each in self._comparisons:
-            notes += [f"Some calls ran {note}." for note in each.sparse.record["notes"]]
-        return Report(
-            settings={**jobs.request.options(), "batch": batch},
-            environment={"device": _device_name(record["device"]), **record["versions"]},
-            comparisons=self._comparisons,
-            density_map=mean_density_map(self._maps),
-            notes=list(dict.fromkeys(notes)),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
-
-    def _generate(self, requests: list[GenerateRequest], label: str) -> list[Generated]:
-        from vidsparse.pipelines.generate import generate_batch
-
-        with step_bar(self._session, label) as progress:
-            return generate_batch(self._loaded, requests, progress=progress)
-
-    def _measure(self, job: Job, dense: Generated, sparse: Generated) -> None:
-        # scikit-image's filters release the interpreter lock: threads share out the frames.
-        with ThreadPoolExecutor() as pool:
-            quality = compare_videos(dense.frames, sparse.frames, pool=pool)
-        self._comparisons.append(
-            PromptComparison(
-                number=job.prompt.number,
-                prompt=job.prompt.text,
-                seed=job.request.seed,
-                quality=quality,
-                dense=_facts(dense.record),
-                sparse=_facts(sparse.record),
-            )
-        )
-        density_map = sparse.record["density_map"]
-        if density_map:
-            self._maps.append(density_map)
-        self.videos.append(self._side_by_side(job, dense.frames, sparse.frames))
-        if not self._session.quiet:
-            click.echo(
-                f"{job.prompt.number:04d}  PSNR {format_psnr(quality, ' dB')}, "
-                f"SSIM {quality.ssim:.4f}  {short(job.prompt.text)}"
-            )
-
-    def _side_by_side(self, job: Job, dense: Frames, sparse: Frames) -> SideBySide:
-        from vidsparse.apps.prompts import slug
-        from vidsparse.pipelines.video import write_video
-
-        frames = np.concatenate([dense, sparse, amplified_difference(dense, sparse, GAIN)], axis=2)
-        path = self._folder / f"{job.prompt.number:04d}-{slug(job.prompt.text)}.mp4"
-        assert job.request.fps is not None
-        write_video(frames, path, job.request.fps)
-        return SideBySide(mp4=path.read_bytes(), width=frames.shape[2], height=frames.shape[1])
-
-
-def _dense(request: GenerateRequest) -> GenerateRequest:
-    return replace(request, method="dense", method_options={}, preset=None)
-
-
-def _label(chunk: Sequence[Job], side: str) -> str:
-    first, last = chunk[0].prompt, chunk[-1].prompt
-    if first is last:
-        return f"{first.number} {side}: {short(first.text)}"
-    return f"{first.number}-{last.number} {side}"
-
-
-def _facts(record: dict[str, Any]) -> RunFacts:
-    # loading happens once for both sides and says nothing about either.
-    seconds = {
-        phase: value if value is None else value / record["batch"]
-        for phase, value in record["times"].items()
-        if phase != "load"
-    }
-    return RunFacts(
-        seconds=seconds,
-        selected=record["selected"],
-        computed=record["computed"],
-        dense_step_share=record["dense_step_share"],
-        implementation=record["implementation"],
-        record=record,
-    )
-
-
-def _device_name(device: dict[str, Any]) -> str:
-    threads = f", {device['threads']} threads" if device["threads"] else ""
-    return f"{device['name']}{threads}"
-
-
-def _write(
-    folder: Path, report: Report, videos: Sequence[SideBySide], request: GenerateRequest
-) -> list[Path]:
-    """Write the three forms of the report; answers their paths, the page first."""
-    from vidsparse.methods import METHODS
-
-    assert request.fps is not None
-    page = render(
-        report,
-        videos,
-        model=Path(request.model).name or request.model,
-        method_title=METHODS[request.method].title,
-        fps=request.fps,
-        gain=GAIN,
-    )
-    texts = {
-        "report.html": page,
-        "report.md": report.to_markdown(),
-        "report.json": report.to_json_text(),
-    }
-    for name, text in texts.items():
-        write_text(folder / name, text)
-    return [folder / name for name in texts]
 
 
 def _print(report: Report) -> None:

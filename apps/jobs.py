@@ -55,6 +55,7 @@ class Jobs:
             offload=request.offload,
             lora=request.lora,
             compile=request.compile,
+            image=request.image is not None,
         )
 
 
@@ -68,13 +69,15 @@ def prepare(
     Raises:
         VidsparseError: an option, a combination or the model cannot be used.
     """
-    from vidsparse.pipelines.models import resolve_model, unknown_words
+    from vidsparse.pipelines.models import check_takes, resolve_model, unknown_words
     from vidsparse.pipelines.request import check_ready, resolve
 
     requests = [build_request(prompt.text, options) for prompt in source.prompts]
     if ready:
         check_ready(requests[0])
     model = resolve_model(requests[0].model)
+    first = requests[0]
+    check_takes(model, image=first.image is not None, last_image=first.last_image is not None)
     jobs = []
     for prompt, request in zip(source.prompts, requests, strict=True):
         jobs.append(Job(prompt=prompt, request=resolve(request, model.defaults)))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from vidsparse.errors import OptionError
-from vidsparse.methods import METHODS, listed
+from vidsparse.errors import OptionError, listed
+from vidsparse.methods import METHODS
 from vidsparse.order import ORDERS
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class GroupedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def _amount(text: str) -> int | float:
+def amount(text: str) -> int | float:
     """A whole count (12), or a share written with a point (0.24)."""
     try:
         return int(text) if text.strip().lstrip("+-").isdecimal() else float(text)
@@ -148,7 +148,11 @@ def request_options(function: Function) -> Function:
             help="A bundled model, a diffusers folder or a hub id.",
         ),
         _option(
-            VIDEO, "--frames", type=int, metavar="N", help="Frames, 4k+1.  [default: the model's]"
+            VIDEO,
+            "--frames",
+            type=int,
+            metavar="N",
+            help="Frames; 4k+1, 6k+1 or 8k+1, by model.  [default: the model's]",
         ),
         _option(
             VIDEO,
@@ -168,6 +172,18 @@ def request_options(function: Function) -> Function:
             help="Classifier-free guidance scale.  [default: the model's]",
         ),
         _option(VIDEO, "--negative-prompt", metavar="TEXT", default="", help="What not to show."),
+        _option(
+            VIDEO,
+            "--image",
+            metavar="FILE",
+            help="First frame, for image-to-video; scaled and cut to the video's size.",
+        ),
+        _option(
+            VIDEO,
+            "--last-image",
+            metavar="FILE",
+            help="Last frame, where the model takes one (Wan's first-last-frame-to-video).",
+        ),
         _option(
             VIDEO,
             "--seed",
@@ -208,16 +224,15 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-steps",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
-            default="0.24",
-            show_default=True,
-            help="First steps kept dense: a share rounded up (0.24) or a count (12).",
+            help="First steps kept dense: a share rounded up (0.24) or a count (12).  "
+            "[default: the model's]",
         ),
         _option(
             SPARSITY,
             "--dense-last-steps",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0",
             show_default=True,
@@ -226,16 +241,14 @@ def request_options(function: Function) -> Function:
         _option(
             SPARSITY,
             "--dense-layers",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
-            default="0",
-            show_default=True,
-            help="First transformer layers kept dense.",
+            help="First transformer layers kept dense.  [default: the model's]",
         ),
         _option(
             SPARSITY,
             "--dense-last-layers",
-            type=_amount,
+            type=amount,
             metavar="N|SHARE",
             default="0",
             show_default=True,

@@ -50,7 +50,7 @@ def read_prompts(path: str) -> PromptFile:
             longer than 10,000 characters.
     """
     name = "standard input" if path == "-" else path
-    prompts = tuple(_prompts(name, _text(path, name)))
+    prompts = tuple(parse_prompts(name, _text(path, name)))
     if not prompts:
         raise OptionError(
             f"{name} holds no prompt. Hint: write one prompt a line; lines that start with # are "
@@ -97,7 +97,12 @@ def _text(path: str, name: str) -> str:
         ) from None
 
 
-def _prompts(name: str, text: str) -> Iterator[Prompt]:
+def parse_prompts(name: str, text: str) -> Iterator[Prompt]:
+    """The prompts of a text; ``name`` is what errors call it.
+
+    Raises:
+        OptionError: a prompt with a NUL character, or longer than 10,000 characters.
+    """
     number = 0
     # not splitlines(): it also cuts at form feeds and unicode separators, which no editor counts.
     for line, raw in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1):

@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from vidsparse.apps.console import Session, verbosity_options
-from vidsparse.apps.options import pixel_size
-from vidsparse.apps.progress import step_bar
-from vidsparse.apps.prompts import read_prompts
-from vidsparse.apps.quality_rows import (
-    STUDIES,
-    Configuration,
-    RowFile,
-    configurations,
-    markdown_tables,
-)
-from vidsparse.errors import OptionError
-from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread
-from vidsparse.report import format_number, format_share, format_spread
-
-if TYPE_CHECKING:
-    from vidsparse.methods import SparseMethod
-    from vidsparse.pipelines.generate import Generated
-    from vidsparse.pipelines.models import LoadedPipeline
-    from vidsparse.pipelines.request import GenerateRequest
-    from vidsparse.statistics import RecordedCall
-
-# prompts whose attention calls are kept for statistics and calibration, and how many steps of the
-# sparse part they are taken from: every layer of these is 24 calls on the bundled model.
-RECORDED_PROMPTS = 2
-RECORDED_STEPS = 3
-
-# rows whose metrics may still be computed while the device is at work on the next one; each holds
-# a batch of videos in memory.
-ROWS_IN_FLIGHT = 2
+from vidsparse.apps.quality_rows import markdown_tables, quality_file
+from vidsparse.apps.quality_studies import STUDIES, configurations
+from vidsparse.apps.quality_study import prepare_study, study_options
 
 
 @click.command(
@@ -57,31 +25,11 @@ Examples:
 The file holds one row a line and is written after every row; a rerun measures only what is missing.
 """
 )
-@click.argument("prompts_file", metavar="[PROMPTS.txt]", required=False)
-@click.option("--model", metavar="MODEL", default="shapes", show_default=True)
-@click.option("--size", type=pixel_size, metavar="WIDTHxHEIGHT", help="[default: the model's]")
-@click.option("--frames", type=int, metavar="N", help="[default: the model's]")
-@click.option("--steps", type=int, metavar="N", help="[default: the model's]")
-@click.option("--seed", type=int, metavar="N", default=0, show_default=True)
-@click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.  [default: the best]")
-@click.option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.  [default: the device's]")
-@click.option("--implementation", metavar="NAME", default="auto", show_default=True)
-@click.option(
-    "--batch", type=int, metavar="N", default=4, show_default=True, help="Prompts made at once."
-)
-@click.option("--prompts", type=int, metavar="N", help="Use the first N prompts only.")
+@study_options
 @click.option(
     "--study", "studies", multiple=True, type=click.Choice(STUDIES), help="[default: all of them]"
 )
 @click.option("--limit-rows", type=int, metavar="N", help="Measure at most N missing rows.")
-@click.option(
-    "--ssim-every",
-    type=int,
-    metavar="N",
-    default=4,
-    show_default=True,
-    help="Take SSIM on every N-th frame; PSNR is always taken on all.",
-)
 @click.option(
     "--out",
     metavar="FILE",
@@ -90,7 +38,6 @@ The file holds one row a line and is written after every row; a rerun measures o
     help="The file of rows, made or added to.",
 )
 @click.option("--overwrite", is_flag=True, help="Measure rows again that are there.")
-@click.option("--commit", metavar="ID", help="The code measured.  [default: git's HEAD]")
 @click.option("--curve", metavar="PNG", help="Also draw PSNR against density.")
 @click.option("--table", is_flag=True, help="Also print the file's rows as Markdown tables.")
 @verbosity_options
@@ -112,18 +59,14 @@ def quality(
     8-bit frames before encoding; densities are means over the sparse steps.
     """
     session.interrupted = "Interrupted; finished rows are kept."
-    for name in ("batch", "prompts", "ssim_every"):
-        if options[name] is not None and options[name] < 1:
-            raise OptionError(f"{name} must be at least 1, got {options[name]}")
-    file = RowFile(Path(out))
+    file = quality_file(Path(out))
     if limit_rows is None or limit_rows > 0:
-        study = _prepare(session, prompts_file, file, options)
-        wanted = list(configurations(studies or STUDIES))
-        todo = [one for one in wanted if options["overwrite"] or not study.known(one)]
-        session.say(f"{len(wanted) - len(todo)} of {len(wanted)} rows are there already.")
-        if todo[:limit_rows]:
-            file.path.parent.mkdir(parents=True, exist_ok=True)
-            study.run(todo[:limit_rows])
+        study = prepare_study(session, prompts_file, file, options)
+        study.run_missing(
+            list(configurations(studies or STUDIES)),
+            limit=limit_rows,
+            overwrite=options["overwrite"],
+        )
     if curve is not None:
         from vidsparse.apps.quality_curve import draw_curve
 
@@ -132,329 +75,3 @@ def quality(
     if table:
         click.echo(markdown_tables(file.rows))
     click.echo(file.path)
-
-
-def held_out_prompts() -> tuple[str, ...]:
-    """The 24 prompts that the bundled model's training left out."""
-    from vidsparse.apps.small_model.text import caption
-    from vidsparse.apps.small_model.world import held_out_scenes
-
-    return tuple(caption(scene) for scene in held_out_scenes())
-
-
-def _prepare(
-    session: Session, prompts_file: str | None, file: RowFile, options: Mapping[str, Any]
-) -> _Study:
-    """Check everything that can be wrong before the model loads."""
-    from vidsparse.pipelines.models import resolve_model
-    from vidsparse.pipelines.request import GenerateRequest, resolve
-
-    if prompts_file is None:
-        prompts = held_out_prompts()
-    else:
-        prompts = tuple(prompt.text for prompt in read_prompts(prompts_file).prompts)
-    width, height = options["size"] or (None, None)
-    model = resolve_model(options["model"])
-    requests = [
-        resolve(
-            GenerateRequest(
-                prompt=prompt,
-                method="dense",
-                width=width,
-                height=height,
-                **{
-                    name: options[name]
-                    for name in (
-                        "model", "frames", "steps", "seed", "device", "dtype", "implementation",
-                    )
-                },
-            ),
-            model.defaults,
-        )
-        for prompt in prompts[: options["prompts"]]
-    ]  # fmt: skip
-    return _Study(
-        session=session,
-        file=file,
-        requests=requests,
-        batch=options["batch"],
-        ssim_every=options["ssim_every"],
-        commit=options["commit"] or _commit(),
-    )
-
-
-def _commit() -> str:
-    """The commit of the checkout this file stands in, marked where its code was changed."""
-    root = Path(__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--", "kernels", "vidsparse", "pipelines")
-        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        raise OptionError(
-            "git cannot say which code this is. Hint: name the commit with --commit."
-        ) from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A row whose videos are made and whose metrics are being computed."""
-
-    configuration: Configuration
-    row: dict[str, Any]
-    measured: list[Future[VideoQuality]]
-
-
-class _Study:
-    """One size of one model: dense videos once, then row after row against them."""
-
-    def __init__(
-        self,
-        *,
-        session: Session,
-        file: RowFile,
-        requests: Sequence[GenerateRequest],
-        batch: int,
-        ssim_every: int,
-        commit: str,
-    ) -> None:
-        self._session = session
-        self._file = file
-        self._requests = requests
-        self._batch = batch
-        self._ssim_every = ssim_every
-        self._commit = commit
-        self._header: dict[str, Any] = {}
-        self._calls: list[RecordedCall] | None = None
-
-    def known(self, configuration: Configuration) -> bool:
-        """Whether the file holds this row already, measured on as many prompts."""
-        return self._file.find(configuration, self._conditions()) is not None
-
-    def run(self, todo: Sequence[Configuration]) -> None:
-        """Measure ``todo`` and write each row as soon as its metrics are there."""
-        from vidsparse.pipelines.models import load
-
-        first = self._requests[0]
-        self._session.say(f"Loading {first.model} on {first.device} ...")
-        loaded = load(first.model, device=first.device, dtype=first.dtype)
-        loaded.pipe.set_progress_bar_config(disable=True)
-        dense = self._generate(loaded, self._requests, "dense")
-        self._header = self._describe(dense[0].record)
-        frames = [one.frames for one in dense]
-        pending: list[_Pending] = []
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            try:
-                for place, configuration in enumerate(todo, 1):
-                    label = f"[{place}/{len(todo)}] {configuration}"
-                    pending.append(self._measure(loaded, configuration, label, frames, pool))
-                    while len(pending) > ROWS_IN_FLIGHT or (
-                        pending and all(future.done() for future in pending[0].measured)
-                    ):
-                        self._finish(pending.pop(0))
-                for each in pending:
-                    self._finish(each)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-
-    def _conditions(self) -> dict[str, Any]:
-        first = self._requests[0]
-        return {
-            "model": first.model,
-            "size": f"{first.width}x{first.height}",
-            "frames": first.frames,
-            "steps": first.steps,
-            "seed": first.seed,
-            "prompts": len(self._requests),
-        }
-
-    def _describe(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        first = self._requests[0]
-        return {
-            "hardware": record["device"],
-            "versions": record["versions"],
-            "date": datetime.now(UTC).date().isoformat(),
-            "model": record["model"],
-            "scheduler": record["scheduler"]["class"],
-            "dtype": first.dtype,
-            "guidance": first.guidance,
-            "metrics": {
-                "psnr": "dB on 8-bit frames before encoding, over all frames of a video; mean and "
-                "sample standard deviation over prompts",
-                "ssim": f"scikit-image, Gaussian window, on every {self._ssim_every}. frame",
-                "flicker": "PSNR of frame-to-frame differences",
-                "densities": "means over the sparse steps; 24 % of the steps are dense",
-                "sim_q, sim_k, l1, sparsity": f"SpargeAttn's, over the calls of {RECORDED_STEPS} "
-                f"steps, all layers, {RECORDED_PROMPTS} prompts of a dense run",
-            },
-        }
-
-    def _generate(
-        self, loaded: LoadedPipeline, requests: Sequence[GenerateRequest], label: str
-    ) -> list[Generated]:
-        from vidsparse.pipelines.generate import generate_batch
-
-        made: list[Generated] = []
-        with step_bar(self._session, label) as progress:
-            for start in range(0, len(requests), self._batch):
-                made += generate_batch(
-                    loaded, requests[start : start + self._batch], progress=progress
-                )
-        return made
-
-    def _measure(
-        self,
-        loaded: LoadedPipeline,
-        configuration: Configuration,
-        label: str,
-        dense: Sequence[Frames],
-        pool: ThreadPoolExecutor,
-    ) -> _Pending:
-        """Make one configuration's videos and hand them to the pool; the metrics come later."""
-        from vidsparse.methods import make_method
-
-        options = dict(configuration.options)
-        if configuration.target is not None:
-            options["top_p"] = self._calibrate(loaded, configuration)
-        method: Any = make_method(configuration.method, **options)
-        requests = [
-            replace(
-                request,
-                method=configuration.method,
-                method_options=options,
-                order=configuration.order,
-            )
-            for request in self._requests
-        ]
-        made = self._generate(loaded, requests, label)
-        records = [one.record for one in made]
-        row = {
-            "method": configuration.method,
-            "options": {
-                **method.options(),
-                "order": configuration.order,
-                "dense_steps": requests[0].dense_steps,
-            },
-            "selected": spread([record["selected"] for record in records]).mean,
-            "computed": spread([record["computed"] for record in records]).mean,
-            "dense_step_share": records[0]["dense_step_share"],
-            "seconds": sum(record["times"]["denoise"] / record["batch"] for record in records),
-            "implementation": records[0]["implementation"],
-            "study": configuration.study,
-            "target": configuration.target,
-        }
-        if configuration.study == "orders":
-            row.update(self._statistics(loaded, method, configuration.order))
-        measured = [
-            pool.submit(compare_videos, a, one.frames, ssim_every=self._ssim_every)
-            for a, one in zip(dense, made, strict=True)
-        ]
-        return _Pending(configuration, row, measured)
-
-    def _finish(self, pending: _Pending) -> None:
-        qualities = [future.result() for future in pending.measured]
-        psnr = spread([each.psnr for each in qualities])
-        identical = sum(each.identical for each in qualities)
-        ssim = spread([each.ssim for each in qualities])
-        conditions = self._conditions()
-        row = {
-            "method": pending.row["method"],
-            "options": pending.row["options"],
-            "size": conditions["size"],
-            "selected": pending.row["selected"],
-            "computed": pending.row["computed"],
-            "psnr_mean": psnr.mean,
-            "psnr_std": psnr.std,
-            "ssim_mean": ssim.mean,
-            "prompts": len(qualities),
-            "commit": self._commit,
-            "ssim_std": ssim.std,
-            "flicker_mean": spread([each.flicker for each in qualities]).mean,
-            "identical": identical,
-            **pending.row,
-            **conditions,
-        }
-        self._file.put(row, pending.configuration, conditions, self._header)
-        distance = format_spread(psnr, ".2f", " dB", identical)
-        self._session.say(
-            f"{pending.configuration}  selected {format_share(row['selected'])}, computed "
-            f"{format_share(row['computed'])}, PSNR {distance}, "
-            f"SSIM {format_number(ssim.mean, '.4f')}, {row['seconds']:.1f} s"
-        )
-
-    def _recorded(self, loaded: LoadedPipeline) -> list[RecordedCall]:
-        """Attention inputs of a dense run, the same for every order; made once."""
-        if self._calls is None:
-            import torch
-
-            from vidsparse.pipelines import sparsify
-            from vidsparse.pipelines.quiet import quiet_hosts
-            from vidsparse.statistics import record_calls
-
-            requests = self._requests[:RECORDED_PROMPTS]
-            steps = requests[0].steps
-            assert steps is not None
-            # the middles of equal parts of the sparse steps.
-            share = [(2 * part + 1) / (2 * RECORDED_STEPS) for part in range(RECORDED_STEPS)]
-            begin = min(steps - 1, -(-24 * steps // 100))
-            chosen = {begin + int(part * (steps - begin)) for part in share}
-            with (
-                quiet_hosts(),
-                sparsify(loaded.pipe, "dense") as handle,
-                record_calls(
-                    handle.engine,
-                    steps=chosen,
-                    layers=range(handle.engine.layers),
-                    rows=RECORDED_PROMPTS,
-                ) as calls,
-            ):
-                # every call is dense, and decoding is left out.
-                loaded.pipe(
-                    prompt=[request.prompt for request in requests],
-                    negative_prompt=[request.negative_prompt for request in requests],
-                    num_frames=requests[0].frames,
-                    width=requests[0].width,
-                    height=requests[0].height,
-                    num_inference_steps=steps,
-                    guidance_scale=requests[0].guidance,
-                    generator=[torch.Generator().manual_seed(one.seed) for one in requests],
-                    output_type="latent",
-                )
-            self._calls = calls
-        return self._calls
-
-    def _calibrate(self, loaded: LoadedPipeline, configuration: Configuration) -> float:
-        """The ``top_p`` whose computed density over the recorded calls is the target's."""
-        from vidsparse.methods import make_method
-        from vidsparse.statistics import computed_density
-
-        # every second call is enough to find a number that is rounded anyway.
-        calls = self._recorded(loaded)[::2]
-        low, high = 0.0, 1.0
-        assert configuration.target is not None
-        for _ in range(8):
-            middle = (low + high) / 2
-            method: Any = make_method(
-                configuration.method, **{**configuration.options, "top_p": middle}
-            )
-            if computed_density(calls, method, configuration.order) < configuration.target:
-                low = middle
-            else:
-                high = middle
-        return round((low + high) / 2, 4)
-
-    def _statistics(
-        self, loaded: LoadedPipeline, method: SparseMethod, order: str
-    ) -> Iterator[tuple[str, float]]:
-        from vidsparse.statistics import measure_calls
-
-        calls = self._recorded(loaded)
-        measured = asdict(measure_calls(calls, method, order, self._requests[0].implementation))
-        yield from ((name, measured[name]) for name in ("sim_q", "sim_k", "l1"))
-        yield "sparsity", 1 - measured["selected"]

@@ -1,21 +1,22 @@
-"""PSNR against density, drawn from the rows of the quality study."""
+"""PSNR against density, drawn from the rows of quality studies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vidsparse.apps.quality_rows import TILES
-from vidsparse.errors import OptionError
+from vidsparse.apps.quality_studies import TILES
+from vidsparse.apps.row_file import Row
+from vidsparse.errors import OptionError, OutputError
 
-# four tile sizes, told apart by lightness as well as by hue.
-_COLOURS = ("#0a7c74", "#3b6fd6", "#7a4bb5", "#c2571a")
-_MARKS = ("o", "s", "^", "D")
+# told apart by lightness as well as by hue, and by their marks.
+_COLOURS = ("#0a7c74", "#3b6fd6", "#7a4bb5", "#c2571a", "#8a8f2c", "#b03060", "#444444")
+_MARKS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def draw_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write a picture: one row of panels a size, over selected and over computed density.
+def draw_curve(rows: Sequence[Row], path: Path) -> None:
+    """Tile sizes: one row of panels a size, over selected and over computed density.
 
     Solid lines are tiles merged by XOR distance, hollow marks the other ways of merging.
 
@@ -23,46 +24,85 @@ def draw_curve(rows: Sequence[dict[str, Any]], path: Path) -> None:
         OptionError: there is no row to draw, or no such picture format.
         OutputError: the file cannot be written.
     """
+
+    def draw(panel: Any, rows: Sequence[Row], density: str) -> None:
+        for tile, colour, mark in zip(TILES, _COLOURS, _MARKS, strict=False):
+            of_tile = [row for row in rows if row["options"]["tile"] == tile]
+            swept = [row for row in of_tile if row["study"] == "tiles"]
+            _line(panel, swept, density, color=colour, marker=mark, label=tile)
+            for row in of_tile:
+                if row["study"] == "merging":
+                    hollow = {"markerfacecolor": "none", "color": colour, "linestyle": "none"}
+                    panel.plot(row[density], row["psnr_mean"], marker=mark, **hollow)
+
+    drawn = [row for row in rows if row["study"] in ("tiles", "merging")]
+    _draw(drawn, path, ("selected", "computed"), "tile", draw)
+
+
+def draw_methods(rows: Sequence[Row], path: Path) -> None:
+    """Every method's curve over computed density, a panel a size.
+
+    Raises:
+        OptionError: there is no row to draw, or no such picture format.
+        OutputError: the file cannot be written.
+    """
+    drawn = [row for row in rows if row["study"] == "curves"]
+    names = list(dict.fromkeys(_curve_name(row) for row in drawn))
+
+    def draw(panel: Any, rows: Sequence[Row], density: str) -> None:
+        for place, name in enumerate(names):
+            own = [row for row in rows if _curve_name(row) == name]
+            style = {"color": _COLOURS[place % 7], "marker": _MARKS[place % 7]}
+            _line(panel, own, density, label=name, **style)
+
+    _draw(drawn, path, ("computed",), "method", draw)
+
+
+def _curve_name(row: Row) -> str:
+    return f"{row['method']} {row['options']['tile']}"
+
+
+def _line(panel: Any, rows: Sequence[Row], density: str, **style: Any) -> None:
+    points = sorted((row[density], row["psnr_mean"]) for row in rows)
+    if points:
+        panel.plot(*zip(*points, strict=True), **style)
+
+
+def _draw(
+    rows: Sequence[Row],
+    path: Path,
+    densities: tuple[str, ...],
+    legend: str,
+    draw: Callable[[Any, Sequence[Row], str], None],
+) -> None:
+    """Write a picture: one row of panels a size, one column a density."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from vidsparse.errors import OutputError
-
-    drawn = [
-        row
-        for row in rows
-        if row["study"] in ("tiles", "merging") and row["psnr_mean"] and row["computed"]
-    ]
-    if not drawn:
-        raise OptionError("there are no rows of the tiles study to draw yet")
-    sizes = list(dict.fromkeys((row["size"], row["frames"]) for row in drawn))
+    # identical videos have no PSNR to draw.
+    rows = [row for row in rows if row["psnr_mean"] and row["computed"]]
+    if not rows:
+        raise OptionError("there are no rows of this study to draw yet")
+    sizes = list(dict.fromkeys((row["size"], row["frames"]) for row in rows))
+    # a single density puts the sizes side by side.
+    flat = len(densities) == 1
+    shape = (1, len(sizes)) if flat else (len(sizes), len(densities))
     figure, panels = plt.subplots(
-        len(sizes), 2, figsize=(9, 3.6 * len(sizes)), squeeze=False, layout="constrained"
+        *shape, figsize=(4.5 * shape[1], 3.6 * shape[0]), squeeze=False, layout="constrained"
     )
-    for line, (size, frames) in zip(panels, sizes, strict=True):
-        for panel, density in zip(line, ("selected", "computed"), strict=True):
-            for tile, colour, mark in zip(TILES, _COLOURS, _MARKS, strict=True):
-                of_tile = [
-                    row
-                    for row in drawn
-                    if (row["size"], row["frames"], row["options"]["tile"]) == (size, frames, tile)
-                ]
-                swept = sorted(
-                    (row[density], row["psnr_mean"]) for row in of_tile if row["study"] == "tiles"
-                )
-                if swept:
-                    panel.plot(*zip(*swept, strict=True), color=colour, marker=mark, label=tile)
-                for row in of_tile:
-                    if row["study"] == "merging":
-                        hollow = {"markerfacecolor": "none", "color": colour, "linestyle": "none"}
-                        panel.plot(row[density], row["psnr_mean"], marker=mark, **hollow)
+    for line, (size, frames) in enumerate(sizes):
+        of_size = [row for row in rows if (row["size"], row["frames"]) == (size, frames)]
+        for column, density in enumerate(densities):
+            panel = panels[0][line] if flat else panels[line][column]
+            draw(panel, of_size, density)
             panel.set_xlabel(f"{density} density, sparse steps")
             panel.set_ylabel("PSNR to dense, dB")
             panel.set_title(f"{size}, {frames} frames", fontsize=10)
             panel.grid(alpha=0.25)
-        line[0].legend(title="tile", fontsize=8)
+    for first in panels[:, 0]:
+        first.legend(title=legend, fontsize=8)
     try:
         figure.savefig(path, dpi=140)
     except ValueError as error:

@@ -57,7 +57,9 @@ class _Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Plot:
+class FramePlot:
+    """One measure over a video's frames, as SVG in a unit square; what the templates draw."""
+
     kind: str
     title: str
     range: str
@@ -154,7 +156,7 @@ def _tiles(report: Report) -> list[dict[str, str]]:
 def _clip(each: PromptComparison, video: SideBySide) -> dict[str, Any]:
     short = each.prompt if len(each.prompt) <= SHORT_PROMPT else each.prompt[:SHORT_PROMPT] + "..."
     frames = each.quality.frames
-    plots = [_plot(frames, "psnr"), _plot(frames, "ssim")]
+    plots = [frame_plot(frames, "psnr"), frame_plot(frames, "ssim")]
     return {
         "number": each.number,
         "prompt": each.prompt,
@@ -182,11 +184,12 @@ def _flicker(each: PromptComparison, unit: str) -> str:
     )
 
 
-def _plot(frames: Sequence[FrameQuality], kind: str) -> _Plot:
+def frame_plot(frames: Sequence[FrameQuality], kind: str) -> FramePlot:
+    """The plot of ``kind``, "psnr" or "ssim", over a video's frames."""
     values: list[float | None] = [frame.psnr if kind == "psnr" else frame.ssim for frame in frames]
     spec, unit = (".2f", " dB") if kind == "psnr" else (".4f", "")
     known = [value for value in values if value is not None]
-    ticks = _nice_ticks(min(known), max(known)) if known else []
+    ticks = nice_ticks(min(known), max(known)) if known else []
     low, high = (ticks[0], ticks[-1]) if ticks else (0.0, 1.0)
     step = 1 / max(1, len(frames) - 1)
     commands, pen = [], "M"
@@ -204,7 +207,7 @@ def _plot(frames: Sequence[FrameQuality], kind: str) -> _Plot:
         for frame, value in zip(frames, values, strict=True)
     ]
     exact = [frame.identical and kind == "psnr" for frame in frames]
-    return _Plot(
+    return FramePlot(
         kind=kind,
         title="PSNR per frame, dB" if kind == "psnr" else "SSIM per frame",
         range=f"{min(known):{spec}} to {max(known):{spec}}" if known else "all identical",
@@ -231,7 +234,7 @@ def _spans(flags: Sequence[bool], step: float) -> list[_Span]:
     return spans
 
 
-def _nice_ticks(low: float, high: float) -> list[float]:
+def nice_ticks(low: float, high: float) -> list[float]:
     """Three to five round values that enclose ``low`` to ``high``."""
     room = max(high - low, 1e-3)
     scale: float = 10.0 ** math.floor(math.log10(room))

@@ -8,8 +8,9 @@ is the same for all families is here:
   transformer, layer) travels as a small CPU tensor: a Python integer would be a constant of the
   graph, and every layer would compile anew.
 - ``Session``, the state of one sparse pipeline. A forward pre-hook on each transformer tells it the
-  grid, the step and the guidance branch, which the operator reads when it runs.
-- ``SparseProcessor``, the base of the families' processors.
+  grid, the valid text, the step and the guidance branch, which the operator reads when it runs.
+  Padded text is cut off here, for all families alike.
+- ``SparseProcessor``, the base of the families' processors, and ``rotate``, their rotary embedding.
 
 No class and no Python module of the host is changed: only this pipeline's transformers are, and
 removal takes all of it back. A session lives as long as the processors that point to it.
@@ -17,6 +18,8 @@ removal takes all of it back. A session lives as long as the processors that poi
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import itertools
 import re
 import weakref
@@ -27,13 +30,46 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vidsparse.attention import AttentionEngine
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
+from vidsparse.kernels.dispatch import triton_reason
 from vidsparse.pipelines.families import FAMILIES, Family, supported_pipelines
 from vidsparse.site import CallSite
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the token sequence of one forward is made up.
+
+    Args:
+        grid: video tokens and the text tokens beside them, padding included.
+        valid: the number of real text tokens of each sample, which come first in its text; what
+            follows them is padding that takes no part in attention. Empty where all are real.
+    """
+
+    grid: TokenGrid
+    valid: tuple[int, ...] = ()
+
+    def groups(self, batch: int) -> list[tuple[slice | list[int], int]]:
+        """Samples with equally much valid text, and how many tokens to cut off their end."""
+        samples: dict[int, list[int]] = {}
+        for sample, count in enumerate(self.valid):
+            samples.setdefault(count, []).append(sample)
+        if len(samples) < 2:
+            count = self.valid[0] if self.valid else self.grid.text
+            return [(slice(0, batch), self.grid.text - count)]
+        # a slice takes part of a batch without a copy.
+        return [
+            (
+                slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] - rows[0] + 1 else rows,
+                self.grid.text - count,
+            )
+            for count, rows in samples.items()
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,26 +79,25 @@ class Adapter:
     Args:
         family: the classes covered.
         transformers: pipeline attributes that hold a transformer, in the order they denoise.
-        attention: matches the module names of video self-attention inside a transformer; group 1
-            is the layer number. Cross-attention and text refiners must not match.
+        attention: matches the module names of video self-attention inside a transformer, whose
+            layers are numbered in the order of its modules. Cross-attention, text refiners and
+            audio must not match.
         stock_processors: the diffusers processors that ``processor`` stands in for; any other is
             somebody's own and is refused.
         processor: the family's processor class, one for all layers.
-        dense: the host's own attention, ``(stock processor, q, k, v) -> out``, all
-            ``[B, H, S, D]``.
-        grid: reads the token grid from the arguments of a transformer's forward.
+        layout: reads the token layout from a transformer and the arguments of its forward, by
+            name; None where they are not what the family's pipelines pass.
         branches: guidance branches in the order of a step's forwards; one entry where guidance
             is batched or distilled. Used where the pipeline does not name the branch itself.
     """
 
     family: Family
-    transformers: tuple[str, ...]
+    transformers: tuple[str, ...] = ("transformer",)
     attention: re.Pattern[str]
     stock_processors: tuple[str, ...]
     processor: type[SparseProcessor]
-    dense: Callable[[Any, Tensor, Tensor, Tensor], Tensor]
-    grid: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], TokenGrid | None]
-    branches: tuple[str, ...]
+    layout: Callable[[Any, Mapping[str, Any]], Layout | None]
+    branches: tuple[str, ...] = ("conditional",)
 
 
 def find_adapter(pipe: Any) -> Adapter:
@@ -76,18 +111,38 @@ def find_adapter(pipe: Any) -> Adapter:
     ]
     for family in FAMILIES:
         if host_classes and host_classes[0] in family.pipelines:
-            return _load_adapter(family)
+            # adapters import this module for the base class: looked up when first needed.
+            adapter: Adapter = importlib.import_module(
+                f"vidsparse.pipelines.{family.adapter}"
+            ).ADAPTER
+            return adapter
     raise UnsupportedError(
         f"{type(pipe).__name__} is not a supported pipeline. "
         f"Hint: sparsify takes {supported_pipelines()}."
     )
 
 
-def _load_adapter(family: Family) -> Adapter:
-    # families import this module for the base class, so they are looked up when first needed.
-    from vidsparse.pipelines import wan
+def transformers_of(pipe: Any, adapter: Adapter) -> list[nn.Module]:
+    """The pipeline's transformers, each as it is beneath ``torch.compile``."""
+    found = [
+        getattr(component, "_orig_mod", component)
+        for name in adapter.transformers
+        if (component := getattr(pipe, name, None)) is not None
+    ]
+    if not found:
+        raise UnsupportedError(
+            f"this {type(pipe).__name__} has no transformer. Hint: load the whole pipeline."
+        )
+    return found
 
-    return {wan.ADAPTER.family.name: wan.ADAPTER}[family.name]
+
+def attention_modules(transformer: nn.Module, adapter: Adapter) -> list[tuple[str, Any]]:
+    """The modules of video self-attention, by name, in the order of their layers."""
+    return [
+        (name, module)
+        for name, module in transformer.named_modules()
+        if adapter.attention.fullmatch(name)
+    ]
 
 
 class Session:
@@ -104,10 +159,11 @@ class Session:
         self.id = next(_SESSION_IDS)
         self.adapter = adapter
         self.engines = engines
-        self.stock: dict[tuple[int, int], Any] = {}
+        self._modules: dict[tuple[int, int], Any] = {}
         self._pipe = weakref.ref(pipe)
         self._watches: list[Callable[[], object]] = []
         self._site: CallSite | None = None
+        self._layout: Layout | None = None
         self._context: str | None = None
         self._timesteps: Any = None
         self._timestep_values: list[float] = []
@@ -119,8 +175,16 @@ class Session:
         """Whether the pipeline's forwards are followed."""
         return bool(self._watches)
 
-    def watch(self, part: int, transformer: nn.Module) -> None:
-        """Follow the forwards of ``transformer``, the pipeline's ``part``-th."""
+    @property
+    def layers(self) -> int:
+        """Attention modules of all transformers."""
+        return len(self._modules)
+
+    def attach(self, part: int, transformer: nn.Module, modules: Mapping[int, Any]) -> None:
+        """Put processors into ``modules``, by layer, and follow the forwards of ``transformer``.
+
+        ``part`` is the transformer's place among the pipeline's.
+        """
         session = self
 
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -131,11 +195,29 @@ class Session:
         hook = transformer.register_forward_pre_hook(eager, with_kwargs=True)
         self._watches.append(hook.remove)
         self._watch_context(transformer)
+        self._modules.update({(part, layer): module for layer, module in modules.items()})
+        self._install(part)
 
-    def unwatch(self) -> None:
-        """Leave the transformers as they were before ``watch``."""
+    def _install(self, part: int) -> None:
+        """Stand in for the stock processors of a transformer, also for those put in since.
+
+        The host replaces processors by itself where it fuses projections (CogVideoX). What is not
+        the host's own stays.
+        """
+        for (of, layer), module in self._modules.items():
+            if of == part and is_stock(module.processor, self.adapter):
+                module.processor = self.adapter.processor(module.processor, self, part, layer)
+
+    def detach(self) -> None:
+        """Put the stock processors back and stop following the transformers."""
+        for module in self._modules.values():
+            ours = module.processor
+            # a processor that somebody has put in place since is not ours to replace.
+            if isinstance(ours, SparseProcessor) and ours.session is self:
+                module.processor = ours.stock
         while self._watches:
             self._watches.pop()()
+        self._site = self._layout = None
 
     def _watch_context(self, transformer: nn.Module) -> None:
         """Learn the guidance branch from the host's own announcement, ``cache_context(name)``."""
@@ -170,11 +252,13 @@ class Session:
                 "the pipeline that was made sparse no longer exists, but its transformer still "
                 "runs. Hint: call restore() on the pipeline in use, then sparsify() it."
             )
-        grid = self.adapter.grid(module, args, kwargs)
-        if grid is None:
+        self._install(part)
+        arguments = _by_name(module, args, kwargs)
+        self._layout = layout = self.adapter.layout(module, arguments)
+        if layout is None:
             self._site = None
             return
-        step, steps, timesteps = _denoising_position(pipe)
+        step, steps, timesteps = _denoising_position(pipe, arguments)
         last = self._site.step if self._site is not None else -1
         # every pipeline call sets new timesteps; a step that goes back covers loops that do not.
         if step < last or (step == 0 and timesteps is not self._timesteps) or last < 0:
@@ -185,7 +269,7 @@ class Session:
             layer=0,
             step=step,
             timestep=self._timestep_values[step - steps],
-            grid=grid,
+            grid=layout.grid,
             branch=self._branch(),
             part=part,
         )
@@ -201,41 +285,175 @@ class Session:
 
     def _branch(self) -> str:
         if self._context is not None:
-            return "unconditional" if self._context.startswith("uncond") else "conditional"
+            return _BRANCHES.get(self._context, self._context)
         branches = self.adapter.branches
         return branches[self._forwards_in_step % len(branches)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int) -> Tensor:
-        """One attention call, ``[B, S, H, D]`` in and out (the host's layout)."""
-        dense = partial(self.adapter.dense, self.stock[part, layer])
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if self._site is None:
-            out = dense(q, k, v)
-        else:
-            site = replace(self._site, layer=layer)
-            out = self.engines[part].attend(q, k, v, site, dense)
-        return out.transpose(1, 2).contiguous()
+        """One attention call, ``[B, S, H, D]`` in and out (the host's layout).
+
+        Padded text takes no part: it is cut off, and its rows of the answer are zero.
+        """
+        dense = partial(stock_attention, self._modules[part, layer].processor.stock)
+        site, layout = self._site, self._layout
+        if site is None or layout is None:
+            return _swapped(dense(_swapped(q), _swapped(k), _swapped(v))).contiguous()
+        groups = layout.groups(q.shape[0])
+        whole = len(groups) == 1 and groups[0][1] == 0
+        out = None if whole else torch.empty_like(q, memory_format=torch.contiguous_format)
+        for rows, padding in groups:
+            tokens = q.shape[1] - padding
+            grid = replace(site.grid, text=site.grid.text - padding)
+            answer = _swapped(
+                self.engines[part].attend(
+                    _swapped(q[rows, :tokens]),
+                    _swapped(k[rows, :tokens]),
+                    _swapped(v[rows, :tokens]),
+                    replace(site, layer=layer, grid=grid),
+                    dense,
+                )
+            )
+            if out is None:
+                return answer.contiguous()
+            out[rows, :tokens] = answer
+            out[rows, tokens:] = 0
+        assert out is not None
+        return out
 
 
-def _denoising_position(pipe: Any) -> tuple[int, int, Any]:
+def _swapped(x: Tensor) -> Tensor:
+    """From ``[B, S, H, D]`` to ``[B, H, S, D]`` and back."""
+    return x.transpose(1, 2)
+
+
+def _by_name(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The arguments of ``module.forward``, by name; pipelines pass all by name already."""
+    if not args:
+        return kwargs
+    return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+
+
+def stock_attention(stock: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The host's own attention on ``[B, H, S, D]``, with the backend the user has set.
+
+    CogVideoX and Mochi know no backends and call PyTorch's.
+    """
+    if not hasattr(stock, "_attention_backend"):
+        return F.scaled_dot_product_attention(q, k, v)
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    out: Tensor = dispatch_attention_fn(
+        _swapped(q), _swapped(k), _swapped(v), backend=stock._attention_backend
+    )
+    return _swapped(out)
+
+
+def latent_grid(
+    latent: Any, patch: tuple[int, int, int], text: int = 0, *, text_first: bool = False
+) -> TokenGrid | None:
+    """Tokens of a latent ``[B, C, T, H, W]`` after patching; None where it is none."""
+    if not isinstance(latent, Tensor) or latent.ndim != 5:
+        return None
+    frames, height, width = (n // p for n, p in zip(latent.shape[2:], patch, strict=True))
+    return TokenGrid(frames, height, width, text, text_first)
+
+
+def valid_text(mask: Tensor) -> tuple[int, ...]:
+    """The number of valid tokens of each sample, from a mask ``[B, text]`` that is not 0 there."""
+    return tuple(mask.bool().sum(1).tolist())
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
+    """Rotary embedding of ``x`` ``[..., D]``, on a GPU in one pass.
+
+    ``cos`` and ``sin`` ``[..., D / 2]`` hold the angle of every pair of channels: neighbours, or
+    with ``halves`` one of the first half of the channels and one of the second. The product is
+    formed in their precision and rounded as the stock processors do.
+    """
+    if _by_kernel(x, cos, sin):
+        from vidsparse.kernels.triton_rotate import rotate_rows
+
+        return rotate_rows(x, cos, sin, halves=halves)
+    if halves:
+        first, second = x.chunk(2, -1)
+        # multiplied and added at once.
+        rotated = (
+            torch.addcmul(first * cos, -sin, second.to(sin.dtype)),
+            torch.addcmul(second * cos, sin, first.to(sin.dtype)),
+        )
+        return torch.cat(rotated, -1).type_as(x)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    out = x.new_empty(x.shape)
+    out[..., 0::2] = even * cos - odd * sin
+    out[..., 1::2] = even * sin + odd * cos
+    return out
+
+
+def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the one-pass kernel may rotate ``x``: it knows no gradients, and compilers fuse."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    if triton_reason(x.device) is not None:
+        return False
+    from vidsparse.kernels.triton_rotate import can_rotate
+
+    return can_rotate(x, cos, sin)
+
+
+def is_stock(processor: Any, adapter: Adapter) -> bool:
+    """Whether ``processor`` is one of the host's that the adapter stands in for."""
+    return type(processor).__name__ in adapter.stock_processors
+
+
+def _denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, int, Any]:
     """The step about to run (from 0), how many this run has, and the scheduler's timesteps."""
     scheduler = pipe.scheduler
-    if not hasattr(scheduler, "step_index") or getattr(scheduler, "timesteps", None) is None:
-        raise UnsupportedError(
-            f"{type(scheduler).__name__} does not say which step it is at (step_index). "
-            "Hint: use a flow-matching Euler or UniPC scheduler."
-        )
-    timesteps = scheduler.timesteps
+    timesteps = getattr(scheduler, "timesteps", None)
+    current = getattr(pipe, "current_timestep", None)
+    if timesteps is None:
+        raise _no_step(scheduler)
     total = len(timesteps)
     steps = total
-    if getattr(pipe, "current_timestep", None) is not None:
+    if current is not None:
         # within a call of the pipeline. video-to-video runs the end of the list only, and its
         # first step counts as 0; outside a call this number is left over from the last one.
         steps = min(total, getattr(pipe, "num_timesteps", total))
-    index = scheduler.step_index
+    if hasattr(scheduler, "step_index"):
+        index = scheduler.step_index
+    else:
+        # CogVideoX's schedulers count no steps; what the transformer is told is one of the list.
+        index = _place(timesteps, arguments.get("timestep") if current is None else current)
+        if index is None:
+            raise _no_step(scheduler)
     step = 0 if index is None else int(index) - (total - steps)
     return min(max(step, 0), steps - 1), steps, timesteps
 
+
+def _place(timesteps: Any, value: Any) -> int | None:
+    if value is None:
+        return None
+    at = float(value.flatten()[0] if isinstance(value, Tensor) else value)
+    values = timesteps.tolist()
+    return values.index(at) if at in values else None
+
+
+def _no_step(scheduler: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(scheduler).__name__} does not say which step it is at: it has no step_index, and "
+        "the timestep is none of its list. Hint: use the scheduler that the model came with."
+    )
+
+
+# what pipelines call their forwards. LTX-2 has more of them, whose own names will do.
+_BRANCHES: Final = {
+    "cond": "conditional",
+    "uncond": "unconditional",
+    "pred_cond": "conditional",
+    "pred_uncond": "unconditional",
+    "cond_uncond": "conditional",
+}
 
 _SESSION_IDS: Final = itertools.count()
 _SESSIONS: Final[weakref.WeakValueDictionary[int, Session]] = weakref.WeakValueDictionary()

@@ -100,6 +100,7 @@ def check_calibration(request: GenerateRequest, steps: int, settings: dict[str, 
 
 
 def _window(request: GenerateRequest, steps: int) -> range:
+    assert request.dense_steps is not None
     schedule = Schedule(dense_steps=request.dense_steps, dense_last_steps=request.dense_last_steps)
     window = schedule.sparse_window(steps)
     if not window:

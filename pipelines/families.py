@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,9 +19,13 @@ class Defaults:
         steps: denoising steps.
         guidance: classifier-free guidance scale; 1 or less turns guidance off.
         fps: frames per second of the written video.
-        order: token order that sparse attention cuts its tiles in.
         frame_factor: valid frame counts are ``frame_factor * k + 1``.
         size_factor: width and height are multiples of this.
+        order: token order that sparse attention cuts its tiles in.
+        dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
+        dense_layers: first layers kept dense.
+        method_options: options of methods by their names, where they differ from the methods' own.
+        source: where these settings of sparse attention come from.
     """
 
     family: str
@@ -30,9 +35,13 @@ class Defaults:
     steps: int
     guidance: float
     fps: int
-    order: str
     frame_factor: int
     size_factor: int
+    order: str = "hilbert"
+    dense_steps: int | float
+    dense_layers: int | float = 0
+    method_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,26 +50,53 @@ class Family:
 
     Args:
         name: as errors and tables print it.
+        adapter: the module of this package that attaches to it.
         text_to_video: pipeline classes that make a video from text alone; ``generate`` runs these.
+        image_to_video: those that make one from text and its first frame; ``generate`` runs these.
+        image_twin: the one of those that the weights of a text-to-video model serve as well.
+        image_twin_if: entry of ``model_index.json`` that must be true for that, if any.
+        last_image: the one of those that takes the last frame too.
         other: further pipeline classes around the same transformer; ``sparsify`` takes these too.
+        libraries: modules of diffusers' pipelines that its models take components from.
+        vae_fp32: its VAE decodes visibly worse in 16 bits.
+        vae_tiling: decoding a whole video at once takes more memory than denoising it.
         defaults: settings of a model that brings none of its own.
     """
 
     name: str
+    adapter: str
     text_to_video: tuple[str, ...]
-    other: tuple[str, ...]
+    image_to_video: tuple[str, ...] = ()
+    image_twin: str | None = None
+    image_twin_if: str | None = None
+    last_image: str | None = None
+    other: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    vae_fp32: bool = False
+    vae_tiling: bool = False
     defaults: Defaults
 
     @property
     def pipelines(self) -> tuple[str, ...]:
         """Every pipeline class of the family."""
-        return self.text_to_video + self.other
+        return self.text_to_video + self.image_to_video + self.other
 
+
+# the settings of sparse attention are FG-Attn's (section 6) where it has any: the first 24 % of
+# steps dense on Wan and LTX-2, 10 % on HunyuanVideo; top-p 0.9 and 16x16 tiles, the most accurate
+# of its sizes, are the method's own defaults. the order is SpargeAttn's (section 3.7).
 
 WAN: Final = Family(
     name="Wan",
+    adapter="wan",
     text_to_video=("WanPipeline",),
-    other=("WanImageToVideoPipeline", "WanVideoToVideoPipeline"),
+    image_to_video=("WanImageToVideoPipeline",),
+    image_twin="WanImageToVideoPipeline",
+    # TI2V-5B. other text-to-video weights have no channels for an image.
+    image_twin_if="expand_timesteps",
+    last_image="WanImageToVideoPipeline",
+    other=("WanVideoToVideoPipeline", "WanVACEPipeline"),
+    vae_fp32=True,
     # the call defaults of diffusers' WanPipeline, and the frame rate Wan was trained at.
     defaults=Defaults(
         family="Wan",
@@ -70,15 +106,164 @@ WAN: Final = Family(
         steps=50,
         guidance=5.0,
         fps=16,
-        # SpargeAttn (section 3.7) orders video tokens on a Hilbert curve.
-        order="hilbert",
         frame_factor=4,
         size_factor=16,
+        dense_steps=0.24,
+        source="FG-Attn, section 6",
     ),
 )
 
-FAMILIES: Final[tuple[Family, ...]] = (WAN,)
+HUNYUAN_VIDEO: Final = Family(
+    name="HunyuanVideo",
+    adapter="hunyuan_video",
+    text_to_video=("HunyuanVideoPipeline",),
+    image_to_video=("HunyuanVideoImageToVideoPipeline",),
+    other=("HunyuanSkyreelsImageToVideoPipeline",),
+    vae_tiling=True,
+    # the call defaults of diffusers' HunyuanVideoPipeline, and the frame rate of its training.
+    defaults=Defaults(
+        family="HunyuanVideo",
+        frames=129,
+        width=1280,
+        height=720,
+        steps=50,
+        guidance=6.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.1,
+        source="FG-Attn, section 6",
+    ),
+)
+
+HUNYUAN_VIDEO_15: Final = Family(
+    name="HunyuanVideo 1.5",
+    adapter="hunyuan_video15",
+    text_to_video=("HunyuanVideo15Pipeline",),
+    image_to_video=("HunyuanVideo15ImageToVideoPipeline",),
+    vae_tiling=True,
+    # the call defaults of diffusers' HunyuanVideo15Pipeline at its smaller size.
+    defaults=Defaults(
+        family="HunyuanVideo 1.5",
+        frames=121,
+        width=848,
+        height=480,
+        steps=50,
+        guidance=6.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.1,
+        source="as HunyuanVideo",
+    ),
+)
+
+COGVIDEOX: Final = Family(
+    name="CogVideoX",
+    adapter="cogvideox",
+    text_to_video=("CogVideoXPipeline",),
+    image_to_video=("CogVideoXImageToVideoPipeline",),
+    other=("CogVideoXVideoToVideoPipeline", "CogVideoXFunControlPipeline"),
+    vae_tiling=True,
+    # those of CogVideoX 1.0. its VAE takes latent frames in pairs after the first: 8k+1 frames.
+    defaults=Defaults(
+        family="CogVideoX",
+        frames=49,
+        width=720,
+        height=480,
+        steps=50,
+        guidance=6.0,
+        fps=8,
+        frame_factor=8,
+        size_factor=16,
+        dense_steps=0.2,
+        source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
+MOCHI: Final = Family(
+    name="Mochi",
+    adapter="mochi",
+    text_to_video=("MochiPipeline",),
+    vae_tiling=True,
+    # the call defaults of diffusers' MochiPipeline, at the 5.4 seconds that the model was made for.
+    defaults=Defaults(
+        family="Mochi",
+        frames=163,
+        width=848,
+        height=480,
+        steps=64,
+        guidance=4.5,
+        fps=30,
+        frame_factor=6,
+        size_factor=16,
+        dense_steps=0.2,
+        source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
+LTX: Final = Family(
+    name="LTX-Video",
+    adapter="ltx",
+    text_to_video=("LTXPipeline",),
+    image_to_video=("LTXImageToVideoPipeline",),
+    image_twin="LTXImageToVideoPipeline",
+    other=("LTXConditionPipeline",),
+    # the call defaults of diffusers' LTXPipeline.
+    defaults=Defaults(
+        family="LTX-Video",
+        frames=161,
+        width=704,
+        height=512,
+        steps=50,
+        guidance=3.0,
+        fps=25,
+        frame_factor=8,
+        size_factor=32,
+        dense_steps=0.24,
+        source="as LTX-2",
+    ),
+)
+
+LTX_2: Final = Family(
+    name="LTX-2",
+    adapter="ltx2",
+    text_to_video=("LTX2Pipeline",),
+    image_to_video=("LTX2ImageToVideoPipeline",),
+    image_twin="LTX2ImageToVideoPipeline",
+    libraries=("ltx2",),
+    vae_tiling=True,
+    # the call defaults of diffusers' LTX2Pipeline.
+    defaults=Defaults(
+        family="LTX-2",
+        frames=121,
+        width=768,
+        height=512,
+        steps=30,
+        guidance=3.0,
+        fps=24,
+        frame_factor=8,
+        size_factor=32,
+        dense_steps=0.24,
+        source="FG-Attn, section 6",
+    ),
+)
+
+FAMILIES: Final[tuple[Family, ...]] = (
+    WAN,
+    HUNYUAN_VIDEO,
+    HUNYUAN_VIDEO_15,
+    COGVIDEOX,
+    MOCHI,
+    LTX,
+    LTX_2,
+)
 """The supported families."""
+
+
+def image_pipelines() -> str:
+    """The class names that make a video from an image, for error messages."""
+    return ", ".join(name for family in FAMILIES for name in family.image_to_video)
 
 
 def supported_pipelines() -> str:

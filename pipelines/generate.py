@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +21,8 @@ from numpy.typing import NDArray
 from vidsparse._version import __version__
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
-from vidsparse.pipelines.models import LoadedPipeline, memory_hint, unknown_words
+from vidsparse.pipelines.image import fit_image, image_hash, read_image
+from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.presets import load_preset
@@ -29,6 +32,9 @@ Progress = Callable[[int, int, float], object]
 
 Cancel = Callable[[], bool]
 """Asked after each denoising step; True stops the run."""
+
+Attach = Callable[[SparseHandle], object]
+"""Given the sparse pipeline's handle before it runs; the trace is complete when it has."""
 
 _PACKAGES: Final = ("torch", "diffusers", "transformers", "triton")
 
@@ -50,6 +56,7 @@ def generate(
     request: GenerateRequest,
     progress: Progress | None = None,
     cancel: Cancel | None = None,
+    attach: Attach | None = None,
 ) -> Generated:
     """Generate one video.
 
@@ -61,14 +68,16 @@ def generate(
         request: what to generate.
         progress: told after each step.
         cancel: asked after each step.
+        attach: given the handle of a sparse run, for its trace or a probe.
 
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
             the model was loaded with.
-        UnsupportedError: the GPU's memory is too small, or the implementation cannot run here.
+        UnsupportedError: the GPU's memory is too small, the implementation cannot run here, or the
+            pipeline needs a package that is not installed.
         GenerationCancelled: ``cancel`` answered True.
     """
-    return generate_batch(loaded, [request], progress, cancel)[0]
+    return generate_batch(loaded, [request], progress, cancel, attach)[0]
 
 
 def generate_batch(
@@ -76,6 +85,7 @@ def generate_batch(
     requests: Sequence[GenerateRequest],
     progress: Progress | None = None,
     cancel: Cancel | None = None,
+    attach: Attach | None = None,
 ) -> list[Generated]:
     """Generate a video for each request in one pipeline call.
 
@@ -84,7 +94,8 @@ def generate_batch(
     Times and densities in a record are those of the whole batch.
 
     Raises:
-        OptionError: as ``generate``, or requests that differ in more than the prompt.
+        OptionError: as ``generate``, or requests that differ in more than the prompt, or several
+            for a pipeline that takes one.
         GenerationCancelled: ``cancel`` answered True.
     """
     if not requests:
@@ -98,6 +109,11 @@ def generate_batch(
                 f"the requests of a batch may differ in their prompts only, these differ in "
                 f"{', '.join(differing)}. Hint: generate them one after the other."
             )
+    if len(settings) > 1 and type(loaded.pipe).__name__ in _ONE_PROMPT:
+        raise OptionError(
+            f"{type(loaded.pipe).__name__} makes one video from an image at a time. "
+            "Hint: give one prompt in a batch."
+        )
     clock = _Clock(loaded.device)
     with (
         quiet_hosts(),
@@ -105,6 +121,8 @@ def generate_batch(
         _on_device(loaded.device),
         _maybe_sparse(loaded, first) as handle,
     ):
+        if handle is not None and attach is not None:
+            attach(handle)
         frames = _run(loaded, settings, clock, progress, cancel)
         total = clock.now()
         record = _shared_record(loaded, first, handle)
@@ -217,6 +235,13 @@ def _fit(request: GenerateRequest, loaded: LoadedPipeline) -> GenerateRequest:
                 f"{name} {asked} was asked for, but the model was loaded with {has}. "
                 "Hint: load it again."
             )
+    if (request.image is not None) != loaded.takes_image:
+        made, asked = ("an image", "text") if loaded.takes_image else ("text", "an image")
+        raise OptionError(
+            f"a video from {asked} was asked for, but the model was loaded to make them from "
+            f"{made}. Hint: load it again."
+        )
+    check_takes(loaded.ref, image=loaded.takes_image, last_image=request.last_image is not None)
     own = {name: getattr(loaded, name) for name in ("device", "dtype", "offload", "lora")}
     request = replace(request, **own, compile=loaded.compile, model=loaded.ref.name)
     return resolve(request, loaded.defaults)
@@ -281,24 +306,126 @@ def _run(
     bar = dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(**{**bar, "disable": True})
     try:
-        with clock.first_forward_of(_transformers(pipe)):
+        with (
+            clock.first_forward_of(_transformers(pipe)),
+            _called_as(pipe, first, after_step) as arguments,
+        ):
             output = pipe(
                 prompt=[request.prompt for request in requests],
                 negative_prompt=[request.negative_prompt for request in requests],
-                num_frames=first.frames,
-                width=first.width,
-                height=first.height,
                 num_inference_steps=first.steps,
-                guidance_scale=first.guidance,
                 generator=[torch.Generator("cpu").manual_seed(r.seed) for r in requests],
                 output_type="np",
-                callback_on_step_end=after_step,
+                **arguments,
+                **_images(pipe, requests),
             )
+    except ImportError as error:
+        # a package that the host wants for this very call, as LTX-2 does to compress an image.
+        raise UnsupportedError(f"{type(pipe).__name__} needs a package: {error}") from error
     finally:
         pipe.set_progress_bar_config(**bar)
         # after an error the pipeline has not come to this by itself.
         pipe.maybe_free_model_hooks()
     return [_to_bytes(video) for video in output.frames]
+
+
+@contextmanager
+def _called_as(
+    pipe: Any, request: GenerateRequest, after_step: Callable[..., Any]
+) -> Iterator[dict[str, Any]]:
+    """The arguments in which pipelines differ; what they only keep inside is set for the block."""
+    takes = inspect.signature(pipe.__call__).parameters
+    # HunyuanVideo's image-to-video by concatenation gives its first four frames away.
+    condition = pipe.transformer.config.get("image_condition_type")
+    assert request.frames is not None
+    arguments: dict[str, Any] = {
+        "num_frames": request.frames + 4 if condition == "latent_concat" else request.frames
+    }
+    with ExitStack() as stack:
+        if "height" in takes:
+            arguments |= {"width": request.width, "height": request.height}
+        else:
+            # HunyuanVideo 1.5 derives a size from the shape of the image.
+            size = (request.height, request.width)
+            stack.enter_context(
+                _attribute(
+                    pipe.video_processor, "calculate_default_height_width", lambda *_, **__: size
+                )
+            )
+        if "guidance_scale" not in takes:
+            assert request.guidance is not None
+            on = request.guidance > 1
+            guider = pipe.guider.new(
+                **({"guidance_scale": request.guidance} if on else {"enabled": False})
+            )
+            stack.callback(setattr, pipe, "guider", pipe.guider)
+            pipe.guider = guider
+        elif "true_cfg_scale" in takes and not pipe.transformer.config.guidance_embeds:
+            # nor is guidance distilled into it.
+            arguments |= {"guidance_scale": 1.0, "true_cfg_scale": request.guidance}
+        else:
+            arguments["guidance_scale"] = request.guidance
+        if "frame_rate" in takes:
+            # LTX is told how fast its frames will be shown.
+            arguments["frame_rate"] = request.fps
+        if "decode_timestep" in takes and pipe.vae.config.timestep_conditioning:
+            # LTX's newer VAEs denoise a last time; these are the values of its own examples.
+            arguments |= {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
+        if "callback_on_step_end" in takes:
+            arguments["callback_on_step_end"] = after_step
+        else:
+            stack.enter_context(_after_scheduler(pipe, after_step))
+        yield arguments
+
+
+@contextmanager
+def _attribute(target: Any, name: str, value: object) -> Iterator[None]:
+    """Let ``target`` alone, not its class, have ``value`` under ``name`` inside the block."""
+    vars(target)[name] = value
+    try:
+        yield
+    finally:
+        del vars(target)[name]
+
+
+@contextmanager
+def _after_scheduler(pipe: Any, after_step: Callable[..., Any]) -> Iterator[None]:
+    """Tell ``after_step`` of every step of the scheduler, for pipelines without a callback."""
+    step, done = pipe.scheduler.step, itertools.count()
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        answer = step(*args, **kwargs)
+        after_step(pipe, next(done), None, {})
+        return answer
+
+    with _attribute(pipe.scheduler, "step", stepped):
+        yield
+
+
+_SHARED_IMAGE: Final = (
+    "WanImageToVideoPipeline",
+    "HunyuanVideo15ImageToVideoPipeline",
+    "LTX2ImageToVideoPipeline",
+)
+"""Pipelines that take one image for all prompts; the others want one for each."""
+
+_ONE_PROMPT: Final = ("LTX2ImageToVideoPipeline",)
+"""Pipelines that take an image for one prompt only."""
+
+
+def _images(pipe: Any, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """The first and the last frame, at the video's size."""
+    first = requests[0]
+    assert first.width is not None
+    assert first.height is not None
+    given: dict[str, Any] = {}
+    for name in ("image", "last_image"):
+        if (path := getattr(first, name)) is None:
+            continue
+        image = fit_image(read_image(path), first.width, first.height)
+        shared = type(pipe).__name__ in _SHARED_IMAGE
+        given[name] = image if shared else [image] * len(requests)
+    return given
 
 
 def _transformers(pipe: Any) -> list[Any]:
@@ -318,23 +445,17 @@ def _shared_record(
     loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
 ) -> dict[str, Any]:
     summary = handle.summary() if handle is not None else None
-    scheduler = loaded.pipe.scheduler
     return {
         "negative_prompt": request.negative_prompt,
         "seed": request.seed,
-        "model": {
-            "name": loaded.ref.name,
-            "source": loaded.ref.source,
-            "weights_hash": loaded.weights_hash,
-        },
         "options": request.options(),
         "preset": None if request.preset is None else load_preset(request.preset).digest,
-        "scheduler": {
-            "class": type(scheduler).__name__,
-            "config": _jsonable(dict(scheduler.config)),
+        "images": {
+            name: image_hash(path)
+            for name in ("image", "last_image")
+            if (path := getattr(request, name)) is not None
         },
-        "versions": _versions(),
-        "device": _device_facts(loaded.device),
+        **run_facts(loaded),
         "selected": summary.selected if summary else None,
         "computed": summary.computed if summary else None,
         "skipped": summary.skipped if summary else None,
@@ -344,6 +465,24 @@ def _shared_record(
         "implementation": summary.implementation if summary else "the stock pipeline",
         "notes": list(summary.notes) if summary else [],
         "density_map": handle.trace.density_map() if handle is not None else [],
+    }
+
+
+def run_facts(loaded: LoadedPipeline) -> dict[str, Any]:
+    """What a result depends on beside its request: weights, scheduler, versions and device."""
+    scheduler = loaded.pipe.scheduler
+    return {
+        "model": {
+            "name": loaded.ref.name,
+            "source": loaded.ref.source,
+            "weights_hash": loaded.weights_hash,
+        },
+        "scheduler": {
+            "class": type(scheduler).__name__,
+            "config": _jsonable(dict(scheduler.config)),
+        },
+        "versions": _versions(),
+        "device": _device_facts(loaded.device),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +16,14 @@ from vidsparse.pipelines.adapter import (
     Adapter,
     Session,
     SparseProcessor,
+    attention_modules,
     find_adapter,
+    is_stock,
     parallel_unsupported,
+    transformers_of,
 )
 from vidsparse.presets import Preset, load_preset
+from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
 from vidsparse.trace import Trace, TraceSummary
 
@@ -31,10 +34,9 @@ class SparseHandle:
     Usable as a context manager: leaving the block removes it.
     """
 
-    def __init__(self, method: Method, session: Session, modules: list[Any]) -> None:
+    def __init__(self, method: Method, session: Session) -> None:
         self._method = method
         self._session = session
-        self._modules = modules
 
     @property
     def method(self) -> Method:
@@ -65,10 +67,14 @@ class SparseHandle:
         """Densities, shares and time of the last run; waits for the device to finish."""
         return self.trace.summary()
 
+    def probe(self, probe: CellProbe | None) -> None:
+        """Have ``probe`` record its call in the runs to come; None records nothing."""
+        for engine in self._session.engines:
+            engine.probe = probe
+
     def remove(self) -> None:
         """Restore the pipeline: the same processor objects, no hooks. Harmless when repeated."""
-        _detach(self._session, self._modules)
-        self._modules = []
+        self._session.detach()
 
     def __enter__(self) -> SparseHandle:
         return self
@@ -92,9 +98,9 @@ def sparsify(
     *,
     preset: str | os.PathLike[str] | Preset | None = None,
     order: str | None = None,
-    dense_steps: int | float = 0.24,
+    dense_steps: int | float | None = None,
     dense_last_steps: int | float = 0,
-    dense_layers: int | float = 0,
+    dense_layers: int | float | None = None,
     dense_last_layers: int | float = 0,
     reuse: int = 1,
     implementation: str = "auto",
@@ -104,7 +110,8 @@ def sparsify(
     """Make the video self-attention of a diffusers pipeline sparse.
 
     The pipeline keeps working as before: same call, same arguments, any size and length. Options
-    belong to this pipeline alone; others are untouched.
+    belong to this pipeline alone; others are untouched. What is left open is the family's default
+    (``Defaults`` in ``vidsparse.pipelines.families``; `vidsparse models` prints them).
 
     Args:
         pipe: a stock diffusers pipeline of a supported family.
@@ -131,6 +138,7 @@ def sparsify(
             read, or was made for another model, method or order.
     """
     adapter = find_adapter(pipe)
+    defaults = adapter.family.defaults
     if preset is not None:
         preset = preset if isinstance(preset, Preset) else load_preset(preset)
         if method is not None and method != preset.method:
@@ -144,19 +152,20 @@ def sparsify(
         preset.check_order(order)
         method = preset.make_method(**method_options)
     elif method is None or isinstance(method, str):
-        method = make_method(method or "fg-attn", **method_options)
+        name = method or "fg-attn"
+        method = make_method(name, **{**defaults.method_options.get(name, {}), **method_options})
     elif method_options:
         names = ", ".join(sorted(method_options))
         raise OptionError(
             f"{names} given beside a method that is built already. "
             "Hint: give the options when building it."
         )
-    transformers = _transformers(pipe, adapter)
-    sites = [_attention_modules(transformer, adapter) for transformer in transformers]
+    transformers = transformers_of(pipe, adapter)
+    sites = [_checked_modules(transformer, adapter) for transformer in transformers]
     schedule = Schedule(
-        dense_steps=dense_steps,
+        dense_steps=defaults.dense_steps if dense_steps is None else dense_steps,
         dense_last_steps=dense_last_steps,
-        dense_layers=dense_layers,
+        dense_layers=defaults.dense_layers if dense_layers is None else dense_layers,
         dense_last_layers=dense_last_layers,
         reuse=reuse,
     )
@@ -164,7 +173,7 @@ def sparsify(
         AttentionEngine(
             method,
             schedule=schedule,
-            order=order or "hilbert",
+            order=defaults.order if order is None else order,
             layers=len(modules),
             implementation=implementation,
             check_finite=check_finite,
@@ -174,13 +183,9 @@ def sparsify(
     # everything is known to be valid by here: from now on the pipeline is changed.
     session = Session(pipe, adapter, engines)
     for part, (transformer, modules) in enumerate(zip(transformers, sites, strict=True)):
-        session.watch(part, transformer)
-        for layer, module in modules.items():
-            session.stock[part, layer] = module.processor
-            module.processor = adapter.processor(module.processor, session, part, layer)
-    handle = SparseHandle(method, session, [m for modules in sites for m in modules.values()])
-    logger.info("%s on %d layers of %s", method.name, len(session.stock), type(pipe).__name__)
-    return handle
+        session.attach(part, transformer, modules)
+    logger.info("%s on %d layers of %s", method.name, session.layers, type(pipe).__name__)
+    return SparseHandle(method, session)
 
 
 def restore(pipe: Any) -> bool:
@@ -189,10 +194,10 @@ def restore(pipe: Any) -> bool:
     Raises:
         UnsupportedError: the pipeline's class is not supported.
     """
-    modules = _sparse_modules(pipe)
-    for session in {module.processor.session for module in modules}:
-        _detach(session, modules)
-    return bool(modules)
+    sessions = _sessions(pipe)
+    for session in sessions:
+        session.detach()
+    return bool(sessions)
 
 
 def is_sparse(pipe: Any) -> bool:
@@ -201,7 +206,7 @@ def is_sparse(pipe: Any) -> bool:
     Raises:
         UnsupportedError: the pipeline's class is not supported.
     """
-    return bool(_sparse_modules(pipe))
+    return bool(_sessions(pipe))
 
 
 def transformer_configs(pipe: Any) -> list[dict[str, Any]]:
@@ -210,7 +215,7 @@ def transformer_configs(pipe: Any) -> list[dict[str, Any]]:
     Raises:
         UnsupportedError: the pipeline's class is not supported.
     """
-    transformers: list[Any] = list(_transformers(pipe, find_adapter(pipe)))
+    transformers: list[Any] = list(transformers_of(pipe, find_adapter(pipe)))
     return [
         {
             "class": type(one).__name__,
@@ -228,69 +233,46 @@ def attention_shape(pipe: Any) -> tuple[int, int, int]:
         UnsupportedError: the pipeline's class is not supported.
     """
     adapter = find_adapter(pipe)
-    sites = [_attention_modules(one, adapter) for one in _transformers(pipe, adapter)]
-    heads = next(iter(sites[0].values())).heads
+    sites = [attention_modules(one, adapter) for one in transformers_of(pipe, adapter)]
+    heads = sites[0][0][1].heads
     return len(sites), max(len(modules) for modules in sites), heads
 
 
-def _sparse_modules(pipe: Any) -> list[Any]:
+def _sessions(pipe: Any) -> set[Session]:
+    """The sessions in effect on ``pipe``."""
     adapter = find_adapter(pipe)
-    return [
-        module
-        for transformer in _transformers(pipe, adapter)
-        for name, module in transformer.named_modules()
-        if adapter.attention.fullmatch(name) and isinstance(module.processor, SparseProcessor)
+    processors = [
+        module.processor
+        for transformer in transformers_of(pipe, adapter)
+        for _, module in attention_modules(transformer, adapter)
     ]
+    return {p.session for p in processors if isinstance(p, SparseProcessor) and p.session.active}
 
 
-def _detach(session: Session, modules: Iterable[Any]) -> None:
-    """Put the stock processors of ``session`` back and stop following the transformers."""
-    for module in modules:
-        ours = module.processor
-        # a processor that somebody has put in place since is not ours to replace.
-        if isinstance(ours, SparseProcessor) and ours.session is session:
-            module.processor = ours.stock
-    session.unwatch()
-
-
-def _transformers(pipe: Any, adapter: Adapter) -> list[nn.Module]:
-    """The pipeline's transformers, each as it is beneath ``torch.compile``."""
-    found = [
-        getattr(component, "_orig_mod", component)
-        for name in adapter.transformers
-        if (component := getattr(pipe, name, None)) is not None
-    ]
-    if not found:
-        raise UnsupportedError(
-            f"this {type(pipe).__name__} has no transformer. Hint: load the whole pipeline."
-        )
-    return found
-
-
-def _attention_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, Any]:
+def _checked_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, Any]:
     """The self-attention modules by layer, each checked to carry a stock processor."""
-    modules: dict[int, Any] = {}
-    for name, module in transformer.named_modules():
-        match = adapter.attention.fullmatch(name)
-        if not match:
-            continue
+    found = attention_modules(transformer, adapter)
+    for name, module in found:
         processor: Any = module.processor
         if isinstance(processor, SparseProcessor):
-            raise UnsupportedError(
-                "this pipeline is sparse already. Hint: call remove() on its handle, or "
-                "vidsparse.pipelines.restore(pipe)."
-            )
-        if type(processor).__name__ not in adapter.stock_processors:
+            if processor.session.active:
+                raise UnsupportedError(
+                    "this pipeline is sparse already. Hint: call remove() on its handle, or "
+                    "vidsparse.pipelines.restore(pipe)."
+                )
+            # left over from before: the host puts old processors back when it unfuses projections.
+            processor = module.processor = processor.stock
+        if not is_stock(processor, adapter):
             raise UnsupportedError(
                 f"{name} has its own attention processor, {type(processor).__name__}. "
                 f"Hint: sparsify replaces {', '.join(adapter.stock_processors)} only."
             )
-        if getattr(processor, "_parallel_config", None) is not None:
+        # CogVideoX's and Mochi's processors do not know of it; the transformer does.
+        if any(getattr(x, "_parallel_config", None) is not None for x in (processor, transformer)):
             raise parallel_unsupported()
-        modules[int(match[1])] = module
-    if not modules:
+    if not found:
         raise UnsupportedError(
             f"{type(transformer).__name__} has no module named like {adapter.attention.pattern}. "
             "Hint: this version of diffusers may be too new; please report it."
         )
-    return modules
+    return {layer: module for layer, (_, module) in enumerate(found)}

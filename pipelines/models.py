@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from vidsparse.errors import ModelError, OptionError, UnsupportedError
 from vidsparse.logs import logger
-from vidsparse.pipelines.families import FAMILIES, Defaults, Family
+from vidsparse.pipelines.families import FAMILIES, WAN, Defaults, Family, image_pipelines
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.request import DTYPES, OFFLOADS, check_device, check_dtype
 
@@ -36,6 +36,18 @@ MODELS: Final[Mapping[str, Path]] = MappingProxyType(
 CARD: Final = "vidsparse.json"
 """Optional file of a model folder: its settings and the words it knows."""
 
+GUIDER: Final = "guider/guider_config.json"
+"""HunyuanVideo 1.5 holds its guidance in a component, not in the call."""
+
+_CARD_SETTINGS: Final = (
+    "frames",
+    "steps",
+    "guidance",
+    "fps",
+    "order",
+    "dense_steps",
+    "dense_layers",
+)
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _LIBRARIES: Final = ("diffusers", "transformers")
 
@@ -49,6 +61,10 @@ class ModelRef:
         source: ``bundled``, ``folder`` or ``hub``.
         location: the folder, resolved, or the hub id.
         pipeline_class: its diffusers class.
+        text_class: the class that makes videos from text alone, None if none does.
+        image_class: the class that makes videos from an image, None if none does.
+        takes_last_image: whether that class takes the last frame too.
+        family: its family.
         defaults: settings for requests that leave them open, and its units.
         description: one sentence, empty if the model brings none.
         license: of the weights, empty if the model does not say.
@@ -60,6 +76,10 @@ class ModelRef:
     source: str
     location: str
     pipeline_class: str
+    text_class: str | None
+    image_class: str | None
+    takes_last_image: bool
+    family: Family
     defaults: Defaults
     description: str = ""
     license: str = ""
@@ -71,7 +91,8 @@ class ModelRef:
 class LoadedPipeline:
     """A pipeline on its device, with what a record of its runs must say about it.
 
-    ``weights_hash`` is the SHA-256 over the names and contents of its safetensors files.
+    ``takes_image`` says whether it makes videos from an image or from text alone; ``weights_hash``
+    is the SHA-256 over the names and contents of its safetensors files.
     """
 
     pipe: Any
@@ -81,6 +102,7 @@ class LoadedPipeline:
     offload: str
     compile: bool
     lora: str | None
+    takes_image: bool
     weights_hash: str
     load_seconds: float
 
@@ -108,6 +130,7 @@ def describe(name: str) -> dict[str, Any]:
         "guidance": ref.defaults.guidance,
         "fps": ref.defaults.fps,
         "order": ref.defaults.order,
+        "dense_steps": ref.defaults.dense_steps,
         "vocabulary": list(ref.vocabulary),
         "example_prompts": list(ref.example_prompts),
     }
@@ -151,21 +174,23 @@ def load(
     offload: str = "none",
     lora: str | None = None,
     compile: bool = False,
+    image: bool = False,
 ) -> LoadedPipeline:
     """Load a model onto a device, ready to generate.
 
     Args:
         model: what ``resolve_model`` takes, or its answer.
         device: ``cpu``, ``cuda`` or ``cuda:N``; CUDA where there is any, by default.
-        dtype: ``fp32``, ``bf16`` or ``fp16``; bf16 on CUDA and fp32 on the CPU by default. The VAE
-            stays in fp32, as Wan's own instructions have it.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; bf16 on CUDA and fp32 on the CPU by default. Wan's
+            VAE stays in fp32, as its own instructions have it.
         offload: ``none``, ``model`` or ``group`` (CUDA only).
         lora: a LoRA file, folder or hub id to put on the transformer.
         compile: compile the transformer's blocks when they first run.
+        image: load it for videos that begin with an image.
 
     Raises:
         ModelError: it is not there, or its files cannot be loaded.
-        OptionError: a device or format that cannot be had.
+        OptionError: a device or format that cannot be had, or an image the model does not take.
         UnsupportedError: LoRA or compilation without what it needs, or too little GPU memory.
     """
     began = time.perf_counter()
@@ -181,21 +206,22 @@ def load(
         raise UnsupportedError("a LoRA needs peft. Hint: pip install 'vidsparse[lora]'.")
 
     ref = model if isinstance(model, ModelRef) else resolve_model(model)
+    name = check_takes(ref, image=image)
     # outside the quiet: a download of many gigabytes should show its progress.
     folder = _folder_of(ref)
     _check_weight_files(ref, folder)
     with quiet_hosts(), memory_hint():
-        pipe = _from_folder(ref, folder, dtype)
+        pipe = _from_folder(ref, name, folder, dtype)
         if lora is not None:
             _put_lora(pipe, lora)
         _place(pipe, device, offload)
         if hasattr(pipe.vae, "enable_slicing"):
             # one video of a batch at a time: same frames, and memory does not grow with the batch.
             pipe.vae.enable_slicing()
+        if ref.family.vae_tiling:
+            pipe.vae.enable_tiling()
         if compile:
-            for transformer in (pipe.transformer, getattr(pipe, "transformer_2", None)):
-                if transformer is not None:
-                    transformer.compile_repeated_blocks(fullgraph=True)
+            compile_blocks(pipe)
     loaded = LoadedPipeline(
         pipe=pipe,
         ref=ref,
@@ -204,11 +230,36 @@ def load(
         offload=offload,
         compile=compile,
         lora=lora,
+        takes_image=image,
         weights_hash=weights_hash(folder),
         load_seconds=time.perf_counter() - began,
     )
     logger.info("loaded %s in %.1f s on %s (%s)", ref.name, loaded.load_seconds, device, dtype)
     return loaded
+
+
+def check_takes(ref: ModelRef, *, image: bool, last_image: bool = False) -> str:
+    """The pipeline class of ``ref`` for videos from an image (and a last one), or from text alone.
+
+    Raises:
+        OptionError: the model makes no such videos.
+    """
+    if image and ref.image_class is None:
+        raise OptionError(
+            f"{ref.name} makes videos from text alone. "
+            f"Hint: leave the image out, or choose a model of {image_pipelines()}."
+        )
+    if not image and ref.text_class is None:
+        raise OptionError(
+            f"{ref.name} makes videos from an image and none was given. Hint: add --image FILE."
+        )
+    if last_image and not ref.takes_last_image:
+        raise OptionError(
+            f"{ref.name} takes no last image. Hint: choose a first-last-frame model of Wan."
+        )
+    name = ref.image_class if image else ref.text_class
+    assert name is not None
+    return name
 
 
 @contextmanager
@@ -266,7 +317,9 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
         )
     index = _read_json(folder / "model_index.json")
     pipeline_class = index.get("_class_name")
-    family = next((f for f in FAMILIES if pipeline_class in f.text_to_video), None)
+    family = next(
+        (f for f in FAMILIES if pipeline_class in f.text_to_video + f.image_to_video), None
+    )
     if family is None:
         raise ModelError(
             f"{name} holds a {pipeline_class}, which cannot be run here. "
@@ -274,18 +327,29 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
         )
     for component, value in index.items():
         library = value[0] if isinstance(value, list) and value else None
-        if library is not None and library not in _LIBRARIES:
+        if library is not None and library not in (*_LIBRARIES, *family.libraries):
             raise ModelError(
                 f"{name} wants to load its {component} from {library!r}; only components of "
                 f"{' and '.join(_LIBRARIES)} are loaded, never code that comes with a model."
             )
     card = _read_json(folder / CARD) if (folder / CARD).is_file() else {}
+    from_text = pipeline_class in family.text_to_video
+    twin = family.image_twin if index.get(family.image_twin_if or "_class_name") else None
+    image_class = twin if from_text else str(pipeline_class)
+    # with a timestep for every token, Wan's pipeline fixes the first frame and forgets the last.
+    per_token = bool(index.get("expand_timesteps"))
     return ModelRef(
         name=name,
         source=source,
         location=name if source == "hub" else str(folder),
         pipeline_class=str(pipeline_class),
-        defaults=_read_defaults(family, folder, card),
+        text_class=str(pipeline_class) if from_text else None,
+        image_class=image_class,
+        takes_last_image=image_class is not None
+        and image_class == family.last_image
+        and not per_token,
+        family=family,
+        defaults=_read_defaults(family, folder, index, card),
         description=card.get("description", ""),
         license=card.get("license", ""),
         vocabulary=tuple(card.get("vocabulary", ())),
@@ -293,13 +357,14 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
     )
 
 
-def _read_defaults(family: Family, folder: Path, card: Mapping[str, Any]) -> Defaults:
-    """The card's settings where there are any, and units from the model's own configuration."""
+def _read_defaults(
+    family: Family, folder: Path, index: Mapping[str, Any], card: Mapping[str, Any]
+) -> Defaults:
+    """The card's settings where there are any, then those that the model's own files tell."""
     vae = _read_json(folder / "vae" / "config.json")
     transformer = _read_json(folder / "transformer" / "config.json")
-    values: dict[str, Any] = {
-        name: card[name] for name in ("frames", "steps", "guidance", "fps", "order") if name in card
-    }
+    values = _own_settings(folder, index, transformer)
+    values |= {name: card[name] for name in _CARD_SETTINGS if name in card}
     if "size" in card:
         match = re.fullmatch(r"(\d+)x(\d+)", str(card["size"]))
         if match is None:
@@ -307,15 +372,43 @@ def _read_defaults(family: Family, folder: Path, card: Mapping[str, Any]) -> Def
                 f"size in {folder / CARD} must look like 256x256, got {card['size']!r}"
             )
         values["width"], values["height"] = int(match[1]), int(match[2])
-    patch = transformer.get("patch_size", [1, 2, 2])
-    pixels = vae.get("scale_factor_spatial", 8) * math.lcm(*patch[1:])
-    return dataclasses.replace(
-        family.defaults,
-        **values,
-        frame_factor=vae.get("scale_factor_temporal", 4),
+    if family is WAN:
+        # its VAEs compress differently, and say so; others are what their pipelines take them for.
+        pixels = vae.get("scale_factor_spatial", 8) * math.lcm(
+            *transformer.get("patch_size", [1, 2, 2])[1:]
+        )
+        values["frame_factor"] = vae.get("scale_factor_temporal", 4)
         # the pipeline's own check wants its unit too, whatever the configuration.
-        size_factor=math.lcm(pixels, family.defaults.size_factor),
-    )
+        values["size_factor"] = math.lcm(pixels, family.defaults.size_factor)
+    return dataclasses.replace(family.defaults, **values)
+
+
+def _own_settings(
+    folder: Path, index: Mapping[str, Any], transformer: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Where models of one family were made for different videos, and how their files tell."""
+    if index.get("expand_timesteps"):
+        # Wan 2.2 TI2V-5B.
+        return {"frames": 121, "width": 1280, "height": 704, "fps": 24}
+    values: dict[str, Any] = {}
+    if "sample_frames" in transformer:
+        # CogVideoX: 49 frames of 720x480 in 1.0; 1.5 patches frames in pairs.
+        values["frames"] = transformer["sample_frames"]
+        values["width"] = transformer["sample_width"] * 8
+        values["height"] = transformer["sample_height"] * 8
+        values["fps"] = 16 if transformer.get("patch_size_t") else 8
+    if transformer.get("target_size") == 960:
+        # HunyuanVideo 1.5 at 720p.
+        values |= {"width": 1280, "height": 720}
+    if transformer.get("image_condition_type") == "latent_concat":
+        # HunyuanVideo's first image-to-video model: no guidance is distilled into it, it is run
+        # without any, and it gives away four of the 129 frames it was trained on.
+        values |= {"guidance": 1.0, "frames": 125}
+    guider = folder / GUIDER
+    if guider.is_file():
+        config = _read_json(guider)
+        values["guidance"] = config["guidance_scale"] if config.get("enabled", True) else 1.0
+    return values
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -333,14 +426,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _runnable() -> str:
-    return ", ".join(name for family in FAMILIES for name in family.text_to_video)
+    return ", ".join(
+        name for family in FAMILIES for name in family.text_to_video + family.image_to_video
+    )
 
 
 def _fetch_configs(hub_id: str) -> Path:
     """The hub's configuration files for a model; a few kilobytes, cached by the hub's client."""
     from huggingface_hub import snapshot_download
 
-    names = ["model_index.json", "vae/config.json", "transformer/config.json", CARD]
+    names = ["model_index.json", "vae/config.json", "transformer/config.json", GUIDER, CARD]
     with _hub_errors(hub_id):
         folder = Path(snapshot_download(hub_id, allow_patterns=names))
     if not (folder / "model_index.json").is_file():
@@ -371,8 +466,8 @@ def _hub_errors(hub_id: str) -> Iterator[None]:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         raise ModelError(
             f"{hub_id} is not in the local hub cache, and the hub cannot be reached "
-            f"({type(error).__name__}). Hint: connect once to download it, or give --model a "
-            "folder."
+            f"({type(error).__name__}). Hint: connect once to download it, or fetch it elsewhere "
+            f"with 'hf download {hub_id}' and give --model the folder."
         ) from None
     except (OSError, errors.HFValidationError) as error:
         raise ModelError(f"{hub_id} could not be downloaded: {error}") from None
@@ -398,13 +493,15 @@ def _check_weight_files(ref: ModelRef, folder: Path) -> None:
             )
 
 
-def _from_folder(ref: ModelRef, folder: Path, dtype: str) -> Any:
+def _from_folder(ref: ModelRef, name: str, folder: Path, dtype: str) -> Any:
     import diffusers
     import torch
     from safetensors import SafetensorError
 
-    cls = getattr(diffusers, ref.pipeline_class)
-    dtypes = {"default": getattr(torch, DTYPES[dtype]), "vae": torch.float32}
+    cls = getattr(diffusers, name)
+    dtypes = {"default": getattr(torch, DTYPES[dtype])}
+    if ref.family.vae_fp32:
+        dtypes["vae"] = torch.float32
     try:
         return cls.from_pretrained(
             folder,
@@ -414,12 +511,12 @@ def _from_folder(ref: ModelRef, folder: Path, dtype: str) -> Any:
             local_files_only=True,
         )
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise ModelError(
-            f"{ref.name} could not be loaded as {ref.pipeline_class}: {error}"
-        ) from error
+        raise ModelError(f"{ref.name} could not be loaded as {name}: {error}") from error
 
 
 def _put_lora(pipe: Any, lora: str) -> None:
+    if not hasattr(pipe, "load_lora_weights"):
+        raise UnsupportedError(f"diffusers loads no LoRA into a {type(pipe).__name__}.")
     path = Path(lora).expanduser()
     try:
         if path.is_file():
@@ -459,6 +556,23 @@ def _place(pipe: Any, device: str, offload: str) -> None:
         )
     else:
         pipe.to(device)
+
+
+def compile_blocks(pipe: Any, **options: Any) -> None:
+    """Compile the blocks around every video self-attention, each kind of block once.
+
+    ``options`` go to ``torch.compile``, which is asked for full graphs.
+
+    Raises:
+        UnsupportedError: the pipeline's class is not supported.
+    """
+    from vidsparse.pipelines.adapter import attention_modules, find_adapter, transformers_of
+
+    adapter = find_adapter(pipe)
+    for transformer in transformers_of(pipe, adapter):
+        for name, _ in attention_modules(transformer, adapter):
+            block = transformer.get_submodule(name.rpartition(".")[0])
+            block.compile(**{"fullgraph": True, **options})
 
 
 def _require_compiler(device: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.families import Defaults
+from vidsparse.pipelines.image import check_image, image_hash
 
 if TYPE_CHECKING:
     from vidsparse.methods import SparseMethod
@@ -33,12 +34,15 @@ MAX_PROMPT: Final = 10_000
 class GenerateRequest:
     """What to generate and how.
 
-    ``None`` leaves a setting to the model (``order``, ``steps``, ``frames``, ``width``, ``height``,
-    ``fps``, ``guidance``) or to the machine (``device``, ``dtype``); ``resolve`` fills it in.
+    ``None`` leaves a setting to the model (``order``, ``dense_steps``, ``dense_layers``, ``steps``,
+    ``frames``, ``width``, ``height``, ``fps``, ``guidance``) or to the machine (``device``,
+    ``dtype``); ``resolve`` fills it in, and the method's options that are not given.
 
     Args:
         prompt: what to show, at most 10,000 characters.
         negative_prompt: what to avoid; used when guidance is on.
+        image: file of the video's first frame, for image-to-video.
+        last_image: file of its last frame, where the model takes one.
         model: a bundled model's name, a diffusers folder, or a hub id.
         method: a name from ``vidsparse.METHODS``; ``dense`` runs the stock pipeline untouched.
         method_options: the method's own numbers.
@@ -70,14 +74,16 @@ class GenerateRequest:
 
     prompt: str
     negative_prompt: str = ""
+    image: str | None = None
+    last_image: str | None = None
     model: str = "shapes"
     method: str = _DEFAULT_METHOD
     method_options: Mapping[str, Any] = field(default_factory=dict)
     preset: str | None = None
     order: str | None = None
-    dense_steps: int | float = 0.24
+    dense_steps: int | float | None = None
     dense_last_steps: int | float = 0
-    dense_layers: int | float = 0
+    dense_layers: int | float | None = None
     dense_last_layers: int | float = 0
     reuse: int = 1
     steps: int | None = None
@@ -105,6 +111,11 @@ class GenerateRequest:
         _check_device_name(self.device)
         _check_choice("dtype", self.dtype, (None, *DTYPES))
         _check_choice("offload", self.offload, OFFLOADS)
+        if self.last_image is not None and self.image is None:
+            raise OptionError("last_image needs image, the first frame. Hint: give both.")
+        for path in (self.image, self.last_image):
+            if path is not None:
+                check_image(path)
         self._check_attention()
 
     def _check_attention(self) -> None:
@@ -117,13 +128,16 @@ class GenerateRequest:
         if self.order is not None:
             check_order(self.order)
         _check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
-        Schedule(**{f.name: getattr(self, f.name) for f in fields(Schedule)})
+        given = {f.name: getattr(self, f.name) for f in fields(Schedule)}
+        Schedule(**{name: value for name, value in given.items() if value is not None})
         if self.preset is None:
             method = make_method(self.method, **self.method_options)
         else:
             method = self._take_preset(self.preset)
-        # stored complete and as JSON values, so that equal requests look equal.
-        object.__setattr__(self, "method_options", method.options())
+        # stored as JSON values, so that equal requests look equal.
+        options = method.options()
+        own = {name: options[name] for name in options if name in self.method_options}
+        object.__setattr__(self, "method_options", own)
 
     def _take_preset(self, path: str) -> SparseMethod:
         from vidsparse.presets import load_preset
@@ -162,18 +176,49 @@ def check_ready(request: GenerateRequest) -> None:
 def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
     """Fill in what the request leaves open, and check it against the model's units.
 
+    A size left open follows the shape of the image, where there is one, at the model's area.
+
     Raises:
         OptionError: frames or size that the model cannot make, or a device that is not there.
     """
+    from vidsparse.methods import make_method
+    from vidsparse.presets import load_preset
+
+    names = ("order", "dense_steps", "dense_layers", "steps", "frames", "fps", "guidance")
     values = {
         name: getattr(defaults, name) if getattr(request, name) is None else getattr(request, name)
-        for name in ("order", "steps", "frames", "width", "height", "fps", "guidance")
+        for name in names
     }
+    values["width"], values["height"] = _size(request, defaults)
     _check_frames(values["frames"], defaults)
     for name in ("width", "height"):
         _check_size(name, values[name], defaults)
+    if request.preset is None:
+        options = {**defaults.method_options.get(request.method, {}), **request.method_options}
+        method = make_method(request.method, **options)
+    else:
+        method = load_preset(request.preset).make_method(**request.method_options)
+    values["method_options"] = method.options()
     device = check_device(request.device)
     return replace(request, **values, device=device, dtype=check_dtype(request.dtype, device))
+
+
+def _size(request: GenerateRequest, defaults: Defaults) -> tuple[int, int]:
+    """Width and height as asked for; what is left open is the image's shape, or the model's."""
+    width, height = request.width, request.height
+    if request.image is None or None not in (width, height):
+        return width or defaults.width, height or defaults.height
+    across, down = check_image(request.image)
+
+    def to_unit(pixels: float) -> int:
+        return max(1, round(pixels / defaults.size_factor)) * defaults.size_factor
+
+    if width is not None:
+        return width, to_unit(width * down / across)
+    if height is not None:
+        return to_unit(height * across / down), height
+    area = defaults.width * defaults.height
+    return to_unit(math.sqrt(area * across / down)), to_unit(math.sqrt(area * down / across))
 
 
 def check_device(device: str | None) -> str:
@@ -229,6 +274,9 @@ def settings_hash(request: GenerateRequest) -> str:
     ref = resolve_model(request.model)
     settings = resolve(request, ref.defaults).options()
     settings["model"] = f"{ref.source}:{ref.location}"
+    for name in ("image", "last_image"):
+        if (path := getattr(request, name)) is not None:
+            settings[name] = image_hash(path)
     if request.lora is not None and os.path.exists(request.lora):
         settings["lora"] = os.path.realpath(request.lora)
     if request.preset is not None:

@@ -1,4 +1,9 @@
-"""Wan 2.1 and 2.2: video self-attention in ``blocks.N.attn1``, no text in the sequence."""
+"""Wan 2.1 and 2.2: video self-attention in ``blocks.N.attn1``, no text in the sequence.
+
+Images are further channels of the latent, so that image- and first-last-frame-to-video, the two
+experts of 2.2 and its per-token timesteps all look the same here. VACE has control blocks beside
+the main ones, ``vace_blocks.N.attn1``; their layers are numbered after those.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +14,15 @@ from typing import Any, Final
 from torch import Tensor
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.grid import TokenGrid
-from vidsparse.pipelines.adapter import Adapter, SparseProcessor, video_attention
+from vidsparse.pipelines.adapter import (
+    Adapter,
+    Layout,
+    SparseProcessor,
+    latent_grid,
+    rotate,
+    video_attention,
+)
 from vidsparse.pipelines.families import WAN
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``x`` ``[B, S, H, D]``, channels in neighbouring pairs.
-
-    ``cos`` and ``sin`` ``[1, S, 1, D]`` hold every angle twice. The product is formed in their
-    precision and rounded once, as the stock processor does.
-    """
-    even, odd = x[..., 0::2], x[..., 1::2]
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    out = x.new_empty(x.shape)
-    out[..., 0::2] = even * cos - odd * sin
-    out[..., 1::2] = even * sin + odd * cos
-    return out
 
 
 class WanSparseProcessor(SparseProcessor):
@@ -50,39 +47,26 @@ class WanSparseProcessor(SparseProcessor):
         k = attn.norm_k(k).unflatten(2, (attn.heads, -1))
         v = v.unflatten(2, (attn.heads, -1))
         if rotary_emb is not None:
-            q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
+            # every angle stands there twice, once for each channel of a pair.
+            cos, sin = (x[..., 0::2] for x in rotary_emb)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = video_attention(q, k, v, self.address).flatten(2, 3).type_as(q)
         projected: Tensor = attn.to_out[1](attn.to_out[0](out))
         return projected
 
 
-def _dense(stock: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The host's own attention on ``[B, H, S, D]``, with the backend the user has set."""
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-    out: Tensor = dispatch_attention_fn(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend=stock._attention_backend
-    )
-    return out.transpose(1, 2)
-
-
-def _grid(transformer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TokenGrid | None:
-    """Tokens of the latent ``[B, C, T, H, W]`` after patching."""
-    latent = kwargs.get("hidden_states", args[0] if args else None)
-    if not isinstance(latent, Tensor) or latent.ndim != 5:
-        return None
-    patch = transformer.config.patch_size
-    frames, height, width = (n // p for n, p in zip(latent.shape[2:], patch, strict=True))
-    return TokenGrid(frames, height, width)
+def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
+    """Tokens of the latent ``[B, C, T, H, W]``; VACE's control blocks see the same ones."""
+    grid = latent_grid(arguments.get("hidden_states"), transformer.config.patch_size)
+    return None if grid is None else Layout(grid)
 
 
 ADAPTER: Final = Adapter(
     family=WAN,
     transformers=("transformer", "transformer_2"),
-    attention=re.compile(r"blocks\.(\d+)\.attn1"),
+    attention=re.compile(r"(?:vace_)?blocks\.\d+\.attn1"),
     stock_processors=("WanAttnProcessor",),
     processor=WanSparseProcessor,
-    dense=_dense,
-    grid=_grid,
+    layout=_layout,
     branches=("conditional", "unconditional"),
 )

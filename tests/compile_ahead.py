@@ -38,6 +38,7 @@ from vidsparse.kernels import (
     triton_plan,
     triton_pool,
     triton_quantize,
+    triton_rotate,
     triton_sale,
 )
 from vidsparse.kernels.gates import KEY_GROUP
@@ -140,6 +141,8 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
         for size in (1, 16, 128) if every else (16,):
             yield pool(cc, head_dim, size, reordered=True, judged=False)
         yield scores(cc, head_dim)
+        yield rotation(cc, head_dim, halves=False)
+    yield rotation(cc, max(head_dims), halves=True)
     yield pool(cc, max(head_dims), 128, reordered=False, judged=True)
     yield scores(cc, max(head_dims), judged=True)
     # the default tile at 75,600 and 17,776 tokens, and the longest row held on chip.
@@ -311,6 +314,30 @@ def pool(cc: int, head_dim: int, size: int, *, reordered: bool, judged: bool) ->
         },
         triton_pool.WARPS,
         aligned=tuple(f"stride_{x}{d}" for x in "xo" for d in "bhs"),
+    )
+
+
+def rotation(cc: int, head_dim: int, *, halves: bool) -> Variant:
+    """Rotary embedding, of angles that stand there twice."""
+    pairs = head_dim // 2
+    block_p = triton.next_power_of_2(pairs)
+    channels = "bf16" if halves else "i32"
+    return _variant(
+        cc,
+        f"rotate D={head_dim}" + " halves" * halves,
+        triton_rotate.rotate_kernel,
+        _pointers(x=channels, cos="fp32", sin="fp32", out=channels),
+        {
+            "P": pairs,
+            "BLOCK_P": block_p,
+            "BLOCK_H": triton_rotate.STEP_PAIRS // block_p,
+            # LTX-2 has angles of each head.
+            "SHARED": not halves,
+            "HALVES": halves,
+            "BF16": True,
+        },
+        triton_rotate.WARPS,
+        aligned=tuple(f"stride_x{d}" for d in "bsh"),
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from tiny_pipelines import WORDS, save_tiny_wan, tiny_wan
 
 from vidsparse.errors import ModelError, OptionError, OutputError, UnsupportedError, VidsparseError
+from vidsparse.methods import make_method
 from vidsparse.pipelines import models, sparsify
 from vidsparse.pipelines.families import WAN
 from vidsparse.pipelines.generate import Generated, GenerationCancelled, generate, generate_batch
@@ -148,7 +149,9 @@ def test_half_precision_is_refused_on_the_cpu() -> None:
 
 def test_equal_options_are_equal_requests_however_written() -> None:
     short = a_request(method_options={"tile": "16x16"})
-    assert short == a_request(method_options={"tile": (16, 16), "top_p": 0.9})
+    assert short == a_request(method_options={"tile": (16, 16)})
+    complete = a_request(method_options={"tile": (16, 16), "top_p": 0.9})
+    assert resolve(short, WAN.defaults) == resolve(complete, WAN.defaults)
     assert json.loads(json.dumps(short.options()))["method_options"]["tile"] == "16x16"
 
 
@@ -504,6 +507,8 @@ def test_the_record_says_how_the_video_was_made(loaded: LoadedPipeline) -> None:
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["options"] == {
         **a_request(dense_steps=1).options(),
+        "method_options": make_method("fg-attn").options(),
+        "dense_layers": 0,
         "model": loaded.ref.name,
         "order": "columnmajor",
         "frames": 5,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 import vidsparse
 from vidsparse.grid import TokenGrid
@@ -146,3 +148,21 @@ def test_a_grid_without_tokens_is_refused(bad: tuple[int, ...]) -> None:
 def test_a_grid_counts_video_and_text() -> None:
     grid = TokenGrid(9, 16, 16, text=226)
     assert (grid.video, grid.tokens) == (2304, 2530)
+
+
+def test_a_prompt_of_another_length_walks_no_new_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vidsparse import order
+
+    walk, walked = order._BUILDERS["hilbert"], []
+
+    def watched(grid: TokenGrid) -> NDArray[np.int64]:
+        walked.append(grid)
+        return walk(grid)
+
+    monkeypatch.setitem(order._BUILDERS, "hilbert", watched)
+    # a grid that no other test asks for: answers are kept.
+    for text in (3, 4, 0):
+        made = token_order("hilbert", TokenGrid(3, 5, 29, text))
+        assert sorted(made.permutation.tolist()) == list(range(435 + text))
+        assert made.permutation.tolist()[435:] == list(range(435, 435 + text))
+    assert len(walked) == 1

@@ -11,8 +11,8 @@ from click.testing import CliRunner, Result
 from tiny_pipelines import save_tiny_wan
 
 from vidsparse.apps.cli import main
-from vidsparse.apps.quality import held_out_prompts
-from vidsparse.apps.quality_rows import STUDIES, configurations
+from vidsparse.apps.quality_studies import STUDIES, Knob, configurations
+from vidsparse.apps.quality_study import held_out_prompts
 
 PROMISED = [
     "method", "options", "size", "selected", "computed", "psnr_mean", "psnr_std", "ssim_mean",
@@ -46,7 +46,8 @@ def test_rows_are_written_resumed_drawn_and_tabled(tiny_model: Path, tmp_path: P
     (row,) = _rows(tmp_path)
     assert list(row)[: len(PROMISED)] == PROMISED
     assert row["options"] == {
-        "top_p": 0.5, "tile": "16x16", "merge": "xor", "order": "hilbert", "dense_steps": 0.24,
+        "top_p": 0.5, "topk": None, "tile": "16x16", "merge": "xor", "order": "hilbert", "reuse": 1,
+        "dense_steps": 0.24,
     }  # fmt: skip
     assert (row["method"], row["size"], row["prompts"]) == ("fg-attn", "128x128", 2)
     assert row["commit"] == "c0ffee"
@@ -88,6 +89,40 @@ def test_orders_are_compared_at_equal_computed_density(tiny_model: Path, tmp_pat
     again = _quality(tiny_model, tmp_path, "--study", "orders", "--limit-rows", "1")
     assert "8 of 15 rows are there already" in again.stderr
     assert _rows(tmp_path)[:8] == rows
+
+
+def test_methods_are_compared_at_equal_selected_density(tiny_model: Path, tmp_path: Path) -> None:
+    done = _quality(tiny_model, tmp_path, "--study", "equal", "--table")
+    assert done.exit_code == 0, done.output
+    rows = _rows(tmp_path)
+    assert {(row["method"], row["options"]["tile"]) for row in rows} >= {
+        ("fg-attn", "16x16"), ("fg-attn", "128x128"), ("spargeattn", "128x64"),
+    }  # fmt: skip
+    for row in rows:
+        assert (row["aim"], row["target"]) == ("selected", 0.35)
+    # 24 x 24 tiles: fine enough to come near. 3 x 3 are not.
+    fine = next(row for row in rows if row["options"]["tile"] == "16x16")
+    assert fine["selected"] == pytest.approx(0.35, abs=0.02)
+    assert f"| fg-attn | 16x16 | top_p {fine['options']['top_p']:g} |" in done.stdout
+    again = _quality(tiny_model, tmp_path, "--study", "equal")
+    assert "rows are there already" in again.stderr
+    assert _rows(tmp_path) == rows
+
+
+def test_a_plan_that_serves_two_steps_is_another_row(tiny_model: Path, tmp_path: Path) -> None:
+    done = _quality(tiny_model, tmp_path, "--study", "defaults", "--limit-rows", "2")
+    assert done.exit_code == 0, done.output
+    first, second = _rows(tmp_path)
+    assert (first["options"]["reuse"], second["options"]["reuse"]) == (1, 2)
+    assert first["psnr_mean"] != second["psnr_mean"]
+    again = _quality(tiny_model, tmp_path, "--study", "defaults", "--limit-rows", "0", "--table")
+    assert "| 0.6 | 2 |" in again.stdout
+
+
+def test_a_knob_runs_from_the_least_density_to_the_most() -> None:
+    falling = Knob("tau", 0.1, 0.001, logarithmic=True)
+    assert [falling.at(share) for share in (0, 0.5, 1)] == pytest.approx([0.1, 0.01, 0.001])
+    assert Knob("top_p", 0.2, 1.0).at(0.25) == pytest.approx(0.4)
 
 
 def test_the_study_covers_what_was_promised() -> None:

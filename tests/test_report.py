@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from vidsparse.apps.report_page import SideBySide, _nice_ticks, render
+from vidsparse.apps.report_page import SideBySide, nice_ticks, render
 from vidsparse.metrics import compare_videos
 from vidsparse.report import PromptComparison, Report, RunFacts, mean_density_map
 
@@ -177,7 +177,7 @@ def test_page_without_a_density_map_leaves_the_section_out() -> None:
     ("low", "high"), [(30.0, 30.0), (31.2, 44.9), (0.91, 0.9987), (0.99999, 1.0), (-3.0, 60.0)]
 )
 def test_ticks_enclose_their_values(low: float, high: float) -> None:
-    ticks = _nice_ticks(low, high)
+    ticks = nice_ticks(low, high)
     assert 2 <= len(ticks) <= 5
     assert ticks[0] <= low + 1e-9
     assert ticks[-1] >= high - 1e-9

@@ -13,10 +13,12 @@ from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 from vidsparse.statistics import (
     RecordedCall,
-    computed_density,
+    mean_densities,
     measure_call,
     measure_calls,
     record_calls,
+    relative_l1,
+    run_call,
 )
 
 GRID = TokenGrid(3, 8, 7)
@@ -47,6 +49,27 @@ def test_l1_is_the_papers_relative_distance() -> None:
     assert 0 < measured.selected <= measured.computed < 1
 
 
+def test_l1_by_head_keeps_heads_and_batch_apart() -> None:
+    dense = torch.ones(2, 3, 4, 5)
+    sparse = dense.clone()
+    sparse[1, 2] += 0.5
+    sparse[0, 1, 0] -= 1
+    expected = torch.zeros(2, 3)
+    expected[1, 2], expected[0, 1] = 0.5, 0.25
+    torch.testing.assert_close(relative_l1(sparse, dense), expected)
+
+
+def test_a_call_runs_at_its_own_step_and_layer() -> None:
+    one = _call()
+    call = RecordedCall(q=one.q, k=one.k, v=one.v, site=CallSite(3, 5, 0.0, GRID))
+    sparse, dense, cell = run_call(call, FgAttn(top_p=0.4), "hilbert")
+    assert (cell.layer, cell.step) == (3, 5)
+    assert cell.selected is not None
+    assert cell.selected.shape == (1, 2)
+    assert torch.equal(dense, F.scaled_dot_product_attention(call.q, call.k, call.v))
+    assert not torch.equal(sparse, dense)
+
+
 def test_a_full_mask_has_no_error_and_density_one() -> None:
     measured = measure_call(_call(), FgAttn(top_p=1.0), "random")
     assert measured.l1 < 1e-5
@@ -68,7 +91,9 @@ def test_measure_calls_is_the_mean_over_calls() -> None:
     each = [measure_call(call, method, "hilbert") for call in calls]
     both = measure_calls(calls, method, "hilbert")
     assert both.l1 == pytest.approx((each[0].l1 + each[1].l1) / 2)
-    assert computed_density(calls, method, "hilbert") == pytest.approx(both.computed)
+    densities = mean_densities(calls, method, "hilbert")
+    assert densities["selected"] == pytest.approx(both.selected)
+    assert densities["computed"] == pytest.approx(both.computed)
 
 
 def test_recording_keeps_the_chosen_calls_and_leaves_the_engine_alone() -> None:

@@ -31,6 +31,7 @@ from vidsparse.trace import Cell, Trace
 
 if TYPE_CHECKING:
     from vidsparse.kernels.triton_pool import Pooled
+    from vidsparse.probe import CellProbe
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -62,6 +63,10 @@ class AttentionEngine:
         check_finite: check every output for NaN and Inf and raise, naming layer and step.
         trace: where calls are recorded; a new one is made at every ``begin_run``.
 
+    Attributes:
+        planner: ``order_and_plan``. A benchmark may put another plan in the place of its answer.
+        kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
+
     Raises:
         OptionError: unknown order or implementation, or a method that lacks calibrated numbers.
     """
@@ -90,6 +95,9 @@ class AttentionEngine:
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
         self.observer: Observer | None = None
+        self.planner: Callable[..., tuple[Tensor, Tensor, SparsePlan]] = order_and_plan
+        self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
+        self.probe: CellProbe | None = None
         self._plans: dict[PlanKey, SparsePlan] = {}
 
     def begin_run(self, steps: int) -> None:
@@ -187,7 +195,10 @@ class AttentionEngine:
         key = _plan_key(q, site)
         layout = q
         if cell.action == Action.REPLAN.value:
-            q, k, plan = order_and_plan(self.method, q, k, site, order)
+            q, k, plan = self.planner(self.method, q, k, site, order)
+            if self.probe is not None and self.probe.wants(site):
+                shares = plan.selected, plan.computed
+                self.probe.take(self.method, q, k, site, self.order, shares)
             if self.schedule.reuse > 1:
                 self._plans[key] = plan
         else:
@@ -200,7 +211,7 @@ class AttentionEngine:
             q.device, q.dtype, q.shape[-1], gate=gate, quantize=quantize
         )
         skipped = None if gate is None else torch.empty_like(plan.kv_count)
-        out, _ = sparse_attention(
+        out, _ = self.kernel(
             q,
             k,
             v,
@@ -216,6 +227,8 @@ class AttentionEngine:
         cell.selected, cell.computed = plan.selected, plan.computed
         if skipped is not None:
             cell.count_skipped(skipped, plan.tokens)
+        # the copies in order are as large as what the caller holds: not to be kept beside another.
+        del q, k, v
         return order.undo(out, like=layout).to(asked)
 
 

@@ -14,6 +14,8 @@ Anything else that escapes is a defect of this library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class VidsparseError(Exception):
     """Base of every error meant for the caller."""
@@ -33,3 +35,9 @@ class ModelError(VidsparseError):
 
 class OutputError(VidsparseError, OSError):
     """A file or folder cannot be written."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them: ``a``, ``a and b``, ``a, b and c``."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

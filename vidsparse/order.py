@@ -117,6 +117,12 @@ def check_order(name: str) -> None:
 
 
 @lru_cache(maxsize=64)
+def _video_order(name: str, frames: int, height: int, width: int) -> NDArray[np.int64]:
+    # apart from the text: the curve takes seconds at 100,000 tokens, and prompts differ in length.
+    return _BUILDERS[name](TokenGrid(frames, height, width))
+
+
+@lru_cache(maxsize=64)
 def token_order(name: str, grid: TokenGrid, device: torch.device | str = "cpu") -> TokenOrder:
     """The named order of ``grid``'s tokens on ``device`` (cached by all three).
 
@@ -128,7 +134,7 @@ def token_order(name: str, grid: TokenGrid, device: torch.device | str = "cpu") 
         OptionError: ``name`` is not in ``ORDERS``.
     """
     check_order(name)
-    video = _BUILDERS[name](grid)
+    video = _video_order(name, grid.frames, grid.height, grid.width)
     before = grid.text if grid.text_first else 0
     text_start = 0 if grid.text_first else grid.video
     text = np.arange(text_start, text_start + grid.text, dtype=np.int64)

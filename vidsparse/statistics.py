@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from vidsparse.methods import SparseMethod
 from vidsparse.order import token_order
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
+from vidsparse.trace import Cell
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +87,34 @@ def record_calls(
         engine.observer = before
 
 
+def run_call(
+    call: RecordedCall, method: SparseMethod, order: str, implementation: str = "auto"
+) -> tuple[Tensor, Tensor, Cell]:
+    """One call by ``method`` in ``order`` and dense, fp32 ``[B, H, S, D]``, and its trace.
+
+    Raises:
+        OptionError: unknown order or implementation.
+        UnsupportedError: the implementation cannot run on these tensors.
+    """
+    engine = AttentionEngine(
+        method,
+        schedule=Schedule(dense_steps=0),
+        order=order,
+        layers=call.site.layer + 1,
+        implementation=implementation,
+    )
+    engine.begin_run(call.site.step + 1)
+    sparse = engine.attend(call.q, call.k, call.v, call.site).float()
+    dense = F.scaled_dot_product_attention(call.q, call.k, call.v).float()
+    (cell,) = engine.trace.cells
+    return sparse, dense, cell
+
+
+def relative_l1(sparse: Tensor, dense: Tensor) -> Tensor:
+    """``sum|O - O'| / sum|O|`` of each head (SpargeAttn 3.6): ``[B, H, S, D]`` to ``[B, H]``."""
+    return (sparse - dense).abs().sum((2, 3)) / dense.abs().sum((2, 3))
+
+
 def measure_call(
     call: RecordedCall, method: SparseMethod, order: str, implementation: str = "auto"
 ) -> CallStatistics:
@@ -96,25 +126,15 @@ def measure_call(
     """
     permutation = token_order(order, call.site.grid, call.q.device)
     q, k = permutation.apply(call.q), permutation.apply(call.k)
-    dense = F.scaled_dot_product_attention(call.q, call.k, call.v).float()
-    engine = AttentionEngine(
-        method,
-        schedule=Schedule(dense_steps=0),
-        order=order,
-        layers=call.site.layer + 1,
-        implementation=implementation,
-    )
-    engine.begin_run(call.site.step + 1)
-    sparse = engine.attend(call.q, call.k, call.v, call.site).float()
-    summary = engine.trace.summary()
-    assert summary.selected is not None
-    assert summary.computed is not None
+    sparse, dense, cell = run_call(call, method, order, implementation)
+    assert cell.selected is not None
+    assert cell.computed is not None
     return CallStatistics(
         sim_q=self_similarity(q, method.tile[0]).mean().item(),
         sim_k=self_similarity(k, method.tile[1]).mean().item(),
         l1=((sparse - dense).abs().sum() / dense.abs().sum()).item(),
-        selected=summary.selected,
-        computed=summary.computed,
+        selected=cell.selected.mean().item(),
+        computed=cell.computed.mean().item(),
     )
 
 
@@ -136,19 +156,25 @@ def measure_calls(
     )
 
 
-def computed_density(calls: Sequence[RecordedCall], method: SparseMethod, order: str) -> float:
-    """Mean computed density of ``method`` over ``calls``; plans only, no attention is run.
+def mean_densities(
+    calls: Sequence[RecordedCall], method: SparseMethod, order: str
+) -> dict[str, float]:
+    """``selected`` and ``computed`` of ``method``, means over ``calls``, at least one.
+
+    Plans only: no attention is run.
 
     What a gate would skip is not known then and counts as computed.
 
     Raises:
         OptionError: unknown order.
     """
-    densities = []
+    plans = []
     for call in calls:
         permutation = token_order(order, call.site.grid, call.q.device)
-        plan = plan_attention(
-            method, permutation.apply(call.q), permutation.apply(call.k), call.site
+        plans.append(
+            plan_attention(method, permutation.apply(call.q), permutation.apply(call.k), call.site)
         )
-        densities.append(plan.computed.float().mean().item())
-    return math.fsum(densities) / len(densities)
+    return {
+        "selected": torch.stack([plan.selected for plan in plans]).double().mean().item(),
+        "computed": torch.stack([plan.computed for plan in plans]).double().mean().item(),
+    }

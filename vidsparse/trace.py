@@ -153,6 +153,30 @@ class Trace:
             for step in range(steps)
         ]
 
+    def head_density_map(self) -> list[list[list[float] | None]]:
+        """Computed density, steps x layers x heads, mean over branches and batch.
+
+        None where a cell was dense or never called.
+        """
+        self.resolve()
+        if not self.cells:
+            return []
+        steps = max(c.step for c in self.cells) + 1
+        layers = max(c.layer for c in self.cells) + 1
+        found: dict[tuple[int, int], list[Tensor]] = {}
+        for cell in self.cells:
+            if cell.computed is not None:
+                found.setdefault((cell.step, cell.layer), []).append(cell.computed.mean(0))
+        return [
+            [
+                torch.stack(shares).mean(0).tolist()
+                if (shares := found.get((step, layer)))
+                else None
+                for layer in range(layers)
+            ]
+            for step in range(steps)
+        ]
+
     def to_json(self) -> list[dict[str, Any]]:
         """One JSON object per call, densities per head (mean over the batch)."""
         self.resolve()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, listed
 from vidsparse.methods.base import Method, SparseMethod
 from vidsparse.methods.bsfa import Bsfa
 from vidsparse.methods.dense import Dense
@@ -28,11 +28,6 @@ def _owners(option: str) -> list[str]:
         for name, cls in METHODS.items()
         if any(field.name == option for field in cls.option_fields())
     ]
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names as a sentence has them: ``a``, ``a and b``, ``a, b and c``."""
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def make_method(name: str, **options: Any) -> Method:
@@ -65,6 +60,5 @@ __all__ = [
     "SpargeAttn",
     "SparseMethod",
     "XAttention",
-    "listed",
     "make_method",
 ]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from vidsparse.errors import OptionError
-from vidsparse.masks import PooledTopP, check_tile, parse_tile
+from vidsparse.grouping import MERGES
+from vidsparse.masks import KEY_TILES, QUERY_TILES, PooledTopP, check_tile, parse_tile
 
 if TYPE_CHECKING:
     import torch
@@ -121,12 +122,27 @@ class SparseMethod(Method):
 
 
 def option(
-    default: Any, *, flag: str, metavar: str, help: str, convert: Callable[[str], Any] = float
+    default: Any,
+    *,
+    flag: str,
+    metavar: str,
+    help: str,
+    convert: Callable[[str], Any] = float,
+    choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that carries its own command line flag, help and text conversion."""
+    """A dataclass field that carries its own command line flag, help and text conversion.
+
+    ``choices`` are all its values as one types them, where these can be listed.
+    """
     return dataclasses.field(
         default=default,
-        metadata={"flag": flag, "metavar": metavar, "help": help, "convert": convert},
+        metadata={
+            "flag": flag,
+            "metavar": metavar,
+            "help": help,
+            "convert": convert,
+            "choices": choices,
+        },
     )
 
 
@@ -138,6 +154,7 @@ def tile_option(default: tuple[int, int]) -> Any:
         metavar="MxN",
         help="tile of M queries x N keys that is computed or skipped as one",
         convert=parse_tile,
+        choices=tuple(f"{rows}x{keys}" for rows in QUERY_TILES for keys in KEY_TILES),
     )
 
 
@@ -192,6 +209,7 @@ def merge_option(default: str = "xor-window") -> Any:
         metavar="NAME",
         help="how query tiles form blocks of rows: xor, xor-window or consecutive",
         convert=str,
+        choices=tuple(MERGES),
     )
 
 

@@ -1,0 +1,15 @@
+"""The Gradio page of ``vidsparse ui``.
+
+From the inside out, each file with one job:
+
+- ``host``: what the host decides. ``uploads``: what a visitor may hand in. ``guard``: what one
+  may ask the server for.
+- ``queue``: one job per device, others wait. ``workbench``: what a device holds. ``tasks``: the
+  jobs themselves. ``visits``: what one visitor has made.
+- ``form``: controls to ``GenerateRequest`` and back. ``draw``: pictures and tables as HTML.
+  ``viewer.js``: synchronised playback.
+- ``desk``: between events and queue. ``generate_tab``, ``compare_tab``, ``report_tab``, ``build``:
+  the page. ``command``: the command.
+
+Only ``form``, ``desk``, the tabs and ``build`` import gradio.
+"""

@@ -1,0 +1,255 @@
+"""The page as a whole: header, form, tabs, look, and the server under it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from starlette.middleware import Middleware
+
+from vidsparse._version import __version__
+from vidsparse.apps.page import draw
+from vidsparse.apps.page.compare_tab import CompareTab
+from vidsparse.apps.page.desk import Desk, toast
+from vidsparse.apps.page.form import Form, examples_of, takes_image
+from vidsparse.apps.page.generate_tab import GenerateTab
+from vidsparse.apps.page.guard import Guard
+from vidsparse.apps.page.report_tab import ReportTab
+from vidsparse.apps.page.uploads import read_image
+from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.methods import METHODS
+
+_HERE = Path(__file__).parent
+_SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+_MONO_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
+
+
+def build(desk: Desk) -> gr.Blocks:
+    """The page, ready to be served.
+
+    Args:
+        desk: the host's settings, the queue and the visits.
+    """
+    with gr.Blocks(title="vidsparse", analytics_enabled=False, fill_width=False) as page:
+        gr.HTML(
+            '<header class="vs-head"><h1>vidsparse</h1>'
+            "<p>sparse attention for video diffusion, and what it costs</p></header>"
+        )
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=4, min_width=330):
+                form = Form(desk.host)
+            with gr.Column(scale=7, min_width=330), gr.Tabs(elem_id="tabs"):
+                with gr.Tab("Generate", id="generate"):
+                    generate = GenerateTab(desk, form)
+                with gr.Tab("Compare", id="compare"):
+                    compare = CompareTab(desk, form, generate)
+                with gr.Tab("Report", id="report"):
+                    report = ReportTab(desk, form)
+        gr.HTML(draw.note(_footer(desk)))
+        for tab in (generate, compare, report):
+            tab.connect()
+        _connect_form(desk, form, generate, report)
+        page.unload(_ender(desk))
+    # every job waits in the desk's queue; gradio's own only carries the answers.
+    page.queue(default_concurrency_limit=None, api_open=False)
+    return page
+
+
+def _footer(desk: Desk) -> str:
+    limits, devices = desk.host.limits, ", ".join(desk.host.devices)
+    return (
+        f"vidsparse {__version__} on {devices}, one job at a time on each. At most "
+        f"{limits.frames} frames, {limits.side} pixels a side, {limits.steps} steps, "
+        f"{limits.prompts} prompts a report. Videos stay in the output folder."
+    )
+
+
+def _connect_form(desk: Desk, form: Form, generate: GenerateTab, report: ReportTab) -> None:
+    method = form.controls["method"]
+    groups = list(form.groups.values())
+
+    def own_options(chosen: Any) -> list[Any]:
+        summary = METHODS[chosen].summary if chosen in METHODS else ""
+        return [
+            gr.update(info=summary),
+            *(gr.update(visible=name == chosen) for name in form.groups),
+            report.vary_update(chosen),
+        ]
+
+    method.change(
+        own_options,
+        inputs=[method],
+        outputs=[method, *groups, report.vary],
+        show_progress="hidden",
+        api_visibility="private",
+    )
+
+    def model_defaults(name: Any) -> dict[Any, Any]:
+        try:
+            model = desk.host.model(name)
+        except OptionError as error:
+            raise toast(error) from error
+        updates: dict[Any, Any] = {
+            form.controls[each]: value for each, value in form.defaults_of(model).items()
+        }
+        updates[form.image] = gr.update(visible=takes_image(model))
+        updates[form.examples] = gr.update(
+            samples=examples_of(model),
+            visible=bool(model.example_prompts),
+        )
+        return updates
+
+    form.controls["model"].change(
+        model_defaults,
+        inputs=[form.controls["model"]],
+        outputs=[
+            *(form.controls[name] for name in form.defaults_of(desk.host.models[0])),
+            form.image,
+            form.examples,
+        ],
+        show_progress="hidden",
+        api_visibility="private",
+    )
+
+    def take_example(sample: Any) -> Any:
+        return sample[0] if isinstance(sample, list) and sample else gr.skip()
+
+    form.examples.click(
+        take_example,
+        inputs=[form.examples],
+        outputs=[form.controls["prompt"]],
+        show_progress="hidden",
+        api_visibility="private",
+    )
+
+    def take_image(request: gr.Request, file: Any) -> Any:
+        visit = desk.visit(request)
+        visit.image = None
+        if not isinstance(file, str):
+            return gr.update(visible=False, value=None)
+        try:
+            target = visit.next_stem("first frame").with_suffix(".png")
+            limit = desk.host.limits.upload
+            visit.image = read_image(Path(file), target, megabytes=limit)
+        except OptionError as error:
+            raise toast(error) from error
+        return gr.update(visible=True, value=str(visit.image))
+
+    form.image.change(
+        take_image,
+        inputs=[form.image],
+        outputs=[form.preview],
+        show_progress="hidden",
+        api_name="image",
+        api_description="Take a picture as the first frame of this session's videos.",
+    )
+
+    def use_settings(request: gr.Request) -> dict[Any, Any]:
+        shown = desk.visit(request).shown
+        if shown is None:
+            return {method: gr.skip()}
+        values: Mapping[str, Any] = form.values_of(shown.request)
+        return {form.controls[name]: value for name, value in values.items()}
+
+    generate.reuse.click(
+        use_settings,
+        outputs=list(form.controls.values()),
+        show_progress="hidden",
+        api_visibility="private",
+    )
+
+
+def _ender(desk: Desk) -> Any:
+    def end(request: gr.Request) -> None:
+        desk.visits.end(request.session_hash or "")
+        desk.queue.forget_cancelled()
+
+    return end
+
+
+def _theme() -> gr.themes.Default:
+    theme = gr.themes.Default(
+        primary_hue=gr.themes.colors.teal,
+        neutral_hue=gr.themes.colors.zinc,
+        font=_SYSTEM_FONTS,
+        font_mono=_MONO_FONTS,
+    )
+    # small print is grey on grey in the stock theme, too faint to read.
+    return theme.set(
+        body_background_fill="#f6f6f3",
+        body_background_fill_dark="#121317",
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_400",
+        block_info_text_color="*neutral_600",
+        block_info_text_color_dark="*neutral_400",
+        block_label_text_color="*neutral_600",
+        block_title_text_color="*neutral_700",
+        block_title_text_color_dark="*neutral_200",
+        block_radius="10px",
+        button_large_radius="10px",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running page: its address, a public one where it is shared, and the way to stop it."""
+
+    url: str
+    public_url: str | None
+    page: gr.Blocks
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.page.close(verbose=False)
+
+
+def serve(
+    desk: Desk,
+    *,
+    port: int | None = None,
+    listen: bool = False,
+    share: bool = False,
+    auth: tuple[str, str] | None = None,
+) -> Served:
+    """Serve the page from a thread of its own.
+
+    Args:
+        desk: the host's settings, the queue and the visits.
+        port: to listen on; the first free one from 7860 by default.
+        listen: answer other machines too, not this one alone.
+        share: make a public address through Gradio's tunnel.
+        auth: name and password that visitors need.
+
+    Raises:
+        UnsupportedError: the port is taken.
+    """
+    page = build(desk)
+    try:
+        _, url, public = page.launch(
+            server_name="0.0.0.0" if listen else "127.0.0.1",
+            server_port=port,
+            share=share,
+            auth=auth,
+            prevent_thread_lock=True,
+            quiet=True,
+            show_error=False,
+            max_file_size=desk.host.limits.upload * 2**20,
+            allowed_paths=[str(desk.host.folder)],
+            app_kwargs={"middleware": [Middleware(Guard)]},
+            enable_monitoring=False,
+            footer_links=[],
+            run_history=False,
+            mcp_server=False,
+            ssr_mode=False,
+            theme=_theme(),
+            css=(_HERE / "page.css").read_text(encoding="utf-8"),
+            head=f"<script>{(_HERE / 'viewer.js').read_text(encoding='utf-8')}</script>",
+        )
+    except OSError as error:
+        raise UnsupportedError(
+            f"the page cannot be served: {error}. Hint: give another --port."
+        ) from None
+    return Served(url, public, page)

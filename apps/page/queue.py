@@ -1,0 +1,318 @@
+"""The queue of the page: every device works on one job at a time, the others wait their turn.
+
+A job is done by exactly one device and ends in exactly one of three states: done, cancelled or
+failed. Whoever follows it is woken at every change and never polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from vidsparse.errors import UnsupportedError, VidsparseError
+from vidsparse.logs import logger
+
+Result = TypeVar("Result")
+Bench = TypeVar("Bench")
+State = Literal["waiting", "running", "done", "cancelled", "failed"]
+
+# progress is shown this often at most; the end of a job is shown at once.
+SHOWN_EVERY = 0.2
+
+
+class QueueFullError(UnsupportedError):
+    """No more jobs can wait."""
+
+
+class Cancelled(VidsparseError):
+    """The job was asked to stop, and did."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A job at one moment.
+
+    Args:
+        state: where it is in its life.
+        ahead: jobs that come before it, while it waits.
+        phase: what is going on, in words.
+        done: share of its denoising steps that are finished, in [0, 1].
+        step: finished steps of the video that is being made.
+        steps: that it takes, 0 while unknown.
+        elapsed: seconds since a device took it.
+        left: seconds that its remaining steps will take, None while unknown.
+        stopping: it has been asked to stop and runs still.
+    """
+
+    state: State
+    ahead: int
+    phase: str
+    done: float
+    step: int
+    steps: int
+    elapsed: float
+    left: float | None
+    stopping: bool
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.state in ("done", "cancelled", "failed")
+
+
+class Job(Generic[Bench, Result]):
+    """One piece of work, its progress, and in the end its result.
+
+    Args:
+        work: what to do with the device's bench; it tells this job how far it is.
+        parts: videos it makes, to tell the time left.
+    """
+
+    def __init__(
+        self, work: Callable[[Bench, Job[Bench, Result]], Result], *, parts: int = 1
+    ) -> None:
+        self.id = secrets.token_hex(4)
+        self.result: Result | None = None
+        self.error: Exception | None = None
+        self.device = ""
+        self._work = work
+        self._parts = parts
+        self._part = 0
+        self._state: State = "waiting"
+        self._ahead = 0
+        self._phase = "waiting"
+        self._step = self._steps = 0
+        self._step_seconds: list[float] = []
+        self._after_steps = 0.0
+        self._began = self._ended = 0.0
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._watchers: set[Callable[[], object]] = set()
+
+    # ---- for the work ----
+
+    def say(self, phase: str) -> None:
+        """Say what is going on."""
+        with self._lock:
+            self._phase = phase
+        self._changed()
+
+    def begin_part(self, phase: str) -> None:
+        """The next video begins."""
+        with self._lock:
+            self._part += 1
+            self._step = self._steps = 0
+            self._phase = phase
+        self._changed()
+
+    def advance(self, step: int, steps: int, seconds: float) -> None:
+        """A denoising step of the current video is finished."""
+        with self._lock:
+            self._step, self._steps = step, steps
+            self._step_seconds.append(seconds)
+        self._changed()
+
+    def expect_after_steps(self, seconds: float) -> None:
+        """Say how long a video takes after its last step, to tell the time left."""
+        with self._lock:
+            self._after_steps = seconds
+
+    def stopping(self) -> bool:
+        """Whether it should stop as soon as it can."""
+        return self._stop.is_set()
+
+    def check(self) -> None:
+        """Stop here if asked to.
+
+        Raises:
+            Cancelled: it was.
+        """
+        if self.stopping():
+            raise Cancelled("cancelled")
+
+    # ---- for everybody else ----
+
+    def cancel(self) -> None:
+        """Ask it to stop: at once while it waits, after the current step while it runs."""
+        self._stop.set()
+        with self._lock:
+            if self._state == "waiting":
+                self._state = "cancelled"
+        self._changed()
+
+    def snapshot(self) -> Snapshot:
+        """How it stands."""
+        with self._lock:
+            until = self._ended or time.monotonic()
+            known = self._steps * max(self._parts, self._part)
+            finished = self._steps * max(0, self._part - 1) + self._step
+            left = None
+            if self._state == "running" and self._step_seconds:
+                mean = sum(self._step_seconds) / len(self._step_seconds)
+                videos = max(self._parts, self._part) - self._part + 1
+                left = mean * (known - finished) + self._after_steps * videos
+            return Snapshot(
+                state=self._state,
+                ahead=self._ahead,
+                phase=self._phase,
+                done=1.0 if self._state == "done" else finished / known if known else 0.0,
+                step=self._step,
+                steps=self._steps,
+                elapsed=until - self._began if self._began else 0.0,
+                left=left,
+                stopping=self._stop.is_set() and self._state == "running",
+            )
+
+    async def follow(self) -> AsyncGenerator[Snapshot, None]:
+        """Snapshots as it goes on, the finished one last."""
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(woken.set)
+
+        self._watchers.add(wake)
+        try:
+            while True:
+                woken.clear()
+                snapshot = self.snapshot()
+                yield snapshot
+                if snapshot.finished:
+                    return
+                until = time.monotonic() + SHOWN_EVERY
+                await woken.wait()
+                while True:
+                    # cleared before the look: a change after it ends the wait.
+                    woken.clear()
+                    rest = until - time.monotonic()
+                    if rest <= 0 or self.snapshot().finished:
+                        break
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(woken.wait(), rest)
+        finally:
+            self._watchers.discard(wake)
+
+    # ---- for the queue ----
+
+    def run(self, bench: Bench, device: str) -> None:
+        """Do the work and keep its result or error; does nothing if it was cancelled before."""
+        with self._lock:
+            if self._state != "waiting":
+                return
+            self._state, self.device = "running", device
+            self._began = time.monotonic()
+            self._phase = "preparing"
+        self._changed()
+        state: State = "failed"
+        try:
+            self.result = self._work(bench, self)
+            state = "done"
+        except Cancelled:
+            state = "cancelled"
+        except Exception as error:
+            self.error = error
+            if not isinstance(error, VidsparseError):
+                logger.exception("a job of the page failed")
+        with self._lock:
+            self._state, self._ended = state, time.monotonic()
+        self._changed()
+
+    def moved_to(self, ahead: int) -> None:
+        """Jobs before it have gone."""
+        with self._lock:
+            if self._ahead == ahead:
+                return
+            self._ahead = ahead
+        self._changed()
+
+    def _changed(self) -> None:
+        for wake in tuple(self._watchers):
+            try:
+                wake()
+            except RuntimeError:
+                # its event loop has closed; nobody looks any more.
+                self._watchers.discard(wake)
+
+
+class JobQueue(Generic[Bench]):
+    """First come, first served, one thread for each device.
+
+    Args:
+        benches: device name to what its jobs work with.
+        waiting: jobs that may wait at once.
+    """
+
+    def __init__(self, benches: Sequence[tuple[str, Bench]], *, waiting: int) -> None:
+        self._most = waiting
+        self._jobs: list[Job[Bench, object]] = []
+        self._running: list[Job[Bench, object]] = []
+        self._arrived = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=pair, name=f"page-{pair[0]}", daemon=True)
+            for pair in benches
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job[Bench, Result]) -> Job[Bench, Result]:
+        """Put a job at the end.
+
+        Raises:
+            QueueFullError: too many wait already.
+        """
+        with self._arrived:
+            self._forget_cancelled()
+            if self._closed or len(self._jobs) >= self._most:
+                raise QueueFullError(
+                    f"{len(self._jobs)} jobs are waiting already, which is all that this page "
+                    "takes. Hint: try again in a moment."
+                )
+            self._jobs.append(job)  # type: ignore[arg-type]
+            self._renumber()
+            self._arrived.notify()
+        return job
+
+    def forget_cancelled(self) -> None:
+        """Let the others move up where a waiting job was cancelled."""
+        with self._arrived:
+            self._forget_cancelled()
+
+    def close(self) -> None:
+        """Cancel everything and wait until the devices are free."""
+        with self._arrived:
+            self._closed = True
+            for job in self._jobs + self._running:
+                job.cancel()
+            self._jobs.clear()
+            self._arrived.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self, device: str, bench: Bench) -> None:
+        while True:
+            with self._arrived:
+                self._arrived.wait_for(lambda: self._jobs or self._closed)
+                if self._closed:
+                    return
+                job = self._jobs.pop(0)
+                self._running.append(job)
+                self._renumber()
+            job.run(bench, device)
+            with self._arrived:
+                self._running.remove(job)
+                self._renumber()
+
+    def _forget_cancelled(self) -> None:
+        self._jobs = [job for job in self._jobs if not job.stopping()]
+        self._renumber()
+
+    def _renumber(self) -> None:
+        for place, job in enumerate(self._jobs):
+            job.moved_to(place + len(self._running))

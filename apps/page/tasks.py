@@ -1,0 +1,241 @@
+"""The jobs of the page: make a video, compare it with the dense one, look into a cell, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vidsparse.apps.comparison import Comparison, measure, write_report
+from vidsparse.apps.jobs import Job as PromptJob
+from vidsparse.apps.page.queue import Cancelled
+from vidsparse.apps.page.queue import Job as QueueJob
+from vidsparse.apps.page.workbench import Workbench
+from vidsparse.apps.prompts import Prompt
+from vidsparse.apps.run_folder import RunFolder, Target
+from vidsparse.errors import UnsupportedError
+from vidsparse.metrics import Frames, VideoQuality, amplified_difference
+from vidsparse.report import PromptComparison, Report
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.generate import Generated
+    from vidsparse.pipelines.handle import SparseHandle
+    from vidsparse.pipelines.request import GenerateRequest
+    from vidsparse.probe import CellRecord
+
+Job = QueueJob[Workbench, Any]
+
+# the viewer's second difference panel: dark differences survive the video's encoding in it, and
+# the viewer takes the brighter of both panels at the gain asked for.
+BRIGHT = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clip:
+    """A finished video.
+
+    Args:
+        request: as it ran, every default filled in.
+        record: of its making, what stands in the JSON file beside it.
+        video: the mp4.
+        poster: a frame from its middle, JPEG.
+    """
+
+    request: GenerateRequest
+    record: dict[str, Any]
+    video: Path
+    poster: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A dense and a sparse video of one request, measured.
+
+    Args:
+        dense: the dense side.
+        sparse: the sparse side.
+        quality: the sparse side against the dense one.
+        panels: a video of four panels: dense, sparse; their difference, and that 8 times as bright.
+        heads: computed density ``[steps][layers][heads]``; None for a dense cell.
+    """
+
+    dense: Clip
+    sparse: Clip
+    quality: VideoQuality
+    panels: Path
+    heads: list[list[list[float] | None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportFiles:
+    """The report of one setting, and its files, the page first."""
+
+    request: GenerateRequest
+    report: Report
+    paths: tuple[Path, ...]
+
+
+def make_clip(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], Clip]:
+    """A job that makes one video; its files' names begin with ``stem``."""
+
+    def work(bench: Workbench, job: Job) -> Clip:
+        made = bench.generate(request, job, request.method)
+        job.say("writing the video")
+        return _write_clip(made, bench.fit(request), stem)
+
+    return work
+
+
+def compare(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], Pair]:
+    """A job that makes a video dense and sparse and measures how far apart they are."""
+
+    def work(bench: Workbench, job: Job) -> Pair:
+        from vidsparse.apps.comparison import dense_side
+        from vidsparse.pipelines.video import write_video
+
+        handles: list[SparseHandle] = []
+        dense = bench.dense(request, job, "dense")
+        job.check()
+        sparse = bench.generate(request, job, request.method, attach=handles.append)
+        job.say("measuring")
+        fitted = bench.fit(request)
+        quality = measure(dense.frames, sparse.frames)
+        panels = stem.with_name(f"{stem.name}-compare.mp4")
+        assert fitted.fps is not None
+        write_video(_panels(dense.frames, sparse.frames), panels, fitted.fps)
+        return Pair(
+            dense=_write_clip(dense, dense_side(fitted), stem.with_name(f"{stem.name}-dense")),
+            sparse=_write_clip(sparse, fitted, stem),
+            quality=quality,
+            panels=panels,
+            heads=handles[0].trace.head_density_map() if handles else [],
+        )
+
+    return work
+
+
+def record_cell(
+    request: GenerateRequest, step: int, layer: int
+) -> Callable[[Workbench, Job], CellRecord]:
+    """A job that runs the request up to ``step`` and records the call of ``layer`` in it.
+
+    It raises UnsupportedError where that call makes no plan.
+    """
+
+    def work(bench: Workbench, job: Job) -> CellRecord:
+        from vidsparse.probe import CellProbe
+
+        probe = CellProbe(step, layer)
+
+        def attach(handle: SparseHandle) -> None:
+            handle.probe(probe)
+
+        # nothing after the recorded step is wanted: the run ends the way a cancelled one does.
+        try:
+            bench.generate(
+                request,
+                job,
+                "recording",
+                attach=attach,
+                until=lambda: probe.record is not None,
+            )
+        except Cancelled:
+            job.check()
+        if probe.record is None:
+            raise UnsupportedError(
+                f"step {step + 1}, layer {layer + 1} made no plan: it was dense, or reused the "
+                "plan of a step before. Hint: choose a cell that is not dense, with reuse 1."
+            )
+        return probe.record
+
+    return work
+
+
+def report(
+    requests: Sequence[GenerateRequest],
+    prompts: Sequence[str],
+    folder: Path,
+    announce: Callable[[int, list[PromptComparison]], object],
+) -> Callable[[Workbench, Job], list[ReportFiles]]:
+    """A job that reports on ``prompts`` with each of the settings, as ``vidsparse compare`` does.
+
+    ``announce`` is given the place of the setting and each prompt's comparison when it is there.
+    """
+
+    def work(bench: Workbench, job: Job) -> list[ReportFiles]:
+        from vidsparse.pipelines.request import settings_hash
+
+        found = []
+        for place, request in enumerate(requests):
+            target = folder / f"{request.method}-{settings_hash(request)}"
+            with RunFolder(target).claim():
+                found.append(
+                    _one_report(bench, job, request, prompts, target, partial(announce, place))
+                )
+        return found
+
+    return work
+
+
+def _one_report(
+    bench: Workbench,
+    job: Job,
+    request: GenerateRequest,
+    prompts: Sequence[str],
+    folder: Path,
+    announce: Callable[[list[PromptComparison]], object],
+) -> ReportFiles:
+    fitted = bench.fit(request)
+
+    def generate(requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
+        return [
+            bench.dense(one, job, label)
+            if one.method == "dense"
+            else bench.generate(one, job, label)
+            for one in requests
+        ]
+
+    comparison = Comparison(generate, folder)
+    jobs = [
+        PromptJob(
+            prompt=Prompt(number=number, text=text, line=number),
+            request=replace(fitted, prompt=text),
+        )
+        for number, text in enumerate(prompts, 1)
+    ]
+    job.say("warming up")
+    comparison.warm_up(jobs[:1], bench.load_for(request).defaults)
+    for each in jobs:
+        announce(comparison.run([each]))
+    made = comparison.report(fitted, 1)
+    job.say("writing the report")
+    paths = write_report(folder, made, comparison.videos, fitted)
+    return ReportFiles(request=fitted, report=made, paths=tuple(paths))
+
+
+def _write_clip(made: Generated, request: GenerateRequest, stem: Path) -> Clip:
+    from PIL import Image
+
+    from vidsparse.pipelines.video import write_video
+
+    video, poster = stem.with_name(f"{stem.name}.mp4"), stem.with_name(f"{stem.name}.jpg")
+    assert request.fps is not None
+    write_video(made.frames, video, request.fps)
+    Image.fromarray(made.frames[len(made.frames) // 2]).save(poster, quality=88)
+    target = Target(video=video, record=video.with_suffix(".json"), finished=False)
+    RunFolder(stem.parent).write_record(target, made.record)
+    return Clip(request=request, record=made.record, video=video, poster=poster)
+
+
+def _panels(dense: Frames, sparse: Frames) -> Frames:
+    """Two by two, so that a wide video stays within what players decode."""
+    above = np.concatenate([dense, sparse], axis=2)
+    below = np.concatenate(
+        [amplified_difference(dense, sparse, 1), amplified_difference(dense, sparse, BRIGHT)],
+        axis=2,
+    )
+    return np.concatenate([above, below], axis=1)

@@ -1,0 +1,103 @@
+"""What a visitor may hand in, looked at before anything else touches it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from vidsparse.apps.prompts import parse_prompts
+from vidsparse.errors import OptionError
+
+# of an uploaded picture: far above what any model reads, far below what fills the memory.
+MOST_PIXELS = 50_000_000
+
+_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+def check_size(path: Path, megabytes: int) -> None:
+    """Refuse a file that is too large.
+
+    Raises:
+        OptionError: it is, or it cannot be read.
+    """
+    try:
+        size = path.stat().st_size
+    except OSError:
+        raise OptionError("the upload did not arrive. Hint: try it again.") from None
+    if size > megabytes * 2**20:
+        raise OptionError(
+            f"an upload can have at most {megabytes} MB here, this one has {size / 2**20:.1f}. "
+            "Hint: the host of the page sets this limit."
+        )
+
+
+def read_prompt_file(path: Path, *, megabytes: int, most: int) -> list[str]:
+    """The prompts of an uploaded text file, one a line.
+
+    Raises:
+        OptionError: too large, not UTF-8 text, without a prompt, or with too many.
+    """
+    check_size(path, megabytes)
+    data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"the file is not UTF-8 text (byte {error.start}). Hint: save it with UTF-8 encoding."
+        ) from None
+    return read_prompts(text, most=most)
+
+
+def read_prompts(text: str, *, most: int) -> list[str]:
+    """The prompts of a text, one a line.
+
+    Raises:
+        OptionError: none, too many, or one that is too long.
+    """
+    prompts = [prompt.text for prompt in parse_prompts("the text", text)]
+    if not prompts:
+        raise OptionError("there is no prompt. Hint: write one prompt a line.")
+    if len(prompts) > most:
+        raise OptionError(
+            f"a report can have at most {most} prompts here, got {len(prompts)}. "
+            "Hint: the host of the page sets this limit."
+        )
+    return prompts
+
+
+def read_image(path: Path, target: Path, *, megabytes: int) -> Path:
+    """Decode an uploaded picture and write it anew as ``target``, a PNG without its metadata.
+
+    Models are given this copy: whatever else was in the upload stays behind.
+
+    Raises:
+        OptionError: too large, no PNG, JPEG or WebP, broken, or with too many pixels.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    check_size(path, megabytes)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            # other formats' decoders, some of which start programs, are never asked.
+            with Image.open(path, formats=_IMAGE_FORMATS) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise OptionError(
+                        f"a picture can have at most {MOST_PIXELS / 1e6:.0f} megapixels, this one "
+                        f"has {image.width}x{image.height}. Hint: scale it down."
+                    )
+                plain = ImageOps.exif_transpose(image).convert("RGB")
+    except OptionError:
+        raise
+    except UnidentifiedImageError:
+        raise OptionError(
+            "the upload is no picture that can be read. Hint: use PNG, JPEG or WebP."
+        ) from None
+    except (
+        OSError, ValueError, SyntaxError, Image.DecompressionBombError,
+        Image.DecompressionBombWarning,
+    ) as error:  # fmt: skip
+        raise OptionError(f"the picture is broken: {error}") from None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    plain.save(target, format="PNG")
+    return target

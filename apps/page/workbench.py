@@ -1,0 +1,163 @@
+"""What one device of the page holds: a loaded model, and the dense videos made lately.
+
+Only the device's own thread touches it, one job at a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vidsparse.apps.comparison import dense_side
+from vidsparse.apps.page.queue import Cancelled, Job
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.generate import Attach, Generated
+    from vidsparse.pipelines.models import LoadedPipeline
+    from vidsparse.pipelines.request import GenerateRequest
+
+# who tries a method's numbers compares with one dense video again and again: at the bundled
+# model's default size these bytes are eighty videos, at 81 frames of 832x480 five.
+DENSE_BYTES = 512 * 2**20
+
+
+class Workbench:
+    """A device and what it has at hand.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: number format, or None for the device's own default.
+    """
+
+    def __init__(self, device: str, dtype: str | None = None) -> None:
+        self.device = device
+        self._dtype = dtype
+        self._loaded: LoadedPipeline | None = None
+        self._dense: OrderedDict[str, Generated] = OrderedDict()
+        self._decode_seconds: dict[tuple[Any, ...], float] = {}
+
+    def load(self, model: str, *, image: bool = False) -> LoadedPipeline:
+        """The model, loaded once and warmed up; another one makes room for it first.
+
+        ``image`` loads it for videos that begin with a picture.
+
+        Raises:
+            VidsparseError: it cannot be loaded.
+        """
+        from vidsparse.pipelines.models import load
+
+        has = self._loaded
+        if has is None or (has.ref.name, has.takes_image) != (model, image):
+            self._loaded = has = None
+            self._dense.clear()
+            self.free()
+            has = load(model, device=self.device, dtype=self._dtype, image=image)
+            self._warm_up(has)
+            self._loaded = has
+        return has
+
+    def fit(self, request: GenerateRequest) -> GenerateRequest:
+        """The request as this device will run it."""
+        from vidsparse.pipelines.request import resolve
+
+        here = replace(request, device=self.device, dtype=self._dtype)
+        return resolve(here, self.load_for(request).defaults)
+
+    def load_for(self, request: GenerateRequest) -> LoadedPipeline:
+        """The model as ``request`` needs it."""
+        return self.load(request.model, image=request.image is not None)
+
+    def generate(
+        self,
+        request: GenerateRequest,
+        job: Job[Workbench, Any],
+        phase: str,
+        attach: Attach | None = None,
+        until: Callable[[], bool] | None = None,
+    ) -> Generated:
+        """Make one video and tell ``job`` about it.
+
+        Args:
+            request: what to make.
+            job: told of the progress; its wish to stop is heard.
+            phase: what the job says meanwhile.
+            attach: given the handle of a sparse run.
+            until: another reason to stop, asked after each step.
+
+        Raises:
+            Cancelled: it was stopped.
+            VidsparseError: the request does not fit the model or the device.
+        """
+        from vidsparse.pipelines.generate import GenerationCancelled, generate
+
+        job.check()
+        job.say(f"loading {request.model}")
+        request = self.fit(request)
+        shape = (request.model, request.frames, request.width, request.height)
+        job.expect_after_steps(self._decode_seconds.get(shape, 0.0))
+        job.begin_part(phase)
+
+        def progress(step: int, steps: int, seconds: float) -> None:
+            job.advance(step, steps, seconds)
+            if step == steps:
+                job.say("decoding")
+
+        try:
+            made = generate(
+                self.load_for(request),
+                request,
+                progress,
+                lambda: job.stopping() or (until is not None and until()),
+                attach=attach,
+            )
+        except GenerationCancelled:
+            self.free()
+            raise Cancelled("cancelled") from None
+        self._decode_seconds[shape] = made.record["times"]["decode"]
+        return made
+
+    def dense(self, request: GenerateRequest, job: Job[Workbench, Any], phase: str) -> Generated:
+        """The same request's video by dense attention, kept from before if there is one.
+
+        Raises:
+            as ``generate``.
+        """
+        request = dense_side(self.fit(request))
+        key = json.dumps([request.prompt, request.options()], sort_keys=True)
+        made = self._dense.pop(key, None)
+        if made is None:
+            made = self.generate(request, job, phase)
+        else:
+            job.begin_part(f"{phase}, kept from before")
+        self._dense[key] = made
+        while len(self._dense) > 1 and self._held() > DENSE_BYTES:
+            self._dense.popitem(last=False)
+        return made
+
+    def free(self) -> None:
+        """Give back memory that nothing holds any more."""
+        gc.collect()
+        if self.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.empty_cache()
+
+    def _held(self) -> int:
+        return sum(made.frames.nbytes for made in self._dense.values())
+
+    def _warm_up(self, loaded: LoadedPipeline) -> None:
+        # a process's first call pays for its set-up, which is nothing that a visitor should see.
+        if loaded.takes_image:
+            return
+        from vidsparse.pipelines.generate import generate
+        from vidsparse.pipelines.request import GenerateRequest
+
+        request = GenerateRequest(
+            prompt="", model=loaded.ref.name, steps=2, dense_steps=1,
+            frames=loaded.defaults.frame_factor + 1,
+        )  # fmt: skip
+        generate(loaded, request)

@@ -1,0 +1,475 @@
+"""A quality study: one size of one model, dense videos once, then row after row against them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vidsparse.apps.console import Session
+from vidsparse.apps.options import pixel_size
+from vidsparse.apps.progress import step_bar
+from vidsparse.apps.prompts import read_prompts
+from vidsparse.apps.quality_studies import KNOBS, Aim, Configuration
+from vidsparse.apps.row_file import Row, RowFile
+from vidsparse.errors import OptionError
+from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread
+from vidsparse.report import format_number, format_share, format_spread
+
+if TYPE_CHECKING:
+    from vidsparse.methods import SparseMethod
+    from vidsparse.pipelines.generate import Generated
+    from vidsparse.pipelines.models import LoadedPipeline
+    from vidsparse.pipelines.request import GenerateRequest
+    from vidsparse.statistics import RecordedCall
+
+# prompts whose attention calls are kept for statistics and calibration, and how many steps of the
+# sparse part they are taken from: every layer of these is 24 calls on the bundled model.
+RECORDED_PROMPTS = 2
+RECORDED_STEPS = 3
+
+AIM_TRIALS = 3
+
+# rows whose metrics may still be computed while the device is at work on the next one; each holds
+# a batch of videos in memory.
+ROWS_IN_FLIGHT = 2
+
+
+_OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
+    click.argument("prompts_file", metavar="[PROMPTS.txt]", required=False),
+    click.option("--model", metavar="MODEL", default="shapes", show_default=True),
+    click.option("--size", type=pixel_size, metavar="WIDTHxHEIGHT", help="[default: the model's]"),
+    click.option("--frames", type=int, metavar="N", help="[default: the model's]"),
+    click.option("--steps", type=int, metavar="N", help="[default: the model's]"),
+    click.option("--seed", type=int, metavar="N", default=0, show_default=True),
+    click.option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.  [default: the best]"),
+    click.option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.  [default: the device's]"),
+    click.option("--implementation", metavar="NAME", default="auto", show_default=True),
+    click.option(
+        "--batch", type=int, metavar="N", default=4, show_default=True, help="Prompts made at once."
+    ),
+    click.option("--prompts", type=int, metavar="N", help="Use the first N prompts only."),
+    click.option(
+        "--ssim-every",
+        type=int,
+        metavar="N",
+        default=4,
+        show_default=True,
+        help="Take SSIM on every N-th frame; PSNR is always taken on all.",
+    ),
+    click.option("--commit", metavar="ID", help="The code measured.  [default: git's HEAD]"),
+)
+
+
+def study_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The argument and options that say what a study is made of, for ``prepare_study``."""
+    for decorate in reversed(_OPTIONS):
+        command = decorate(command)
+    return command
+
+
+def held_out_prompts() -> tuple[str, ...]:
+    """The 24 prompts that the bundled model's training left out."""
+    from vidsparse.apps.small_model.text import caption
+    from vidsparse.apps.small_model.world import held_out_scenes
+
+    return tuple(caption(scene) for scene in held_out_scenes())
+
+
+def prepare_study(
+    session: Session, prompts_file: str | None, file: RowFile, options: Mapping[str, Any]
+) -> Study:
+    """Check everything that can be wrong before the model loads.
+
+    Raises:
+        OptionError: an option, the prompt file or the model is not valid.
+    """
+    for name in ("batch", "prompts", "ssim_every"):
+        if options[name] is not None and options[name] < 1:
+            raise OptionError(f"{name} must be at least 1, got {options[name]}")
+    from vidsparse.pipelines.models import resolve_model
+    from vidsparse.pipelines.request import GenerateRequest, resolve
+
+    if prompts_file is None:
+        prompts = held_out_prompts()
+    else:
+        prompts = tuple(prompt.text for prompt in read_prompts(prompts_file).prompts)
+    width, height = options["size"] or (None, None)
+    model = resolve_model(options["model"])
+    requests = [
+        resolve(
+            GenerateRequest(
+                prompt=prompt,
+                method="dense",
+                width=width,
+                height=height,
+                **{
+                    name: options[name]
+                    for name in (
+                        "model", "frames", "steps", "seed", "device", "dtype", "implementation",
+                    )
+                },
+            ),
+            model.defaults,
+        )
+        for prompt in prompts[: options["prompts"]]
+    ]  # fmt: skip
+    return Study(
+        session=session,
+        file=file,
+        requests=requests,
+        batch=options["batch"],
+        ssim_every=options["ssim_every"],
+        commit=options["commit"] or _commit(),
+    )
+
+
+def _commit() -> str:
+    """The commit of the checkout this file stands in, marked where its code was changed."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "kernels", "vidsparse", "pipelines")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        raise OptionError(
+            "git cannot say which code this is. Hint: name the commit with --commit."
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A row whose videos are made and whose metrics are being computed."""
+
+    configuration: Configuration
+    row: dict[str, Any]
+    measured: list[Future[VideoQuality]]
+
+
+class Study:
+    """One size of one model: dense videos once, then row after row against them."""
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        file: RowFile,
+        requests: Sequence[GenerateRequest],
+        batch: int,
+        ssim_every: int,
+        commit: str,
+    ) -> None:
+        self._session = session
+        self._file = file
+        self._requests = requests
+        self._batch = batch
+        self._ssim_every = ssim_every
+        self.commit = commit
+
+    def known(self, configuration: Configuration) -> bool:
+        """Whether the file holds this row already, measured on as many prompts."""
+        return self._file.find(self._is(configuration)) is not None
+
+    def _is(self, configuration: Configuration) -> Callable[[Row], bool]:
+        conditions = self.conditions()
+        return lambda row: (
+            all(row.get(name) == value for name, value in conditions.items())
+            and configuration.describes(row)
+        )
+
+    @cached_property
+    def _loaded(self) -> LoadedPipeline:
+        from vidsparse.pipelines.models import load
+
+        first = self._requests[0]
+        self._session.say(f"Loading {first.model} on {first.device} ...")
+        loaded = load(first.model, device=first.device, dtype=first.dtype)
+        loaded.pipe.set_progress_bar_config(disable=True)
+        return loaded
+
+    def run_missing(
+        self,
+        wanted: Sequence[Configuration],
+        *,
+        limit: int | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Measure what the file lacks of ``wanted``, or all of it; at most ``limit`` rows."""
+        todo = [one for one in wanted if overwrite or not self.known(one)]
+        self._session.say(f"{len(wanted) - len(todo)} of {len(wanted)} rows are there already.")
+        if todo[:limit]:
+            self._file.path.parent.mkdir(parents=True, exist_ok=True)
+            self.run(todo[:limit])
+
+    def run(self, todo: Sequence[Configuration]) -> None:
+        """Measure ``todo`` and write each row as soon as its metrics are there."""
+        dense = self._generate(self._requests, "dense")
+        self._file.header = self.header()
+        frames = [one.frames for one in dense]
+        pending: list[_Pending] = []
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            try:
+                for place, configuration in enumerate(todo, 1):
+                    label = f"[{place}/{len(todo)}] {configuration}"
+                    pending.append(self._measure(configuration, label, frames, pool))
+                    while len(pending) > ROWS_IN_FLIGHT or (
+                        pending and all(future.done() for future in pending[0].measured)
+                    ):
+                        self._finish(pending.pop(0))
+                for each in pending:
+                    self._finish(each)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def conditions(self) -> dict[str, Any]:
+        """What every row of this study has in common."""
+        first = self._requests[0]
+        return {
+            "model": first.model,
+            "size": f"{first.width}x{first.height}",
+            "frames": first.frames,
+            "steps": first.steps,
+            "seed": first.seed,
+            "prompts": len(self._requests),
+        }
+
+    def header(self) -> dict[str, Any]:
+        """What the file says of all its rows: hardware, versions, what the numbers mean."""
+        from vidsparse.pipelines.generate import run_facts
+
+        first = self._requests[0]
+        facts = run_facts(self._loaded)
+        return {
+            "hardware": facts["device"],
+            "versions": facts["versions"],
+            "date": datetime.now(UTC).date().isoformat(),
+            "model": facts["model"],
+            "scheduler": facts["scheduler"]["class"],
+            "dtype": first.dtype,
+            "guidance": first.guidance,
+            "metrics": {
+                "psnr": "dB on 8-bit frames before encoding, over all frames of a video; mean and "
+                "sample standard deviation over prompts",
+                "ssim": f"scikit-image, Gaussian window, on every {self._ssim_every}. frame",
+                "flicker": "PSNR of frame-to-frame differences",
+                "densities": "means over the sparse steps; 24 % of the steps are dense",
+                "sim_q, sim_k, l1, sparsity": f"SpargeAttn's, over the calls of {RECORDED_STEPS} "
+                f"steps, all layers, {RECORDED_PROMPTS} prompts of a dense run",
+            },
+        }
+
+    def _generate(self, requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
+        from vidsparse.pipelines.generate import generate_batch
+
+        made: list[Generated] = []
+        with step_bar(self._session, label) as progress:
+            for start in range(0, len(requests), self._batch):
+                made += generate_batch(
+                    self._loaded, requests[start : start + self._batch], progress=progress
+                )
+        return made
+
+    def _measure(
+        self,
+        configuration: Configuration,
+        label: str,
+        dense: Sequence[Frames],
+        pool: ThreadPoolExecutor,
+    ) -> _Pending:
+        """Make one configuration's videos and hand them to the pool; the metrics come later."""
+        from vidsparse.methods import make_method
+
+        order = configuration.order or self._requests[0].order
+        assert order is not None
+        if configuration.aim is None:
+            options = dict(configuration.options)
+            made = self._make(configuration, options, order, label)
+        else:
+            options, made = self._aimed(configuration, configuration.aim, order, label)
+        method: Any = make_method(configuration.method, **options)
+        records = [one.record for one in made]
+        row = {
+            "method": configuration.method,
+            "options": {
+                **method.options(),
+                "order": order,
+                "reuse": configuration.reuse,
+                "dense_steps": self._requests[0].dense_steps,
+            },
+            "selected": spread([record["selected"] for record in records]).mean,
+            "computed": spread([record["computed"] for record in records]).mean,
+            "dense_step_share": records[0]["dense_step_share"],
+            "seconds": sum(record["times"]["denoise"] / record["batch"] for record in records),
+            "implementation": records[0]["implementation"],
+            "study": configuration.study,
+            "own_order": configuration.order is None,
+            "aim": configuration.aim and configuration.aim.density,
+            "target": configuration.aim and configuration.aim.value,
+        }
+        if configuration.study == "orders":
+            row.update(self._statistics(method, order))
+        measured = [
+            pool.submit(compare_videos, a, one.frames, ssim_every=self._ssim_every)
+            for a, one in zip(dense, made, strict=True)
+        ]
+        return _Pending(configuration, row, measured)
+
+    def _make(
+        self,
+        configuration: Configuration,
+        options: Mapping[str, Any],
+        order: str,
+        label: str,
+    ) -> list[Generated]:
+        requests = [
+            replace(
+                request,
+                method=configuration.method,
+                method_options=options,
+                order=order,
+                reuse=configuration.reuse,
+            )
+            for request in self._requests
+        ]
+        return self._generate(requests, label)
+
+    def _aimed(
+        self,
+        configuration: Configuration,
+        aim: Aim,
+        order: str,
+        label: str,
+    ) -> tuple[dict[str, Any], list[Generated]]:
+        """The options whose videos come nearest to the aim, and those videos."""
+        trials: list[tuple[float, dict[str, Any], list[Generated]]] = []
+        goal = aim.value
+        for _ in range(AIM_TRIALS):
+            options = self._turn_knob(configuration, Aim(aim.density, goal), order)
+            made = self._make(configuration, options, order, label)
+            miss = aim.value - fmean(one.record[aim.density] for one in made)
+            trials.append((abs(miss), options, made))
+            if abs(miss) <= aim.tolerance:
+                break
+            goal = min(max(goal + miss, 0.0), 1.0)
+        _, options, made = min(trials, key=lambda trial: trial[0])
+        return options, made
+
+    def _finish(self, pending: _Pending) -> None:
+        qualities = [future.result() for future in pending.measured]
+        psnr = spread([each.psnr for each in qualities])
+        identical = sum(each.identical for each in qualities)
+        ssim = spread([each.ssim for each in qualities])
+        conditions = self.conditions()
+        row = {
+            "method": pending.row["method"],
+            "options": pending.row["options"],
+            "size": conditions["size"],
+            "selected": pending.row["selected"],
+            "computed": pending.row["computed"],
+            "psnr_mean": psnr.mean,
+            "psnr_std": psnr.std,
+            "ssim_mean": ssim.mean,
+            "prompts": len(qualities),
+            "commit": self.commit,
+            "ssim_std": ssim.std,
+            "flicker_mean": spread([each.flicker for each in qualities]).mean,
+            "identical": identical,
+            **pending.row,
+            **conditions,
+        }
+        self._file.put(row, self._is(pending.configuration))
+        distance = format_spread(psnr, ".2f", " dB", identical)
+        self._session.say(
+            f"{pending.configuration}  selected {format_share(row['selected'])}, computed "
+            f"{format_share(row['computed'])}, PSNR {distance}, "
+            f"SSIM {format_number(ssim.mean, '.4f')}, {row['seconds']:.1f} s"
+        )
+
+    @property
+    def recorded_prompts(self) -> int:
+        """How many prompts ``recorded`` is of."""
+        return min(RECORDED_PROMPTS, len(self._requests))
+
+    @cached_property
+    def recorded(self) -> list[RecordedCall]:
+        """Attention inputs of a dense run, the same for every order; made once."""
+        import torch
+
+        from vidsparse.pipelines import sparsify
+        from vidsparse.pipelines.quiet import quiet_hosts
+        from vidsparse.statistics import record_calls
+
+        requests = self._requests[:RECORDED_PROMPTS]
+        steps = requests[0].steps
+        assert steps is not None
+        # the middles of equal parts of the sparse steps.
+        share = [(2 * part + 1) / (2 * RECORDED_STEPS) for part in range(RECORDED_STEPS)]
+        begin = min(steps - 1, -(-24 * steps // 100))
+        chosen = {begin + int(part * (steps - begin)) for part in share}
+        with (
+            quiet_hosts(),
+            sparsify(self._loaded.pipe, "dense") as handle,
+            record_calls(
+                handle.engine,
+                steps=chosen,
+                layers=range(handle.engine.layers),
+                rows=RECORDED_PROMPTS,
+            ) as calls,
+        ):
+            # every call is dense, and decoding is left out.
+            self._loaded.pipe(
+                prompt=[request.prompt for request in requests],
+                negative_prompt=[request.negative_prompt for request in requests],
+                num_frames=requests[0].frames,
+                width=requests[0].width,
+                height=requests[0].height,
+                num_inference_steps=steps,
+                guidance_scale=requests[0].guidance,
+                generator=[torch.Generator().manual_seed(one.seed) for one in requests],
+                output_type="latent",
+            )
+        return calls
+
+    def _turn_knob(self, configuration: Configuration, aim: Aim, order: str) -> dict[str, Any]:
+        """The configuration's options with the knob that meets ``aim`` on the recorded calls."""
+        from vidsparse.methods import make_method
+        from vidsparse.statistics import mean_densities
+
+        # every second call is enough to find a number that is rounded anyway.
+        calls = self.recorded[::2]
+        knob = configuration.knob or KNOBS[configuration.method]
+        options = dict(configuration.options)
+        low, high = 0.0, 1.0
+        for _ in range(8):
+            middle = (low + high) / 2
+            options[knob.name] = knob.at(middle)
+            method: Any = make_method(configuration.method, **options)
+            if mean_densities(calls, method, order)[aim.density] < aim.value:
+                low = middle
+            else:
+                high = middle
+        options[knob.name] = knob.at((low + high) / 2)
+        return options
+
+    def _statistics(self, method: SparseMethod, order: str) -> Iterator[tuple[str, float]]:
+        from vidsparse.statistics import measure_calls
+
+        calls = self.recorded
+        measured = asdict(measure_calls(calls, method, order, self._requests[0].implementation))
+        yield from ((name, measured[name]) for name in ("sim_q", "sim_k", "l1"))
+        yield "sparsity", 1 - measured["selected"]

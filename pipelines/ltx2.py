@@ -1,0 +1,96 @@
+"""LTX-2: video self-attention in ``transformer_blocks.N.attn1``; all that hears audio is untouched.
+
+Guidance is batched; spatio-temporal and modality guidance are forwards of their own in each step.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from vidsparse.errors import UnsupportedError
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor, rotate, video_attention
+from vidsparse.pipelines.families import LTX_2
+from vidsparse.pipelines.ltx import sizes_layout
+
+
+def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kind: str) -> Tensor:
+    """Rotary embedding of ``x`` ``[B, S, C]``; answers ``[B, S, H, D]``."""
+    if kind == "interleaved":
+        # over the channels of all heads, every angle twice: [B, S, C].
+        return _by_head(rotate(x, cos[..., 0::2], sin[..., 0::2]), heads)
+    # "split": the first half of a head's channels pairs up with the second; [B, H, S, D / 2].
+    cos, sin = cos.transpose(1, 2), sin.transpose(1, 2)
+    return rotate(_by_head(x, heads), cos, sin, halves=True)
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """From ``[B, S, C]`` to ``[B, S, H, D]``."""
+    return x.view(*x.shape[:2], heads, -1)
+
+
+class LTX2SparseProcessor(SparseProcessor):
+    """Stands in for ``LTX2AudioVideoAttnProcessor`` and ``LTX2PerturbedAttnProcessor``."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        query_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        key_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        perturbation_mask: Tensor | None = None,
+        all_perturbed: bool | Tensor | None = None,
+    ) -> Tensor:
+        """Self-attention of ``hidden_states`` ``[B, S, C]``.
+
+        Samples where ``perturbation_mask`` is 0 pass their values on instead (spatio-temporal
+        guidance).
+        """
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise UnsupportedError("LTX-2's video self-attention takes no text and no mask here")
+        value = attn.to_v(hidden_states)
+        if all_perturbed is None:
+            all_perturbed = perturbation_mask is not None and not bool(perturbation_mask.any())
+        if all_perturbed:
+            out = value
+        else:
+            out = self._attend(attn, hidden_states, value, query_rotary_emb, key_rotary_emb)
+            if perturbation_mask is not None:
+                out = torch.lerp(value, out, perturbation_mask)
+        if attn.to_gate_logits is not None:
+            # twice the sigmoid, so that a gate that has learned nothing is 1.
+            gates = 2 * torch.sigmoid(attn.to_gate_logits(hidden_states))
+            out = (_by_head(out, attn.heads) * gates.unsqueeze(-1)).flatten(2, 3)
+        projected: Tensor = attn.to_out[1](attn.to_out[0](out))
+        return projected
+
+    def _attend(
+        self,
+        attn: Any,
+        x: Tensor,
+        value: Tensor,
+        of_q: tuple[Tensor, Tensor] | None,
+        of_k: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        q, k = attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x))
+        if of_q is None:
+            q, k = (_by_head(part, attn.heads) for part in (q, k))
+        else:
+            q = _rotate_heads(q, *of_q, attn.heads, attn.rope_type)
+            k = _rotate_heads(k, *(of_k or of_q), attn.heads, attn.rope_type)
+        out: Tensor = video_attention(q, k, _by_head(value, attn.heads), self.address)
+        return out.flatten(2, 3).type_as(q)
+
+
+ADAPTER: Final = Adapter(
+    family=LTX_2,
+    attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
+    stock_processors=("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor"),
+    processor=LTX2SparseProcessor,
+    layout=sizes_layout,
+)

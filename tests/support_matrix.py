@@ -1,0 +1,139 @@
+"""What is tested together with what, and the page that says so.
+
+``test_combinations.py`` runs every cell of this table: what is not in ``LIMITS`` must work beside
+sparse attention, and what is must fail just as the reason says. So the page is as true as the
+tests. Write it anew after a change with
+
+    python tests/support_matrix.py docs/support.md
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from vidsparse.pipelines.families import FAMILIES
+
+VARIANTS: Final = {
+    "Wan": "wan",
+    "HunyuanVideo": "hunyuan",
+    "HunyuanVideo 1.5": "hunyuan15",
+    "CogVideoX": "cogvideox",
+    "Mochi": "mochi",
+    "LTX-Video": "ltx",
+    "LTX-2": "ltx2",
+}
+"""The variant of each family that combinations are tried on, by the family's name."""
+
+COMBINATIONS: Final = {
+    "compile": "`torch.compile(pipe.transformer, fullgraph=True)`",
+    "compile-blocks": "regional compilation, `fullgraph=True` (`--compile`)",
+    "lora": "LoRA: load, scale, fuse, unload",
+    "layerwise-casting": "`enable_layerwise_casting` with fp8 weights",
+    "torchao": "torchao int8 weights",
+    "group-offload": "`enable_group_offload`, by block and by leaf",
+    "model-offload": "model offload (accelerate's hooks)",
+    "vae-tiling": "VAE tiling",
+    "first-block-cache": "`FirstBlockCacheConfig`",
+    "mag-cache": "`MagCacheConfig`",
+    "fuse-qkv": "`fuse_qkv_projections`, before and after",
+    "save": "`save_pretrained` while sparse: a clean model",
+    "context-parallel": "context parallelism (`enable_parallelism`)",
+}
+"""What is combined with sparse attention."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Why a combination does not work.
+
+    Args:
+        reason: as the page prints it.
+        error: matches what is raised.
+        host: diffusers itself cannot do it, with or without sparse attention.
+    """
+
+    reason: str
+    error: str
+    host: bool = True
+
+
+_NO_WHOLE_GRAPH: Final = Limit(
+    "diffusers' own forward branches on data here; compile its blocks instead",
+    "Data-dependent branching",
+)
+_NO_BLOCKS: Final = Limit("diffusers' step caches do not know these blocks", "not registered")
+_NOT_OFFERED: Final = Limit("diffusers does not offer it here", "has no attribute")
+_CROSS_WIDTHS: Final = Limit(
+    "diffusers' own fusing fails on cross-attention between video and audio",
+    "Sizes of tensors must match",
+)
+_PARALLEL: Final = Limit(
+    "refused: each process would hold only a part of the tokens",
+    "context parallelism",
+    host=False,
+)
+
+LIMITS: Final[dict[tuple[str, str], Limit]] = {
+    ("compile", "hunyuan15"): _NO_WHOLE_GRAPH,
+    ("first-block-cache", "hunyuan15"): _NO_BLOCKS,
+    ("first-block-cache", "ltx2"): _NO_BLOCKS,
+    ("mag-cache", "hunyuan15"): _NO_BLOCKS,
+    ("mag-cache", "ltx2"): _NO_BLOCKS,
+    ("fuse-qkv", "mochi"): _NOT_OFFERED,
+    ("fuse-qkv", "ltx2"): _CROSS_WIDTHS,
+    **{("context-parallel", variant): _PARALLEL for variant in VARIANTS.values()},
+}
+"""Cells that do not work."""
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    lines = [
+        "# What works together",
+        "",
+        "Written by `tests/support_matrix.py` from the table that `tests/test_combinations.py` and",
+        "`tests/test_families.py` run, on tiny random pipelines on a CPU. Do not edit by hand.",
+        "",
+        "## Pipelines",
+        "",
+        "| family | `vidsparse generate` | `sparsify` takes as well |",
+        "|---|---|---|",
+    ]
+    for family in FAMILIES:
+        made = ", ".join(f"`{name}`" for name in (*family.text_to_video, *family.image_to_video))
+        other = ", ".join(f"`{name}`" for name in family.other)
+        lines.append(f"| {family.name} | {made} | {other} |")
+    lines += [
+        "",
+        "Any other pipeline is refused, and the error names these. For every family: batches of",
+        "prompts of different lengths, guidance on and off, sizes whose token grid has odd sides,",
+        "and a second run. A full mask is held to twice the stock transformer's rounding error,",
+        "and removal must restore every processor object and every bit of the video.",
+        "",
+        "## Combinations",
+        "",
+        "| | " + " | ".join(VARIANTS) + " |",
+        "|---" * (1 + len(VARIANTS)) + "|",
+    ]
+    notes: list[str] = []
+    for combination, label in COMBINATIONS.items():
+        cells = []
+        for variant in VARIANTS.values():
+            limit = LIMITS.get((combination, variant))
+            if limit is None:
+                cells.append("yes")
+                continue
+            if limit.reason not in notes:
+                notes.append(limit.reason)
+            cells.append(f"no ({notes.index(limit.reason) + 1})")
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    lines.append("")
+    lines += [f"{place}. {note}." for place, note in enumerate(notes, 1)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")

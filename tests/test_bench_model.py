@@ -1,0 +1,400 @@
+"""``vidsparse bench model``: tiny models of every family by the command's own path."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner, Result
+
+from vidsparse.apps import bench_model, model_shapes
+from vidsparse.apps.bench_model import COLUMNS, Row, projected_ratio
+from vidsparse.apps.cli import main
+from vidsparse.apps.model_forward import (
+    Stopwatch,
+    first_blocks,
+    planned_to_order,
+    random_plan,
+    watched_attention,
+)
+from vidsparse.apps.model_shapes import MODEL_SHAPES
+from vidsparse.attention import AttentionEngine
+from vidsparse.grid import TokenGrid
+from vidsparse.kernels import sparse_attention
+from vidsparse.methods import make_method
+from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
+
+CPU = torch.device("cpu")
+
+# the rows that issue and benchmark pages are made from name at least these.
+PUBLISHED = {
+    "family",
+    "shape",
+    "tokens",
+    "computed",
+    "warmup",
+    "impl",
+    "dense_ms",
+    "fa4_ms",
+    "stock_ms",
+    "sparse_ms",
+    "mask_plan_ms",
+    "peak_gib_dense",
+    "peak_gib_sparse",
+    "ratio_cudnn",
+    "ratio_fa4",
+    "ratio_stock",
+}
+
+TINY: dict[str, dict[str, Any]] = {
+    "wan-1.3b": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "text_dim": 32,
+        "freq_dim": 32,
+        "ffn_dim": 48,
+        "num_layers": 3,
+    },
+    "hunyuanvideo": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "num_refiner_layers": 1,
+        "mlp_ratio": 2.0,
+        "text_embed_dim": 16,
+        "pooled_projection_dim": 8,
+        "rope_axes_dim": (4, 6, 6),
+    },
+    "mochi": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 3,
+        "pooled_projection_dim": 16,
+        "text_embed_dim": 16,
+        "time_embed_dim": 8,
+        "max_sequence_length": 112,
+    },
+    "cogvideox-5b": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "time_embed_dim": 8,
+        "text_embed_dim": 16,
+        "num_layers": 3,
+        "max_text_seq_length": 20,
+    },
+    "ltx-2": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16,
+        "num_layers": 3,
+        "caption_channels": 16,
+        "in_channels": 8,
+        "out_channels": 8,
+        "audio_in_channels": 8,
+        "audio_out_channels": 8,
+    },
+}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published models, shrunk."""
+    shapes = {
+        name: replace(shape, config=MappingProxyType({**shape.config, **TINY[name]}))
+        for name, shape in MODEL_SHAPES.items()
+        if name in TINY
+    }
+    for module in (model_shapes, bench_model):
+        monkeypatch.setattr(module, "MODEL_SHAPES", MappingProxyType(shapes))
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bench", "model", *arguments])
+
+
+def measured(file: Path, *arguments: str) -> list[dict[str, Any]]:
+    result = bench(*arguments, "--device", "cpu", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("family", TINY)
+@pytest.mark.usefixtures("tiny")
+def test_every_family_is_measured_by_the_command(family: str, tmp_path: Path) -> None:
+    shape = MODEL_SHAPES[family]
+    small = ["--size", "256x192", "--frames", str(2 * shape.frame_factor + 1), "--layers", "1"]
+    (row,) = measured(tmp_path / "rows.json", "--family", family, *small)
+    assert set(row) >= PUBLISHED
+    assert (row["family"], row["layers"], row["warmup"]) == (family, 1, shape.warmup)
+    assert row["impl"] == "torch"
+    assert row["tokens"] > 64
+    assert row["computed"] == pytest.approx(shape.computed, abs=0.2)
+    assert 0 < row["kernel_ms"] < row["sparse_ms"]
+    assert 0 < row["attention_ms"] < row["dense_ms"]
+    assert 0 < row["mask_plan_ms"] < row["sparse_ms"]
+    assert row["peak_gib_dense"] is row["ratio_cudnn"] is row["fa4_ms"] is None
+    expected = projected_ratio(row["stock_ms"], row["sparse_ms"], shape.warmup, 50)
+    assert row["ratio_stock"] == pytest.approx(expected, abs=0.01)
+
+
+SMALL = ("--family", "wan-1.3b", "--size", "128x128", "--frames", "5", "--layers", "1")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_rows_are_kept_and_only_missing_ones_measured(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    first = measured(file, *SMALL)
+    again = bench(*SMALL, "--device", "cpu", "--json", str(file))
+    assert "measured already" in again.output
+    assert json.loads(file.read_text())["rows"] == first
+    both = measured(file, *SMALL, "--quantize", "none", "--quantize", "int8")
+    assert both[0] == first[0]
+    assert [row["impl"] for row in both] == ["torch", "torch int8"]
+    other = measured(file, *SMALL, "--computed", "0.7")
+    assert len(other) == 3
+    tiles = measured(file, *SMALL, "--tile", "16x16", "--tile", "32x32")
+    assert [row["tile"] for row in tiles] == ["32x32", "32x32", "32x32", "16x16"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_rows_are_shown_as_a_table(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    measured(file, *SMALL)
+    shown = bench("--show", str(file))
+    assert shown.exit_code == 0, shown.output
+    table = [line for line in shown.output.splitlines() if line.startswith("|")]
+    assert len(table) == 3
+    assert all(line.count("|") == len(COLUMNS) + 1 for line in table)
+    assert "wan-1.3b (1 layers)" in table[-1]
+    other = bench("--show", str(file), "--tile", "16x16")
+    assert len([line for line in other.output.splitlines() if line.startswith("|")]) == 2
+
+
+@pytest.mark.parametrize("tile", ["16x16", "32x32"])
+def test_published_rows_are_of_whole_models_at_their_density(tile: str) -> None:
+    file = Path(__file__).parents[1] / "docs" / "benchmarks" / "models-h200.json"
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["tile"] == tile]
+    assert {row["family"] for row in rows} == set(MODEL_SHAPES)
+    for row in rows:
+        shape = MODEL_SHAPES[row["family"]]
+        assert row["layers"] == shape.full_layers()
+        assert row["shape"] == f"{shape.width}x{shape.height}x{shape.frames}"
+        assert row["computed"] == pytest.approx(shape.computed, abs=0.002)
+        for kind, dense in (("cudnn", "dense_ms"), ("fa4", "fa4_ms"), ("stock", "stock_ms")):
+            expected = projected_ratio(row[dense], row["sparse_ms"], row["warmup"], row["steps"])
+            assert row[f"ratio_{kind}"] == pytest.approx(expected, abs=0.001)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('{"rows": []}')
+    result = bench("--show", str(file))
+    assert result.exit_code == 2
+    assert "holds no model benchmark" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--family", "wan-15b"], "wan-15b"),
+        (["--size", "1280by720"], "size"),
+        (["--family", "wan-1.3b", "--size", "1280x725"], "multiples of 16"),
+        (["--family", "wan-1.3b", "--frames", "80"], "4k+1"),
+        (["--family", "wan-1.3b", "--layers", "31"], "30 layers"),
+        (["--tile", "5x5"], "tile"),
+        (["--quantize", "int4"], "int4"),
+        (["--computed", "0"], "computed"),
+        (["--device", "cpu", "--dtype", "float8"], "dtype"),
+        (["--show", "nowhere.json"], "does not exist"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], said: str) -> None:
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+@pytest.mark.usefixtures("tiny")
+def test_an_implementation_that_cannot_run_is_said(tmp_path: Path) -> None:
+    result = bench(*SMALL, "--device", "cpu", "--implementation", "gluon")
+    assert result.exit_code == 2
+    assert "cannot run here" in result.output
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out, lse = sparse_attention(*args, **kwargs)
+        return out * 1.5, lse
+
+    monkeypatch.setattr("vidsparse.attention.sparse_attention", wrong)
+    result = bench(*SMALL, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "no speed is reported for a wrong result" in result.output
+
+
+def test_published_sizes_give_the_published_lengths() -> None:
+    lengths = {}
+    for name, shape in MODEL_SHAPES.items():
+        latent = shape.latent(shape.width, shape.height, shape.frames)
+        lengths[name] = (latent.latent_frames, latent.latent_height, latent.latent_width)
+    assert lengths == {
+        "wan-14b": (21, 90, 160),
+        "wan-1.3b": (21, 90, 160),
+        "hunyuanvideo": (33, 90, 160),
+        "mochi": (28, 60, 106),
+        "cogvideox-5b": (13, 60, 90),
+        "ltx-2": (16, 32, 48),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("wan-14b", 14.3),
+        ("wan-1.3b", 1.42),
+        ("hunyuanvideo", 12.8),
+        ("mochi", 10.0),
+        ("cogvideox-5b", 5.57),
+        ("ltx-2", 18.9),
+    ],
+)
+def test_models_have_the_published_number_of_weights(name: str, billions: float) -> None:
+    with torch.device("meta"):
+        model = MODEL_SHAPES[name].build(None, torch.bfloat16, torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_parts_that_checkpoints_keep_exact_stay_so() -> None:
+    model = MODEL_SHAPES["wan-14b"].build(1, torch.bfloat16, torch.device("meta"))
+    assert model.blocks[0].scale_shift_table.dtype == torch.float32
+    assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
+    assert model.rope.freqs_cos.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("layers", "counts"), [(1, (1, 0)), (3, (1, 2)), (60, (20, 40))])
+def test_fewer_layers_keep_the_proportion_of_kinds(layers: int, counts: tuple[int, int]) -> None:
+    shape = replace(
+        MODEL_SHAPES["hunyuanvideo"],
+        config={
+            **MODEL_SHAPES["hunyuanvideo"].config,
+            "num_attention_heads": 1,
+            "attention_head_dim": 8,
+            "rope_axes_dim": (2, 2, 4),
+        },
+    )
+    model = shape.build(layers, torch.float32, torch.device("meta"))
+    assert (len(model.transformer_blocks), len(model.single_transformer_blocks)) == counts
+
+
+@pytest.mark.parametrize("density", [0.28, 0.4])
+@pytest.mark.parametrize("text", [0, 50])
+@pytest.mark.parametrize("tile", [(16, 16), (128, 16)])
+def test_a_plan_to_order_has_its_density_and_every_tile_once(
+    density: float, text: int, tile: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    video = 5000
+    q = torch.empty(2, 3, video + text, 8)
+    plan = random_plan(q, video, tile, density, 0.5)
+    assert plan.computed.mean().item() == pytest.approx(density, rel=0.02)
+    tiles = plan.q_tiles.flatten(2)
+    count = -(-(video + text) // tile[0])
+    for of_head in tiles.flatten(0, 1):
+        held = of_head[of_head >= 0]
+        assert sorted(held.tolist()) == list(range(count))
+    lengths = plan.kv_count.float()
+    assert lengths.max() / lengths.min() > 2
+    assert bool((lengths.diff(dim=-1) <= 0).all())
+
+
+def test_a_plan_to_order_keeps_text_in_full() -> None:
+    torch.manual_seed(0)
+    video, text = 4000, 40
+    plan = random_plan(torch.empty(1, 2, video + text, 8), video, (16, 16), 0.3, 0.5)
+    chunks = -(-(video + text) // 16)
+    index = plan.kv_index[0, 0]
+    for block in range(plan.kv_count.shape[2]):
+        listed = set(index[block, : plan.kv_count[0, 0, block]].tolist())
+        assert listed >= set(range(video // 16, chunks))
+        if any(tile * 16 + 15 >= video for tile in plan.q_tiles[0, 0, block].tolist()):
+            assert len(listed) == chunks
+
+
+def test_the_engine_plans_itself_and_runs_the_plan_to_order() -> None:
+    grid = TokenGrid(4, 16, 16)
+    engine = AttentionEngine(
+        make_method("fg-attn", top_p=0.9), schedule=Schedule(dense_steps=0), layers=1
+    )
+    planned = []
+    planner = engine.planner
+
+    def counted(*args: Any) -> Any:
+        planned.append(1)
+        return planner(*args)
+
+    engine.planner = counted
+    q, k, v = (torch.randn(1, 2, grid.tokens, 16) for _ in "qkv")
+    watch = Stopwatch(CPU)
+    with planned_to_order(engine, watch, density=0.4, skew=0.5, quantize=None) as seen:
+        engine.attend(q, k, v, CallSite(0, 0, 0.0, grid))
+    (cell,) = engine.trace.cells
+    assert cell.computed is not None
+    assert cell.computed.mean().item() == pytest.approx(0.4, abs=0.02)
+    assert len(planned) == len(seen.real) == 1
+    assert seen.real[0].mean().item() > 0.8
+    assert 0 < watch.milliseconds() < (cell.seconds or 0) * 1e3
+    assert engine.planner is counted
+    assert engine.kernel is sparse_attention
+
+
+def test_attention_of_whole_videos_is_counted_and_replaced() -> None:
+    q = torch.randn(1, 2, 64, 8)
+    text = torch.randn(1, 2, 5, 8)
+    watch, replaced = Stopwatch(CPU), []
+
+    def other(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        replaced.append(tuple(k.shape))
+        return torch.zeros_like(q)
+
+    with watched_attention(watch, 64, other):
+        assert bool((F.scaled_dot_product_attention(q, q, q) == 0).all())
+        assert bool((F.scaled_dot_product_attention(query=q, key=q, value=q) == 0).all())
+        assert bool((F.scaled_dot_product_attention(q, text, text) != 0).any())
+        mask = torch.ones(64, 64, dtype=torch.bool)
+        assert bool((F.scaled_dot_product_attention(q, q, q, attn_mask=mask) != 0).any())
+    stock = F.scaled_dot_product_attention(q, q, q)
+    assert bool((stock != 0).any())
+    assert replaced == [(1, 2, 64, 8)] * 2
+    assert watch.milliseconds() > 0
+    assert watch.milliseconds() == 0
+
+
+def test_only_the_first_blocks_run_and_all_come_back() -> None:
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(5))
+    whole = model.blocks
+    with first_blocks(model, {"blocks": "num_layers"}, 2):
+        assert len(model.blocks) == 2
+    assert model.blocks is whole
+
+
+def test_only_the_repetition_of_steps_is_projected() -> None:
+    assert projected_ratio(10.0, 5.0, 0.24, 50) == pytest.approx(500 / (12 * 10 + 38 * 5))
+    assert projected_ratio(10.0, 5.0, 1.0, 50) == 1
+
+
+def test_rows_hold_what_is_published() -> None:
+    assert {field.name for field in fields(Row)} >= PUBLISHED

@@ -1,0 +1,354 @@
+"""Sparse attention beside what people combine it with, on a tiny pipeline of every family.
+
+The table of ``support_matrix.py`` says what works; here each of its cells is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import diffusers
+import peft
+import pytest
+import torch
+from support_matrix import COMBINATIONS, LIMITS, VARIANTS, page
+from tiny_families import PROMPTS, TINY, latents
+
+from vidsparse.errors import UnsupportedError
+from vidsparse.pipelines import sparsify
+from vidsparse.pipelines.adapter import SparseProcessor
+from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.models import compile_blocks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Prepare = Callable[[Any], object]
+
+
+def works(combination: str) -> Any:
+    """The variants that a combination works on."""
+    return pytest.mark.parametrize(
+        "name", [v for v in VARIANTS.values() if (combination, v) not in LIMITS]
+    )
+
+
+def check(name: str, prepare: Prepare, *, steps: int = 3, **changes: Any) -> None:
+    """Hold a full mask beside ``prepare`` to the stock pipeline beside it, in both orders."""
+    build = TINY[name].build
+    stock = build()
+    prepare(stock)
+    call = {"num_inference_steps": steps, **changes}
+    expected = latents(name, stock, **call)
+    for first in (True, False):
+        pipe = build()
+        if first:
+            prepare(pipe)
+        with sparsify(pipe, top_p=1.0, dense_steps=1) as handle:
+            if not first:
+                prepare(pipe)
+            ours = latents(name, pipe, **call)
+            summary = handle.summary()
+        assert summary.notes == ()
+        assert summary.computed == 1.0
+        torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(expected), **CLOSE)
+
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+# compilation
+
+
+class CountingBackend:
+    """Runs graphs as they are and counts them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, example_inputs: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture
+def fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compile_whole(pipe: Any, backend: Any) -> None:
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=backend)
+
+
+def compile_regions(pipe: Any, backend: Any) -> None:
+    compile_blocks(pipe, backend=backend)
+
+
+def check_compiled(name: str, compile: Callable[[Any, Any], None]) -> None:
+    expected = latents(name, TINY[name].build(), num_inference_steps=2)
+    graphs = []
+    for sparse in (False, True):
+        torch._dynamo.reset()
+        pipe, backend = TINY[name].build(), CountingBackend()
+        if not sparse:
+            compile(pipe, backend)
+            latents(name, pipe, num_inference_steps=2)
+        else:
+            with sparsify(pipe, top_p=1.0, dense_steps=1) as handle:
+                compile(pipe, backend)
+                ours = latents(name, pipe, num_inference_steps=2)
+                assert handle.summary().dense_step_share == 0.5
+                assert handle.summary().notes == ()
+        graphs.append(backend.graphs)
+    # dense and sparse steps, layers and branches share the graphs that the stock pipeline has.
+    assert graphs[1] == graphs[0] > 0
+    torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@works("compile")
+def test_compile(name: str) -> None:
+    check_compiled(name, compile_whole)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@works("compile-blocks")
+def test_compile_blocks(name: str) -> None:
+    check_compiled(name, compile_regions)
+
+
+# weights
+
+
+def lora_of(name: str) -> dict[str, torch.Tensor]:
+    """A LoRA file's contents, with weights large enough to see."""
+    transformer = TINY[name].build().transformer
+    transformer.add_adapter(
+        peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    )
+    weights = peft.get_peft_model_state_dict(transformer, adapter_name="default")
+    return {f"transformer.{key}": value for key, value in weights.items()}
+
+
+@works("lora")
+def test_lora(name: str) -> None:
+    weights = lora_of(name)
+    plain = latents(name, TINY[name].build())
+
+    def load(pipe: Any) -> None:
+        if hasattr(pipe, "load_lora_weights"):
+            pipe.load_lora_weights(dict(weights), adapter_name="style")
+        else:
+            pipe.transformer.load_lora_adapter(dict(weights), adapter_name="style")
+
+    def scale(pipe: Any) -> None:
+        load(pipe)
+        pipe.transformer.set_adapters(["style"], [0.5])
+
+    def fuse(pipe: Any) -> None:
+        load(pipe)
+        pipe.transformer.fuse_lora()
+
+    def unload(pipe: Any) -> None:
+        load(pipe)
+        pipe.transformer.unload_lora()
+
+    seen = []
+    for prepare in (load, scale, fuse):
+        check(name, prepare)
+        pipe = TINY[name].build()
+        prepare(pipe)
+        seen.append(latents(name, pipe))
+    for styled in seen:
+        assert not torch.allclose(styled, plain, **CLOSE)
+    assert not torch.allclose(seen[0], seen[1], **CLOSE)
+    pipe = TINY[name].build()
+    unload(pipe)
+    assert torch.equal(latents(name, pipe), plain)
+    check(name, unload)
+
+
+@works("layerwise-casting")
+def test_layerwise_casting(name: str) -> None:
+    check(
+        name,
+        lambda pipe: pipe.transformer.enable_layerwise_casting(
+            storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32
+        ),
+    )
+
+
+@works("torchao")
+def test_torchao(name: str) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    def quantize(pipe: Any) -> None:
+        quantize_(pipe.transformer, Int8WeightOnlyConfig())
+
+    check(name, quantize)
+
+
+# memory
+
+
+@works("group-offload")
+def test_group_offload(name: str) -> None:
+    for kind in ("leaf_level", "block_level"):
+        check(
+            name,
+            lambda pipe, kind=kind: pipe.transformer.enable_group_offload(
+                onload_device=torch.device("cpu"), offload_type=kind, num_blocks_per_group=1
+            ),
+        )
+
+
+@works("model-offload")
+def test_model_offload(name: str) -> None:
+    # enable_model_cpu_offload wants an accelerator; these are the hooks that it puts in.
+    check(
+        name, lambda pipe: accelerate.cpu_offload_with_hook(pipe.transformer, torch.device("cpu"))
+    )
+
+
+@works("vae-tiling")
+def test_vae_tiling(name: str) -> None:
+    check(name, lambda pipe: pipe.vae.enable_tiling(), steps=2, output_type="np")
+
+
+# step caches
+
+
+def check_cache(name: str, config: Callable[[], Any]) -> None:
+    check(name, lambda pipe: pipe.transformer.enable_cache(config()), steps=6)
+    pipe = TINY[name].build()
+    pipe.transformer.enable_cache(config())
+    with sparsify(pipe, top_p=0.5, dense_steps=0, reuse=2) as handle:
+        assert bool(latents(name, pipe, num_inference_steps=6).isfinite().all())
+        called = handle.trace.density_map()
+    # some step runs the whole transformer, and some step leaves its last layer out. steps at the
+    # end that leave all out have no row.
+    assert any(None not in row for row in called)
+    assert any(row[-1] is None for row in called) or len(called) < 6
+
+
+@works("first-block-cache")
+def test_first_block_cache(name: str) -> None:
+    check_cache(name, lambda: diffusers.FirstBlockCacheConfig(threshold=10.0))
+
+
+@works("mag-cache")
+def test_mag_cache(name: str) -> None:
+    check_cache(
+        name,
+        lambda: diffusers.MagCacheConfig(
+            mag_ratios=[1.0] * 6, num_inference_steps=6, threshold=10.0, retention_ratio=0.2
+        ),
+    )
+
+
+# processors
+
+
+@works("fuse-qkv")
+def test_fuse_qkv(name: str) -> None:
+    check(name, lambda pipe: pipe.transformer.fuse_qkv_projections())
+    # back and forth while sparse.
+    pipe = TINY[name].build()
+    expected = latents(name, pipe)
+    with sparsify(pipe, top_p=1.0, dense_steps=0) as handle:
+        pipe.transformer.fuse_qkv_projections()
+        latents(name, pipe)
+        pipe.transformer.unfuse_qkv_projections()
+        torch.testing.assert_close(latents(name, pipe), expected, **CLOSE)
+        assert handle.summary().computed == 1.0
+
+
+def test_cogvideox_unfused_after_removal_is_the_stock_model() -> None:
+    pipe = TINY["cogvideox"].build()
+    expected = latents("cogvideox", pipe)
+    handle = sparsify(pipe, top_p=0.3, dense_steps=0)
+    pipe.transformer.fuse_qkv_projections()
+    handle.remove()
+    # the host puts back the processors that it found, which were ours.
+    pipe.transformer.unfuse_qkv_projections()
+    assert torch.equal(latents("cogvideox", pipe), expected)
+    with sparsify(pipe, top_p=0.3, dense_steps=0) as handle:
+        latents("cogvideox", pipe)
+        assert handle.summary().selected is not None
+    processors = pipe.transformer.attn_processors.values()
+    assert not any(isinstance(processor, SparseProcessor) for processor in processors)
+    assert torch.equal(latents("cogvideox", pipe), expected)
+
+
+@works("save")
+def test_save(name: str, tmp_path: Path) -> None:
+    pipe = TINY[name].build()
+    expected = latents(name, pipe, prompts=PROMPTS)
+    with sparsify(pipe, top_p=0.3, dense_steps=0):
+        pipe.save_pretrained(tmp_path)
+    loaded = type(pipe).from_pretrained(tmp_path, local_files_only=True)
+    loaded.set_progress_bar_config(disable=True)
+    for key, value in vars(pipe).items():
+        if key.endswith(("_max_length", "_tokens")):
+            setattr(loaded, key, value)
+    assert torch.equal(latents(name, loaded, prompts=PROMPTS), expected)
+    assert not [p for p in tmp_path.rglob("*.json") if "vidsparse" in p.read_text()]
+
+
+# what does not work
+
+
+def attempt(combination: str, name: str) -> None:
+    """Do what a combination asks of the stock pipeline, up to the point where it fails."""
+    pipe, backend = TINY[name].build(), CountingBackend()
+    transformer = pipe.transformer
+    first_block = diffusers.FirstBlockCacheConfig(threshold=10.0)
+    mag = diffusers.MagCacheConfig(mag_ratios=[1.0] * 3, num_inference_steps=3)
+    {
+        "compile": lambda: compile_whole(pipe, backend),
+        "first-block-cache": lambda: transformer.enable_cache(first_block),
+        "mag-cache": lambda: transformer.enable_cache(mag),
+        "fuse-qkv": lambda: transformer.fuse_qkv_projections(),
+    }[combination]()
+    latents(name, pipe)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("combination", "name"), [cell for cell, limit in LIMITS.items() if limit.host]
+)
+def test_what_the_host_cannot_do_fails_without_us_too(combination: str, name: str) -> None:
+    # what the host raises is of no class that one could name.
+    with pytest.raises(Exception, match=LIMITS[combination, name].error):
+        attempt(combination, name)
+
+
+@pytest.mark.parametrize("name", list(VARIANTS.values()))
+def test_parallelism_is_refused_before_and_after(name: str) -> None:
+    error = LIMITS["context-parallel", name].error
+    pipe = TINY[name].build()
+    with sparsify(pipe):
+        for module in pipe.transformer.modules():
+            if isinstance(getattr(module, "processor", None), SparseProcessor):
+                # what enable_parallelism does to every processor that has such an attribute.
+                with pytest.raises(UnsupportedError, match=error):
+                    module.processor._parallel_config = object()
+    pipe.transformer._parallel_config = object()
+    with pytest.raises(UnsupportedError, match=error):
+        sparsify(pipe)
+
+
+def test_the_page_is_current() -> None:
+    assert set(VARIANTS) == {family.name for family in FAMILIES}
+    assert {combination for combination, _ in LIMITS} <= set(COMBINATIONS)
+    # a test of this module for every line, save the one that is refused throughout.
+    tested = {name.removeprefix("test_").replace("_", "-") for name in globals()}
+    assert set(COMBINATIONS) - tested == {"context-parallel"}
+    committed = Path(__file__).parents[1] / "docs" / "support.md"
+    assert committed.read_text(encoding="utf-8") == page(), (
+        "docs/support.md is old. Hint: python tests/support_matrix.py docs/support.md"
+    )

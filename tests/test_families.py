@@ -1,0 +1,317 @@
+"""``sparsify`` on tiny pipelines of every family: what it computes, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny_families import PROMPTS, TINY, Tiny, latents, prompt_mask
+from torch import Tensor, nn
+
+from vidsparse.errors import UnsupportedError
+from vidsparse.grid import TokenGrid
+from vidsparse.pipelines import restore, sparsify
+from vidsparse.pipelines.adapter import Layout
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EVERY = pytest.mark.parametrize("name", list(TINY))
+
+
+def transformers_of(pipe: Any) -> list[nn.Module]:
+    found = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
+    return [part for part in found if part is not None]
+
+
+class Stop(Exception):
+    pass
+
+
+def first_forward(name: str, pipe: Any, **changes: Any) -> dict[str, Any]:
+    """The arguments of the transformer's first forward in a call of the pipeline."""
+    seen: dict[str, Any] = {}
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert not args
+        seen.update(kwargs)
+        raise Stop
+
+    hook = pipe.transformer.register_forward_pre_hook(take, with_kwargs=True)
+    with pytest.raises(Stop):
+        latents(name, pipe, **changes)
+    hook.remove()
+    pipe.maybe_free_model_hooks()
+    return seen
+
+
+def as_dtype(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(as_dtype(part, dtype) for part in value)
+    return value
+
+
+def forward(transformer: nn.Module, arguments: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = transformer(**{k: as_dtype(v, dtype) for k, v in arguments.items()})[0]
+    return out
+
+
+def check_within_twice_the_stock_error(ours: Tensor, stock: Tensor, truth: Tensor) -> None:
+    assert ours.dtype == stock.dtype
+    # one error can be lucky: rounding of the largest value is allowed in any case.
+    floor = torch.finfo(ours.dtype).eps * truth.abs().max()
+    budget = max(2 * (stock - truth).abs().max(), floor)
+    assert (ours - truth).abs().max() <= budget
+
+
+def prompts_of(tiny: Tiny) -> list[str]:
+    """Two of different lengths, where the pipeline takes two."""
+    return PROMPTS if tiny.batch else PROMPTS[1:]
+
+
+# what it computes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EVERY
+def test_full_mask_stays_within_twice_the_stock_error(name: str, dtype: torch.dtype) -> None:
+    tiny = TINY[name]
+    pipe = tiny.build()
+    arguments = first_forward(name, pipe, prompts=prompts_of(tiny), size=tiny.odd)
+    truth = forward(copy.deepcopy(pipe.transformer).double(), arguments, torch.float64)
+    pipe.transformer.to(dtype)
+    stock = forward(pipe.transformer, arguments, dtype)
+    with sparsify(pipe, top_p=1.0, dense_steps=0) as handle:
+        ours = forward(pipe.transformer, arguments, dtype)
+        assert handle.summary().computed == 1.0
+        assert handle.summary().notes == ()
+    check_within_twice_the_stock_error(ours, stock, truth)
+
+
+@EVERY
+def test_dense_calls_are_the_stock_ones(name: str) -> None:
+    tiny = TINY[name]
+    pipe = tiny.build()
+    stock = latents(name, pipe, prompts=prompts_of(tiny))
+    with sparsify(pipe, "dense"):
+        ours = latents(name, pipe, prompts=prompts_of(tiny))
+    if tiny.exact:
+        assert torch.equal(ours, stock)
+    else:
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@EVERY
+def test_a_small_top_p_skips_work_and_changes_the_video(name: str, guidance: float) -> None:
+    tiny = TINY[name]
+    pipe = tiny.build()
+    stock = latents(name, pipe, guidance=guidance)
+    with sparsify(pipe, top_p=0.3, dense_steps=0) as handle:
+        sparse = latents(name, pipe, guidance=guidance)
+        summary = handle.summary()
+    assert summary.selected is not None
+    assert summary.selected < 0.9
+    assert summary.notes == ()
+    assert bool(sparse.isfinite().all())
+    assert not torch.equal(sparse, stock)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if tiny.batch])
+def test_a_batch_of_two_equals_two_single_runs(name: str, guidance: float) -> None:
+    pipe = TINY[name].build()
+    options = {"guidance": guidance, "size": TINY[name].odd}
+    with sparsify(pipe, top_p=0.5, dense_steps=1):
+        both = latents(name, pipe, prompts=PROMPTS, **options)
+        first = latents(name, pipe, prompts=PROMPTS[:1], seeds=(0,), **options)
+    torch.testing.assert_close(both[:1], first, rtol=1e-4, atol=1e-4)
+
+
+def test_samples_with_equally_much_text_run_together() -> None:
+    grid = TokenGrid(1, 2, 2, text=10)
+    assert Layout(grid).groups(3) == [(slice(0, 3), 0)]
+    assert Layout(grid, (10, 10)).groups(2) == [(slice(0, 2), 0)]
+    assert Layout(grid, (4, 4)).groups(2) == [(slice(0, 2), 6)]
+    assert Layout(grid, (4, 4, 0, 10)).groups(4) == [
+        (slice(0, 2), 6),
+        (slice(2, 3), 10),
+        (slice(3, 4), 0),
+    ]
+    assert Layout(grid, (4, 0, 4)).groups(3) == [([0, 2], 6), (slice(1, 2), 10)]
+
+
+def test_samples_apart_and_without_any_text_equal_the_stock_ones() -> None:
+    pipe = TINY["mochi"].build()
+    arguments = first_forward("mochi", pipe, prompts=PROMPTS)
+    arguments["encoder_attention_mask"] = prompt_mask(4, 16, 7, 0, 7, 16)
+    stock = forward(pipe.transformer, arguments, torch.float32)
+    with sparsify(pipe, top_p=1.0, dense_steps=0) as handle:
+        ours = forward(pipe.transformer, arguments, torch.float32)
+        # two layers, three groups.
+        assert handle.summary().calls == 6
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_in_front_of_mochis_text_is_refused() -> None:
+    pipe = TINY["mochi"].build()
+    arguments = first_forward("mochi", pipe)
+    arguments["encoder_attention_mask"] = arguments["encoder_attention_mask"].flip(1)
+    with sparsify(pipe), pytest.raises(UnsupportedError, match="padding at the end"):
+        forward(pipe.transformer, arguments, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "video", "text"), [("hunyuan", 3 * 4 * 4, 32), ("hunyuan15", 3 * 8 * 8, 16 + 12 + 9)]
+)
+def test_padding_is_cut_and_no_mask_of_all_pairs_is_built(
+    name: str, video: int, text: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diffusers.models import attention_dispatch
+
+    pipe = TINY[name].build()
+    seen: list[tuple[int, Any]] = []
+    dispatch = attention_dispatch.dispatch_attention_fn
+
+    def watch(query: Tensor, *args: Any, attn_mask: Any = None, **kwargs: Any) -> Tensor:
+        seen.append((query.shape[1], attn_mask))
+        out: Tensor = dispatch(query, *args, attn_mask=attn_mask, **kwargs)
+        return out
+
+    monkeypatch.setattr(attention_dispatch, "dispatch_attention_fn", watch)
+    with sparsify(pipe, "dense"):
+        latents(name, pipe, prompts=PROMPTS, guidance=1.0)
+    assert {mask for _, mask in seen} == {None}
+    lengths = {tokens for tokens, _ in seen}
+    # two prompts, neither as long as there is room.
+    assert len(lengths) == 2
+    assert all(video < tokens < video + text for tokens in lengths)
+
+
+@pytest.mark.parametrize("arguments", ["positional", "named"])
+def test_arguments_are_found_however_they_are_passed(arguments: str) -> None:
+    pipe = TINY["hunyuan"].build()
+    given = first_forward("hunyuan", pipe)
+    order = ("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask")
+    positional = [given.pop(name) for name in order] if arguments == "positional" else []
+    with sparsify(pipe, dense_steps=0) as handle, torch.no_grad():
+        pipe.transformer(*positional, **given)
+        assert handle.summary().notes == ()
+        assert handle.summary().selected is not None
+
+
+# where a call stands
+
+
+def test_a_scheduler_that_counts_no_steps_is_followed_by_its_timesteps() -> None:
+    pipe = TINY["cogvideox-dpm"].build()
+    arguments = first_forward("cogvideox-dpm", pipe)
+    # a loop of one's own, outside any call of the pipeline.
+    pipe._current_timestep = None
+    pipe.scheduler.set_timesteps(4)
+    with sparsify(pipe, dense_steps=2) as handle:
+        for t in pipe.scheduler.timesteps:
+            arguments["timestep"] = t.expand(2)
+            forward(pipe.transformer, arguments, torch.float32)
+        steps = [(c.step, c.action) for c in handle.trace.cells if c.layer == 0]
+        assert steps == [(0, "dense"), (1, "dense"), (2, "replan"), (3, "replan")]
+        arguments["timestep"] = torch.full((2,), -7)
+        with pytest.raises(UnsupportedError, match="CogVideoXDPMScheduler does not say"):
+            forward(pipe.transformer, arguments, torch.float32)
+
+
+@EVERY
+def test_the_trace_names_every_step_and_layer(name: str) -> None:
+    tiny = TINY[name]
+    pipe = tiny.build()
+    with sparsify(pipe, dense_steps=1) as handle:
+        latents(name, pipe)
+    calls = [(c.step, c.layer, c.branch, c.action) for c in handle.trace.cells]
+    layers = max(layer for _, layer, _, _ in calls) + 1
+    assert {step for step, *_ in calls} == {0, 1, 2}
+    assert all((action == "dense") == (step == 0) for step, _, _, action in calls)
+    assert {branch for *_, branch, _ in calls} == set(tiny.branches)
+    # the last layer passes its values on where LTX-2 perturbs it.
+    perturbed = 3 if "uncond_stg" in tiny.branches else 0
+    assert len(set(calls)) == 3 * layers * len(tiny.branches) - perturbed
+
+
+@EVERY
+def test_a_second_run_starts_afresh(name: str) -> None:
+    pipe = TINY[name].build()
+    with sparsify(pipe, top_p=0.5, dense_steps=0, reuse=100) as handle:
+        first = latents(name, pipe)
+        calls = handle.summary().calls
+        assert torch.equal(latents(name, pipe), first)
+        assert handle.summary().calls == calls
+
+
+@EVERY
+def test_tokens_that_are_no_grid_run_dense_and_the_trace_says_so(name: str) -> None:
+    tiny = TINY[name]
+    pipe = tiny.build()
+    stock = latents(name, pipe)
+    with sparsify(pipe, top_p=0.1, dense_steps=0) as handle:
+        session = handle._session
+        read = session.adapter.layout
+
+        def one_frame_more(transformer: Any, arguments: Any) -> Any:
+            layout = read(transformer, arguments)
+            grid = replace(layout.grid, frames=layout.grid.frames + 1)
+            return replace(layout, grid=grid)
+
+        session.adapter = replace(session.adapter, layout=one_frame_more)
+        ours = latents(name, pipe)
+        assert handle.summary().dense_call_share == 1.0
+        (note,) = {n.split(" video")[0][:20] for n in handle.summary().notes}
+        assert note == "dense: a grid of " + note[17:]
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+# no trace left
+
+
+def state_of(pipe: Any) -> list[Any]:
+    """Everything that a hook or a replaced part would show up in."""
+    found: list[Any] = []
+    for transformer in transformers_of(pipe):
+        for name, module in transformer.named_modules():
+            found.append((name, sorted(vars(module)), list(module._forward_pre_hooks)))
+            found.append((list(module._forward_hooks), id(getattr(module, "processor", None))))
+    return found
+
+
+@EVERY
+def test_removal_restores_the_pipeline_bit_for_bit(name: str) -> None:
+    pipe = TINY[name].build()
+    stock = latents(name, pipe)
+    before = state_of(pipe)
+    handle = sparsify(pipe, top_p=0.3, dense_steps=0)
+    assert state_of(pipe) != before
+    latents(name, pipe)
+    handle.remove()
+    assert state_of(pipe) == before
+    assert torch.equal(latents(name, pipe), stock)
+    sparsify(pipe)
+    assert restore(pipe)
+    assert state_of(pipe) == before
+
+
+@EVERY
+def test_only_video_self_attention_is_replaced(name: str) -> None:
+    pipe = TINY[name].build()
+    with sparsify(pipe):
+        for transformer in transformers_of(pipe):
+            for path, module in transformer.named_modules():
+                processor = getattr(module, "processor", None)
+                if processor is None:
+                    continue
+                ours = type(processor).__module__.startswith("vidsparse")
+                parts = path.split(".")
+                video = parts[-1] in ("attn1", "attn") and "token_refiner" not in parts
+                assert ours == video, path

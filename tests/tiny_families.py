@@ -1,0 +1,851 @@
+"""Tiny random pipelines of every family, each variant with a call that runs it in a moment.
+
+Every part is real and built in code; the few parts that would be large (the image towers of
+HunyuanVideo's image-to-video) are left out, and the call gives their embeddings instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from PIL import Image
+from tiny_pipelines import WORDS, tiny_tokenizer, tiny_transformer, tiny_wan
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+IMAGE = Image.linear_gradient("L").resize((96, 64)).convert("RGB")
+LAST_IMAGE = Image.radial_gradient("L").resize((96, 64)).convert("RGB")
+
+
+ONE = ("conditional",)
+TWO = ("conditional", "unconditional")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """One variant of a family.
+
+    Args:
+        build: makes the pipeline.
+        call: arguments beside those in ``latents``; a callable is asked for its value, with the
+            number of prompts.
+        size: frames, height, width in pixels.
+        odd: another size, whose token grid has odd sides.
+        guided: the guidance argument, or None where the pipeline holds its guidance itself.
+        branches: transformer forwards in a step, guided; batched guidance is one.
+        exact: dense calls are the stock ones bit for bit; otherwise padding is cut, not masked.
+        batch: the pipeline takes several prompts.
+        without: arguments that the pipeline does not take.
+    """
+
+    build: Callable[[], Any]
+    call: Mapping[str, Any] = field(default_factory=dict)
+    size: tuple[int, int, int] = (9, 64, 64)
+    odd: tuple[int, int, int] = (13, 80, 48)
+    guided: str | None = "guidance_scale"
+    branches: tuple[str, ...] = ONE
+    exact: bool = True
+    batch: bool = True
+    without: tuple[str, ...] = ()
+
+
+def sharpen(transformer: Any, pattern: str = "attn1") -> Any:
+    """Make attention uneven: as initialised no mask could be told from another."""
+    with torch.no_grad():
+        for name, module in transformer.named_modules():
+            if name.endswith(pattern) and hasattr(module, "to_q"):
+                # norms undo what a projection is multiplied by; without one, the weights count.
+                for part in ("norm_q", "norm_k"):
+                    norm = getattr(module, part, None)
+                    if getattr(norm, "weight", None) is not None:
+                        norm.weight.mul_(3)
+                for part in (module.to_q, module.to_k):
+                    part.weight.mul_(3)
+    return transformer
+
+
+def word_tokenizer(*, chat_template: str | None = None, **options: Any) -> Any:
+    """A fast tokenizer that knows ``WORDS`` and takes any other for one unknown word."""
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "<|end_header_id|>"]
+    vocabulary = {word: place for place, word in enumerate([*special, *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=chat_template,
+        **{"padding_side": "right", **options},
+    )
+
+
+VOCABULARY = 6 + len(WORDS)
+
+
+def flow_scheduler(**options: Any) -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler(**{"shift": 3.0, **options})
+
+
+def t5_encoder(width: int = 32) -> Any:
+    return transformers.T5EncoderModel(
+        transformers.T5Config(
+            vocab_size=4 + len(WORDS),
+            d_model=width,
+            d_kv=8,
+            d_ff=37,
+            num_heads=4,
+            num_layers=1,
+            dropout_rate=0.0,
+        )
+    ).eval()
+
+
+def ready(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+# Wan
+
+
+def wan_image_to_video(*, last: bool = False) -> Any:
+    parts = tiny_wan().components
+    torch.manual_seed(0)
+    vision = transformers.CLIPVisionModel(
+        transformers.CLIPVisionConfig(
+            hidden_size=8,
+            projection_dim=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=8,
+            patch_size=4,
+            intermediate_size=16,
+        )
+    ).eval()
+    # noise, mask and first frame side by side: 4 channels each.
+    transformer = tiny_transformer(
+        in_channels=12,
+        image_dim=8,
+        added_kv_proj_dim=32,
+        # the 5 tokens of each of two images stand in one line.
+        pos_embed_seq_len=10 if last else None,
+    )
+    return ready(
+        diffusers.WanImageToVideoPipeline(
+            **{name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")},
+            transformer=transformer,
+            image_encoder=vision,
+            image_processor=transformers.CLIPImageProcessor(crop_size=8, size={"shortest_edge": 8}),
+        )
+    )
+
+
+def wan_two_experts() -> Any:
+    """Image-to-video of 2.2: no image tower, two transformers."""
+    parts = tiny_wan().components
+    return ready(
+        diffusers.WanImageToVideoPipeline(
+            **{name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")},
+            transformer=tiny_transformer(in_channels=12),
+            transformer_2=tiny_transformer(1, in_channels=12),
+            boundary_ratio=0.9,
+        )
+    )
+
+
+def wan_per_token_timesteps(kind: str) -> Any:
+    """TI2V-5B: one model for text and image, a timestep for every token."""
+    parts = tiny_wan().components
+    names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer")
+    cls = getattr(diffusers, kind)
+    return ready(cls(**{name: parts[name] for name in names}, expand_timesteps=True))
+
+
+def wan_vace() -> Any:
+    torch.manual_seed(0)
+    parts = tiny_wan().components
+    transformer = diffusers.WanVACETransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=2,
+        rope_max_seq_len=64,
+        vace_layers=[0],
+        # masked and kept frames, and 8x8 pixels of mask.
+        vace_in_channels=8 + 64,
+    ).eval()
+    names = ("tokenizer", "text_encoder", "vae", "scheduler")
+    return ready(
+        diffusers.WanVACEPipeline(
+            **{name: parts[name] for name in names}, transformer=sharpen(transformer)
+        )
+    )
+
+
+# HunyuanVideo
+
+
+def hunyuan_transformer(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "num_refiner_layers": 1,
+        "patch_size": 2,
+        "patch_size_t": 1,
+        "guidance_embeds": True,
+        "text_embed_dim": 16,
+        "pooled_projection_dim": 8,
+        "rope_axes_dim": (4, 6, 6),
+    }
+    return sharpen(diffusers.HunyuanVideoTransformer3DModel(**{**sizes, **changes}).eval(), ".attn")
+
+
+def hunyuan_vae() -> Any:
+    return diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+    ).eval()
+
+
+def hunyuan_video() -> Any:
+    transformer = hunyuan_transformer()
+    llama = transformers.LlamaModel(
+        transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            max_position_embeddings=512,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    ).eval()
+    clip = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    ).eval()
+    return ready(
+        diffusers.HunyuanVideoPipeline(
+            text_encoder=llama,
+            tokenizer=word_tokenizer(),
+            text_encoder_2=clip,
+            tokenizer_2=word_tokenizer(model_max_length=77),
+            transformer=transformer,
+            vae=hunyuan_vae(),
+            scheduler=flow_scheduler(shift=7.0),
+        )
+    )
+
+
+def skyreels() -> Any:
+    """HunyuanVideo's transformer with the image beside the noise, guided by two forwards."""
+    parts = hunyuan_video().components
+    names = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "vae", "scheduler")
+    return ready(
+        diffusers.HunyuanSkyreelsImageToVideoPipeline(
+            **{name: parts[name] for name in names}, transformer=hunyuan_transformer(in_channels=8)
+        )
+    )
+
+
+def hunyuan_image_to_video(condition: str, *, towers: bool = False) -> Any:
+    """Without the towers for image and text the call gives their embeddings."""
+    concat = condition == "latent_concat"
+    parts: dict[str, Any] = dict.fromkeys(
+        ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "image_processor")
+    )
+    if towers:
+        of_text = hunyuan_video().components
+        parts |= {name: of_text[name] for name in ("text_encoder_2", "tokenizer_2")}
+        parts["tokenizer"] = word_tokenizer(extra_special_tokens=["<image>", "<|end_header_id|>"])
+        parts["text_encoder"] = transformers.LlavaForConditionalGeneration(
+            transformers.LlavaConfig(
+                # 24 x 24 patches: the pipeline counts on 576 tokens of an image.
+                vision_config=transformers.CLIPVisionConfig(
+                    hidden_size=8,
+                    intermediate_size=16,
+                    num_hidden_layers=2,
+                    num_attention_heads=1,
+                    image_size=48,
+                    patch_size=2,
+                ),
+                text_config=of_text["text_encoder"].config,
+                image_token_index=4,
+                pad_token_id=0,
+            )
+        ).eval()
+        parts["image_processor"] = transformers.CLIPImageProcessor(
+            crop_size=48, size={"shortest_edge": 48}
+        )
+    return ready(
+        diffusers.HunyuanVideoImageToVideoPipeline(
+            **parts,
+            transformer=hunyuan_transformer(
+                in_channels=9 if concat else 4,
+                guidance_embeds=not concat,
+                image_condition_type=condition,
+            ),
+            vae=hunyuan_vae(),
+            scheduler=flow_scheduler(shift=7.0),
+        )
+    )
+
+
+def prompt_mask(prompts: int, length: int, *counts: int) -> torch.Tensor:
+    """Valid tokens first, ``counts`` of them in turn."""
+    valid = torch.tensor([counts[i % len(counts)] for i in range(prompts)])
+    return (torch.arange(length) < valid[:, None]).float()
+
+
+def noise(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+_HUNYUAN_EMBEDS: dict[str, Any] = {
+    "prompt": None,
+    "prompt_embeds": lambda n: noise(1, 2, 24, 16)[:n],
+    "prompt_attention_mask": lambda n: prompt_mask(n, 24, 9, 17),
+    "pooled_prompt_embeds": lambda n: noise(2, 2, 8)[:n],
+    "negative_prompt_embeds": lambda n: noise(3, 2, 24, 16)[:n],
+    "negative_prompt_attention_mask": lambda n: prompt_mask(n, 24, 5),
+    "negative_pooled_prompt_embeds": lambda n: noise(4, 2, 8)[:n],
+    "image": lambda n: [IMAGE] * n,
+}
+
+
+# HunyuanVideo 1.5
+
+# the template's first 108 tokens are cut off; one more keeps an empty prompt from being none.
+_CHAT = "{% for i in range(108) %}a {% endfor %}{{ messages[-1]['content'] }}"
+
+
+def hunyuan_video15(image: bool = False) -> Any:
+    torch.manual_seed(0)
+    transformer = diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=9,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        num_refiner_layers=1,
+        text_embed_dim=16,
+        text_embed_2_dim=32,
+        image_embed_dim=12,
+        rope_axes_dim=(4, 6, 6),
+        target_size=64,
+    ).eval()
+    qwen = transformers.Qwen2_5_VLTextModel(
+        transformers.Qwen2_5_VLTextConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            rope_scaling={"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    ).eval()
+    parts = {
+        "text_encoder": qwen,
+        "tokenizer": word_tokenizer(chat_template=_CHAT),
+        "text_encoder_2": transformers.T5EncoderModel(
+            transformers.T5Config(
+                vocab_size=400, d_model=32, d_kv=8, d_ff=37, num_heads=4, num_layers=1
+            )
+        ).eval(),
+        "tokenizer_2": transformers.ByT5Tokenizer(),
+        "transformer": sharpen(transformer, ".attn"),
+        "vae": diffusers.AutoencoderKLHunyuanVideo15(
+            latent_channels=4,
+            block_out_channels=(16, 16, 16, 16),
+            layers_per_block=1,
+            spatial_compression_ratio=8,
+        ).eval(),
+        "scheduler": flow_scheduler(shift=7.0),
+        "guider": diffusers.ClassifierFreeGuidance(guidance_scale=3.0),
+    }
+    if image:
+        parts["image_encoder"] = transformers.SiglipVisionModel(
+            transformers.SiglipVisionConfig(
+                hidden_size=12,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                image_size=12,
+                patch_size=4,
+            )
+        ).eval()
+        parts["feature_extractor"] = transformers.SiglipImageProcessor(
+            size={"height": 12, "width": 12}
+        )
+    name = "HunyuanVideo15ImageToVideoPipeline" if image else "HunyuanVideo15Pipeline"
+    pipe = getattr(diffusers, name)(**parts)
+    return ready(with_little_text(pipe))
+
+
+def with_little_text(pipe: Any) -> Any:
+    """Make HunyuanVideo 1.5's room for text as small as the rest; saving forgets it."""
+    pipe.tokenizer_max_length = 16
+    pipe.tokenizer_2_max_length = 12
+    pipe.vision_num_semantic_tokens = 9
+    return pipe
+
+
+# CogVideoX
+
+
+def cogvideox(
+    kind: str = "CogVideoXPipeline", *, version: str = "1.0", dpm: bool = False, **changes: Any
+) -> Any:
+    torch.manual_seed(0)
+    image = "Image" in kind
+    sizes: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "in_channels": 8 if image else 4,
+        "out_channels": 4,
+        "time_embed_dim": 8,
+        "text_embed_dim": 32,
+        "num_layers": 2,
+        "sample_width": 8,
+        "sample_height": 8,
+        "sample_frames": 9,
+        "max_text_seq_length": 16,
+        "use_rotary_positional_embeddings": True,
+    }
+    if version == "1.5":
+        # its angles are cut from a grid of the largest size.
+        sizes |= {"sample_width": 16, "sample_height": 16}
+        sizes |= {"patch_size_t": 2, "patch_bias": False, "ofs_embed_dim": 8 if image else None}
+    vae = diffusers.AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+        # half of it is a tile, and tiles overlap by whole latents.
+        sample_height=96,
+        sample_width=80,
+    ).eval()
+    scheduler = diffusers.CogVideoXDPMScheduler if dpm else diffusers.CogVideoXDDIMScheduler
+    transformer = diffusers.CogVideoXTransformer3DModel(**{**sizes, **changes}).eval()
+    return ready(
+        getattr(diffusers, kind)(
+            tokenizer=tiny_tokenizer(),
+            text_encoder=t5_encoder(),
+            vae=vae,
+            transformer=sharpen(transformer),
+            scheduler=scheduler(
+                prediction_type="v_prediction",
+                rescale_betas_zero_snr=True,
+                timestep_spacing="trailing",
+            ),
+        )
+    )
+
+
+# Mochi
+
+
+def mochi() -> Any:
+    torch.manual_seed(0)
+    transformer = diffusers.MochiTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        pooled_projection_dim=24,
+        in_channels=12,
+        text_embed_dim=32,
+        time_embed_dim=8,
+        max_sequence_length=16,
+    ).eval()
+    torch.nn.init.normal_(transformer.pos_frequencies, std=0.3)
+    vae = diffusers.AutoencoderKLMochi(
+        latent_channels=12,
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decoder_block_out_channels=(32, 32, 32, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+    ).eval()
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 16
+    return ready(
+        diffusers.MochiPipeline(
+            scheduler=flow_scheduler(shift=1.0, invert_sigmas=True),
+            vae=vae,
+            text_encoder=t5_encoder(),
+            tokenizer=tokenizer,
+            transformer=sharpen(transformer),
+        )
+    )
+
+
+# LTX
+
+
+def ltx(kind: str = "LTXPipeline") -> Any:
+    torch.manual_seed(0)
+    transformer = diffusers.LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=32,
+    ).eval()
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, True, False),
+        decoder_spatio_temporal_scaling=(True, True, True, False),
+        patch_size=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    ).eval()
+    return ready(
+        getattr(diffusers, kind)(
+            scheduler=flow_scheduler(),
+            vae=vae,
+            text_encoder=t5_encoder(),
+            tokenizer=tiny_tokenizer(),
+            transformer=sharpen(transformer),
+        )
+    )
+
+
+def ltx2(kind: str = "LTX2Pipeline", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    rope = changes.get("rope_type", "split")
+    gemma = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config={
+                "vocab_size": VOCABULARY,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "head_dim": 8,
+                "pad_token_id": 0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+            vision_config={
+                "hidden_size": 8,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+                "image_size": 8,
+                "patch_size": 4,
+            },
+            image_token_index=4,
+            mm_tokens_per_image=1,
+        )
+    ).eval()
+    sizes = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "cross_attention_dim": 32,
+        "audio_in_channels": 4,
+        "audio_out_channels": 4,
+        "audio_num_attention_heads": 2,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": 16,
+        "num_layers": 2,
+        "caption_channels": 16,
+        "rope_double_precision": False,
+        "rope_type": rope,
+    }
+    transformer = diffusers.LTX2VideoTransformer3DModel(**{**sizes, **changes}).eval()
+    connectors = diffusers.pipelines.ltx2.LTX2TextConnectors(
+        caption_channels=16,
+        text_proj_in_factor=3,
+        video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=8,
+        video_connector_num_layers=1,
+        video_connector_num_learnable_registers=None,
+        audio_connector_num_attention_heads=2,
+        audio_connector_attention_head_dim=8,
+        audio_connector_num_layers=1,
+        audio_connector_num_learnable_registers=None,
+        connector_rope_base_seq_len=32,
+        rope_double_precision=False,
+        rope_type=rope,
+    ).eval()
+    vae = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8),
+        down_block_types=("LTX2VideoDownBlock3D",) * 3,
+        decoder_block_out_channels=(8, 8, 8),
+        layers_per_block=(1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, True),
+        decoder_spatio_temporal_scaling=(True, True, True),
+        decoder_inject_noise=(False,) * 4,
+        downsample_type=("spatiotemporal",) * 3,
+        upsample_type=("spatiotemporal",) * 3,
+        upsample_residual=(False,) * 3,
+        upsample_factor=(1, 1, 1),
+        patch_size=1,
+        decoder_causal=False,
+    ).eval()
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=4,
+        ch_mult=(1,),
+        num_res_blocks=1,
+        resolution=32,
+        latent_channels=2,
+        mel_bins=8,
+    ).eval()
+    # the audio latents, 2 channels of 8 mel bins, are packed into tokens of 16 channels.
+    vocoder = diffusers.pipelines.ltx2.LTX2Vocoder(
+        in_channels=16,
+        hidden_channels=32,
+        upsample_kernel_sizes=[4, 4],
+        upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3, 5]],
+        output_sampling_rate=16000,
+    ).eval()
+    return ready(
+        getattr(diffusers, kind)(
+            scheduler=flow_scheduler(),
+            vae=vae,
+            audio_vae=audio_vae,
+            text_encoder=gemma,
+            tokenizer=word_tokenizer(padding_side="left"),
+            connectors=connectors,
+            transformer=sharpen(transformer),
+            vocoder=vocoder,
+        )
+    )
+
+
+_PLAIN_LTX2 = {"stg_scale": 0.0, "audio_stg_scale": 0.0, "modality_scale": 1.0} | {
+    "audio_modality_scale": 1.0
+}
+
+TINY: dict[str, Tiny] = {
+    "wan": Tiny(branches=TWO, build=tiny_wan, call={"max_sequence_length": 16}),
+    "wan-image": Tiny(
+        branches=TWO,
+        build=wan_image_to_video,
+        call={"image": lambda n: IMAGE, "max_sequence_length": 512},
+    ),
+    "wan-first-last": Tiny(
+        branches=TWO,
+        build=lambda: wan_image_to_video(last=True),
+        call={
+            "image": lambda n: IMAGE,
+            "last_image": lambda n: LAST_IMAGE,
+            "max_sequence_length": 512,
+        },
+    ),
+    "wan-two-experts": Tiny(
+        branches=TWO,
+        build=wan_two_experts,
+        call={"image": lambda n: IMAGE, "max_sequence_length": 16},
+    ),
+    "wan-ti2v": Tiny(
+        branches=TWO,
+        build=lambda: wan_per_token_timesteps("WanPipeline"),
+        call={"max_sequence_length": 16},
+    ),
+    "wan-ti2v-image": Tiny(
+        branches=TWO,
+        build=lambda: wan_per_token_timesteps("WanImageToVideoPipeline"),
+        call={"image": lambda n: IMAGE, "max_sequence_length": 16},
+    ),
+    "wan-vace": Tiny(branches=TWO, build=wan_vace, call={"max_sequence_length": 16}, batch=False),
+    "hunyuan": Tiny(build=hunyuan_video, call={"max_sequence_length": 32}, exact=False),
+    "hunyuan-image": Tiny(
+        build=lambda: hunyuan_image_to_video("token_replace"), call=_HUNYUAN_EMBEDS, exact=False
+    ),
+    "hunyuan-image-concat": Tiny(
+        build=lambda: hunyuan_image_to_video("latent_concat"), call=_HUNYUAN_EMBEDS, exact=False
+    ),
+    "skyreels": Tiny(
+        build=skyreels,
+        call={
+            "image": lambda n: [IMAGE] * n,
+            "true_cfg_scale": 3.0,
+            "negative_prompt": lambda n: ["a"] * n,
+            "max_sequence_length": 32,
+        },
+        branches=TWO,
+        exact=False,
+    ),
+    "hunyuan15": Tiny(branches=TWO, build=hunyuan_video15, guided=None, exact=False),
+    "hunyuan15-image": Tiny(
+        branches=TWO,
+        build=lambda: hunyuan_video15(image=True),
+        call={"image": lambda n: IMAGE},
+        guided=None,
+        exact=False,
+        without=("height", "width"),
+    ),
+    "cogvideox": Tiny(build=cogvideox, call={"max_sequence_length": 16}),
+    "cogvideox-2b": Tiny(
+        # learned nothing, rotates nothing: positions are added to the patches.
+        build=lambda: cogvideox(use_rotary_positional_embeddings=False),
+        call={"max_sequence_length": 16},
+        odd=(17, 64, 64),
+    ),
+    "cogvideox-dpm": Tiny(
+        build=lambda: cogvideox(dpm=True),
+        call={"max_sequence_length": 16},
+    ),
+    "cogvideox1.5": Tiny(
+        build=lambda: cogvideox(version="1.5"),
+        call={"max_sequence_length": 16},
+    ),
+    "cogvideox-image": Tiny(
+        build=lambda: cogvideox("CogVideoXImageToVideoPipeline"),
+        call={"image": lambda n: [IMAGE] * n, "max_sequence_length": 16},
+    ),
+    "cogvideox1.5-image": Tiny(
+        build=lambda: cogvideox("CogVideoXImageToVideoPipeline", version="1.5"),
+        call={"image": lambda n: [IMAGE] * n, "max_sequence_length": 16},
+    ),
+    "cogvideox-video": Tiny(
+        build=lambda: cogvideox("CogVideoXVideoToVideoPipeline"),
+        # three steps of four.
+        call={
+            "video": [IMAGE] * 9,
+            "strength": 0.8,
+            "num_inference_steps": 4,
+            "max_sequence_length": 16,
+        },
+        without=("num_frames",),
+        batch=False,
+    ),
+    "cogvideox-control": Tiny(
+        build=lambda: cogvideox("CogVideoXFunControlPipeline", in_channels=8),
+        call={"control_video": [IMAGE] * 9, "max_sequence_length": 16},
+        without=("num_frames",),
+        batch=False,
+    ),
+    "mochi": Tiny(
+        build=mochi,
+        call={"max_sequence_length": 16},
+        size=(13, 64, 64),
+        odd=(19, 80, 48),
+    ),
+    "ltx": Tiny(build=ltx, call={"max_sequence_length": 16}, odd=(17, 96, 160)),
+    "ltx-image": Tiny(
+        build=lambda: ltx("LTXImageToVideoPipeline"),
+        call={"image": lambda n: [IMAGE] * n, "max_sequence_length": 16},
+        odd=(17, 96, 160),
+    ),
+    "ltx-condition": Tiny(
+        # the first frame in its place, another one as tokens in front of the video.
+        build=lambda: ltx("LTXConditionPipeline"),
+        call={
+            "image": lambda n: [IMAGE, LAST_IMAGE],
+            "frame_index": lambda n: [0, 8],
+            "max_sequence_length": 16,
+        },
+        odd=(17, 96, 160),
+    ),
+    "ltx2": Tiny(
+        build=ltx2,
+        call={"max_sequence_length": 16, **_PLAIN_LTX2},
+        odd=(17, 96, 160),
+    ),
+    "ltx2-guidance": Tiny(
+        branches=("conditional", "uncond_stg", "uncond_modality"),
+        # 2.3: gates on the heads, and two more forwards a step, one of which skips attention.
+        build=lambda: ltx2(perturbed_attn=True, gated_attn=True),
+        call={"max_sequence_length": 16, "spatio_temporal_guidance_blocks": [1]},
+        odd=(17, 96, 160),
+    ),
+    "ltx2-image": Tiny(
+        build=lambda: ltx2("LTX2ImageToVideoPipeline", rope_type="interleaved"),
+        # an image is compressed like video first, which would take another package.
+        call={
+            "image": lambda n: [IMAGE] * n,
+            "image_crf": 0,
+            "max_sequence_length": 16,
+            **_PLAIN_LTX2,
+        },
+        odd=(17, 96, 160),
+    ),
+}
+"""Every variant under test."""
+
+PROMPTS = ["a red circle", "a blue square that moves left"]
+
+
+def latents(
+    name: str,
+    pipe: Any,
+    *,
+    prompts: list[str] | None = None,
+    size: tuple[int, int, int] | None = None,
+    guidance: float = 3.0,
+    seeds: tuple[int, ...] | None = None,
+    **changes: Any,
+) -> torch.Tensor:
+    """Run ``pipe`` and return the denoised latents: no decoding, so quick."""
+    tiny = TINY[name]
+    prompts = PROMPTS[:1] if prompts is None else prompts
+    frames, height, width = size or tiny.size
+    seeds = tuple(range(len(prompts))) if seeds is None else seeds
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    call: dict[str, Any] = {
+        "prompt": prompts if tiny.batch else prompts[0],
+        "height": height,
+        "width": width,
+        "num_frames": frames,
+        "num_inference_steps": 3,
+        "generator": generators if tiny.batch else generators[0],
+        "output_type": "latent",
+    }
+    for key in tiny.without:
+        del call[key]
+    if tiny.guided:
+        call[tiny.guided] = guidance
+    elif guidance != pipe.guider.guidance_scale:
+        pipe.guider = pipe.guider.new(guidance_scale=guidance)
+    for key, value in tiny.call.items():
+        call[key] = value(len(prompts)) if callable(value) else value
+    output: torch.Tensor = pipe(**{**call, **changes}).frames
+    return output
