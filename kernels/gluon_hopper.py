@@ -13,6 +13,12 @@ operands of the two products that a consumer has in flight together. The first s
 shares its stage with the last values of the block before, so that the ring, and the overlap, never
 break off between blocks.
 
+Gates and 8-bit operands are compiled in where they are asked for; the plain kernel's code is the
+same without them. Scales of rows and thresholds come with a block's record, scales of keys with
+their stage. A gate is decided by votes of a consumer's warps (of both consumers' for 128 rows): an
+absolute one before the exponentials, a relative one after them, and the product with the values,
+which is a step late anyway, is left out where no piece is open.
+
 Only the last chunks of a list can be short of a full step or of the sequence's end. They go first,
 masked, and the loop over the other steps carries no mask. Rows that do not exist lie outside
 the boxes that TMA reads (zeros) and are not stored.
@@ -31,7 +37,8 @@ q_empty  both consumers                producer, before the next block      q an
 
 # what triton compiles is not typed python: both branches of a static `if` return.
 # ruff: noqa: RET505, RUF005
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, no-redef"
+# mypy: disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -53,15 +60,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gates import Gate
-from .quantize import QuantizedQK
-from .triton_gather import LOG2_E, heads_together
+from .gates import KEY_GROUP, AbsoluteGate, Gate, kept_pieces
+from .quantize import SHORTEST_CHUNK_OF_VALUES, QuantizedQK
+from .quantize import V_GROUP as VALUES_TOGETHER
+from .triton_gather import LOG2_E, gate_kind, heads_together
 
 BLOCK_ROWS = 128
+V_GROUP = gl.constexpr(VALUES_TOGETHER)
 
 # triton 3.9 renames these.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
@@ -91,6 +101,11 @@ def _exp2(x):
 # a row maximum may fall behind by this many powers of two before what was summed is rescaled: the
 # final division undoes it exactly, and weights up to 256 fit all dtypes.
 BEHIND = gl.constexpr(8.0)
+# weights in fp8 reach 448, and so that small ones keep their bits, the largest is at least 2^6.
+BEHIND_IN_8_BITS = gl.constexpr(2.5)
+LARGEST_IN_8_BITS = gl.constexpr(6.0)
+# steps whose products with 8-bit values tensor cores add up by themselves.
+SPAN = gl.constexpr(8)
 RESCALED_AT_ONCE = 32
 
 
@@ -162,6 +177,44 @@ def _mask(scores, keys):
 
 
 @gluon.jit
+def _by_run(scores, RUNS: gl.constexpr):
+    """Scores ``[rows, keys]`` as ``[rows, RUNS, eights of a run, 4, 2]``.
+
+    A thread holds all but the dimension of 4 itself, and keeps what it holds.
+    """
+    rows: gl.constexpr = scores.shape[0]
+    keys: gl.constexpr = scores.shape[1]
+    return scores.reshape([rows, RUNS, keys // RUNS // 8, 4, 2])
+
+
+@gluon.jit
+def _scales_of_runs(memory, like):
+    """Scales of runs of keys, to be multiplied with what ``_by_run`` gives."""
+    PAIR: gl.constexpr = _first_two(like.type.layout, len(like.shape))
+    scale = memory.load(gl.SliceLayout(0, PAIR))
+    return scale[None, :, None, None, None]
+
+
+@triton.constexpr_function
+def _first_two(layout, rank):
+    """Layout of the first two dimensions of a tensor in ``layout``."""
+    for dim in range(rank - 1, 1, -1):
+        layout = gl.SliceLayout(dim, layout)
+    return layout
+
+
+@gluon.jit
+def _row_vector(x, like):
+    """A number for each row, to be broadcast along the other dimensions of ``like``."""
+    PAIR: gl.constexpr = _first_two(like.type.layout, len(like.shape))
+    x = gl.convert_layout(x, gl.SliceLayout(1, PAIR))[:, None]
+    if len(like.shape) == 2:
+        return x
+    else:
+        return x[:, :, None, None, None]
+
+
+@gluon.jit
 def _row_sums(weights):
     """Sums of a row, of which each of the four threads that share it keeps its own."""
     rows: gl.constexpr = weights.shape[0]
@@ -185,7 +238,10 @@ def _store(
     q_tiles_ptr,
     out_ptr,
     lse_ptr,
+    shift_ptr,
+    v_scale_ptr,
     S,
+    scale_log2,
     D: gl.constexpr,
     M: gl.constexpr,
     FIRST: gl.constexpr,
@@ -205,6 +261,10 @@ def _store(
     out = gl.where(has_keys[:, None], acc * (1.0 / sums)[:, None], 0.0)
     token = head.to(gl.int64) * S + row
     # eights of columns, so that addresses differ by constants.
+    if v_scale_ptr is not None:
+        dim = gl.arange(0, columns, gl.SliceLayout(0, acc.type.layout))
+        v_scale = gl.load(v_scale_ptr + head.to(gl.int64) * D + dim, mask=dim < D, other=0.0)
+        out = out * v_scale[None, :]
     out = out.to(out_ptr.dtype.element_ty).reshape([rows, columns // 8, 8])
     LAYOUT: gl.constexpr = out.type.layout
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
@@ -214,8 +274,306 @@ def _store(
     pointers = ((out_ptr + start)[:, None, None] + column[None, None, :]) + eight[None, :, None]
     mask = alive_out[:, None, None] & (eight < D)[None, :, None]
     gl.store(pointers, out, mask=mask)
+    if shift_ptr is not None:
+        # the mean key, which 8-bit keys lack.
+        row_max += gl.load(shift_ptr + token, mask=alive, other=0.0) * scale_log2
     natural = (row_max + gl.log2(sums)) * 0.6931471805599453
     gl.store(lse_ptr + token, gl.where(has_keys, natural, -float("inf")), mask=alive)
+
+
+@gluon.jit
+def _piece_maxima(scores, k_scale, PIECES: gl.constexpr):
+    """Largest score of each row and piece ``[rows, PIECES]``, of what ``_by_run`` gives."""
+    rows: gl.constexpr = scores.shape[0]
+    runs: gl.constexpr = scores.shape[1]
+    largest = gl.max(gl.max(scores, 4), 2)[:, :, None, :, None]
+    if k_scale is not None:
+        largest = largest * k_scale
+    largest = largest.reshape([rows, PIECES, runs // PIECES, 4])
+    return gl.max(gl.max(largest, 2), 2)
+
+
+@gluon.jit
+def _vote(largest, threshold, votes, slot, GATE_ROWS: gl.constexpr):
+    """Note for each warp in which pieces of its rows a row reaches its threshold.
+
+    Bit ``i * PIECES + p`` is of a consumer's rows ``i * GATE_ROWS`` on and piece ``p`` of the keys.
+    """
+    rows: gl.constexpr = largest.shape[0]
+    PIECES: gl.constexpr = largest.shape[1]
+    LAYOUT: gl.constexpr = largest.type.layout
+    row = gl.arange(0, rows, gl.SliceLayout(1, LAYOUT))
+    piece = gl.arange(0, PIECES, gl.SliceLayout(0, LAYOUT))
+    bit = 1 << ((row // GATE_ROWS * PIECES)[:, None] + piece[None, :])
+    # the threshold of a row without a token is NaN, which nothing reaches.
+    limit = gl.convert_layout(threshold, gl.SliceLayout(1, LAYOUT))
+    bits = gl.reduce_or(gl.where(largest >= limit[:, None], bit, 0), 1)
+    votes.index(slot).store(gl.reduce_or(bits.reshape([4, rows // 4]), 1))
+
+
+@gluon.jit
+def _counted(votes, slot, GATE_ROWS: gl.constexpr):
+    """The bits that a warp of the consumer has voted for, or of either consumer."""
+    ALL: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    bits = gl.reduce_or(votes.index(slot).load(ALL), 0)
+    if GATE_ROWS == 128:
+        bits = bits | gl.reduce_or(votes.index(slot ^ 1).load(ALL), 0)
+    return bits
+
+
+@gluon.jit
+def _meet():
+    """Let both consumers wait for each other."""
+    # barriers from 8 on are free: triton takes one for each partition.
+    gl.inline_asm_elementwise(
+        "barrier.cta.sync 8, 256; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _count_skipped(
+    skipped, threshold, bits, keys, BN: gl.constexpr, PIECES: gl.constexpr, GATE_ROWS: gl.constexpr
+):  # fmt: skip
+    """``skipped`` of each row, and the keys of this step's closed pieces."""
+    row = gl.arange(0, skipped.shape[0], skipped.type.layout) // GATE_ROWS * PIECES
+    # only a row that holds a token has a threshold.
+    alive = threshold == threshold
+    for p in gl.static_range(PIECES):
+        there = gl.minimum(gl.maximum(keys - p * (BN // PIECES), 0), BN // PIECES)
+        closed = ((bits >> (row + p)) & 1) == 0
+        skipped = skipped + gl.where(closed & alive, there, 0)
+    return skipped
+
+
+@triton.constexpr_function
+def _keys_of_a_scale(N, K_RUN):
+    """Keys of a step that surely share a scale, and a gate's piece."""
+    run = min(N, K_RUN, 64)
+    # fewer than a thread holds side by side are as many columns.
+    return run if run >= 8 else 1
+
+
+@gluon.jit
+def _is_open(bits, like, PIECES: gl.constexpr, GATE_ROWS: gl.constexpr):
+    """Which pieces, runs or columns of each row are open: the second dimension of ``like``."""
+    rows: gl.constexpr = like.shape[0]
+    runs: gl.constexpr = like.shape[1]
+    PAIR: gl.constexpr = _first_two(like.type.layout, len(like.shape))
+    row = gl.arange(0, rows, gl.SliceLayout(1, PAIR)) // GATE_ROWS * PIECES
+    piece = gl.arange(0, runs, gl.SliceLayout(0, PAIR)) // (runs // PIECES)
+    opens = ((bits >> (row[:, None] + piece[None, :])) & 1) != 0
+    if len(like.shape) == 2:
+        return opens
+    else:
+        return opens[:, :, None, None, None]
+
+
+@gluon.jit
+def _kept_alive(weights):
+    """8-bit weights in their registers up to here: waiting for a product cannot name them."""
+    return gl.inline_asm_elementwise(
+        "", "=r,0", [weights], dtype=weights.dtype, is_pure=False, pack=4
+    )
+
+
+@gluon.jit
+def _next_block(
+    last, block, head, left, keys, row_scale, threshold, q_phase, q_full, record, row_scales,
+    thresholds, WHICH: gl.constexpr,
+):  # fmt: skip
+    """After a block's last step the record of the next one, else one step less.
+
+    This branch also keeps ptxas from waiting for the values before the softmax is done.
+    """
+    left -= 1
+    if last:
+        q_phase = q_phase ^ 1
+        mbarrier.wait(q_full, q_phase)
+        block = _scalar(record.index(0))
+        head = _scalar(record.index(1))
+        left = _scalar(record.index(2))
+        keys = _scalar(record.index(3))
+        if row_scales is not None:
+            row_scale = row_scales.index(WHICH).load(row_scale.type.layout)
+        if thresholds is not None:
+            threshold = thresholds.index(WHICH).load(threshold.type.layout)
+    return block, head, left, keys, row_scale, threshold, q_phase
+
+
+@gluon.jit
+def _below_running(largest, largest_yet, first):
+    """Largest scores of pieces less the running maximum, and that with this step in it.
+
+    The running maximum of a piece holds the piece itself and those before it.
+    """
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, largest.type.layout)
+    yet = gl.convert_layout(gl.where(first, -1.0e30, largest_yet), BY_ROW)
+    if largest.shape[1] == 2:
+        earlier, later = gl.split(largest)
+        before = gl.maximum(gl.convert_layout(earlier, BY_ROW), yet)
+        after = gl.maximum(gl.convert_layout(later, BY_ROW), before)
+        piece = gl.arange(0, 2, gl.SliceLayout(0, largest.type.layout))
+        below = largest - gl.where(piece[None, :] == 0, before[:, None], after[:, None])
+    else:
+        after = gl.maximum(gl.max(largest, 1), yet)
+        below = largest - after[:, None]
+    return below, gl.convert_layout(after, largest_yet.type.layout)
+
+
+@gluon.jit
+def _with_total(acc, total, behind, has_total):
+    """The sum of the last steps and, if there is one, that of the steps before."""
+    earlier = total.load(acc.type.layout) * behind[:, None]
+    return acc + gl.where(has_total, earlier, 0.0)
+
+
+@gluon.jit
+def _in_operand_order(x):
+    """Keys of each 16 in the order in which the threads that hold them want them as an operand.
+
+    The same that ``quantize_v`` gives values.
+    """
+    rows: gl.constexpr = x.shape[0]
+    keys: gl.constexpr = x.shape[1]
+    return x.reshape([rows, keys // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, keys])
+
+
+@gluon.jit
+def _scaled(
+    scores, row_scale, k_scale_memory, GATE: gl.constexpr, PIECES: gl.constexpr
+):  # fmt: skip
+    """Scores as their scales want them, the factor of each, and the largest of rows or pieces.
+
+    ``row_scale`` is one number or one of each row. With scales of runs, or a gate, scores come as
+    ``_by_run`` gives them and the largest as ``[rows, PIECES]``.
+    """
+    SCORES: gl.constexpr = scores.type.layout
+    BN: gl.constexpr = scores.shape[1]
+    # one scale a column is no run.
+    COLUMNS: gl.constexpr = k_scale_memory is not None and k_scale_memory.shape[0] > BN // 8
+    RUNS: gl.constexpr = k_scale_memory is not None and not COLUMNS
+    if COLUMNS:
+        scores = scores * k_scale_memory.load(gl.SliceLayout(0, SCORES))[None, :]
+    if RUNS or GATE is not None:
+        scores = _by_run(scores, k_scale_memory.shape[0] if RUNS else PIECES)
+        k_scale = None
+        if RUNS:
+            k_scale = _scales_of_runs(k_scale_memory, scores)
+        largest = _piece_maxima(scores, k_scale, PIECES)
+        if len(row_scale.shape) == 0:
+            factor = row_scale
+            largest = largest * row_scale
+        else:
+            factor = _row_vector(row_scale, scores)
+            largest = largest * _row_vector(row_scale, largest)
+        if RUNS:
+            factor = factor * k_scale
+        return scores, factor, largest
+    elif len(row_scale.shape) == 0:
+        # the scale is positive.
+        return scores, row_scale, gl.max(scores, 1) * row_scale
+    else:
+        return scores, row_scale[:, None], gl.max(scores, 1) * row_scale
+
+
+@gluon.jit
+def _weighed(scores, factor, subtracted, sums, rescale, SCORES: gl.constexpr):
+    """Weights ``[rows, keys]`` of scores, and the sums with them in it."""
+    fresh = _exp2(scores * factor - subtracted)
+    if len(scores.shape) != 2:
+        rows: gl.constexpr = scores.shape[0]
+        keys: gl.constexpr = scores.shape[1] * scores.shape[2] * 8
+        fresh = gl.convert_layout(fresh.reshape([rows, keys]), SCORES)
+    new_sums = _scaled_sums(sums, rescale)
+    new_sums += _row_sums(fresh)
+    return fresh, new_sums
+
+
+@gluon.jit
+def _soften(
+    scores, first, keys, row_max, sums, row_scale, k_scale_memory, dtype: gl.constexpr,
+    WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Weights of a step's scores, and what its rows carry on."""
+    SCORES: gl.constexpr = scores.type.layout
+    if first:
+        scores = _mask(scores, keys)
+    old_max = gl.where(first, -1.0e30, row_max)
+    scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, None, 1)
+    step_max = largest
+    if len(largest.shape) == 2:
+        step_max = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
+    IN_8_BITS: gl.constexpr = dtype.primitive_bitwidth == 8
+    if IN_8_BITS:
+        step_max -= LARGEST_IN_8_BITS
+        new_max = gl.where(step_max > old_max + BEHIND_IN_8_BITS, step_max, old_max)
+    else:
+        new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
+    rescale = _exp2(old_max - new_max)
+    fresh, new_sums = _weighed(
+        scores, factor, _row_vector(new_max, scores), gl.where(first, 0.0, sums), rescale, SCORES
+    )  # fmt: skip
+    if IN_8_BITS:
+        fresh = _in_operand_order(fresh)
+    return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, new_sums
+
+
+@gluon.jit
+def _soften_gated(
+    scores,
+    first,
+    keys,
+    row_max,
+    sums,
+    row_scale,
+    k_scale_memory,
+    kept_memory,
+    votes,
+    slot,
+    threshold,
+    largest_yet,
+    dtype: gl.constexpr,
+    WEIGHTS: gl.constexpr,
+    GATE: gl.constexpr,
+    GATE_ROWS: gl.constexpr,
+    PIECES: gl.constexpr,
+):
+    """``_soften`` with a gate.
+
+    The last answer is the running maximum of the rows, or an absolute gate's bits of open pieces.
+    """
+    SCORES: gl.constexpr = scores.type.layout
+    if first:
+        scores = _mask(scores, keys)
+    old_max = gl.where(first, -1.0e30, row_max)
+    scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, GATE, PIECES)
+    if GATE == "absolute":
+        _vote(largest, threshold, votes, slot, GATE_ROWS)
+        if GATE_ROWS == 128:
+            _meet()
+        gated = _counted(votes, slot, GATE_ROWS)
+        if kept_memory is not None:
+            kept = _scalar(kept_memory)
+            gated = gated | kept
+            if GATE_ROWS == 32:
+                gated = gated | (kept << PIECES)
+        # what is skipped enters neither maximum nor sum.
+        opens = _is_open(gated, largest, PIECES, GATE_ROWS)
+        largest = gl.where(opens, largest, -float("inf"))
+    else:
+        below, gated = _below_running(largest, largest_yet, first)
+        _vote(below, threshold, votes, slot, GATE_ROWS)
+    step_max = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
+    new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
+    rescale = _exp2(old_max - new_max)
+    subtracted = _row_vector(new_max, scores)
+    if GATE == "absolute":
+        opens = _is_open(gated, scores, PIECES, GATE_ROWS)
+        subtracted = gl.where(opens, subtracted, float("inf"))
+    fresh, new_sums = _weighed(
+        scores, factor, subtracted, gl.where(first, 0.0, sums), rescale, SCORES
+    )  # fmt: skip
+    return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, new_sums, gated
 
 
 @gluon.jit
@@ -224,37 +582,66 @@ def _consume(
     k_stages,
     v_stages,
     record,
+    row_scales,
+    thresholds,
+    votes,
+    totals,
+    k_scales,
+    kept_words,
     barriers,
     q_tiles_ptr,
     out_ptr,
     lse_ptr,
+    shift_ptr,
+    v_scale_ptr,
+    skipped_ptr,
     S,
     scale_log2,
-    WHICH: gl.constexpr,
+    WHICH_: gl.constexpr,
     D_: gl.constexpr,
     M_: gl.constexpr,
     GENERIC_: gl.constexpr,
+    GATE_: gl.constexpr,
+    GATE_ROWS_: gl.constexpr,
+    PIECES_: gl.constexpr,
 ):
+    WHICH: gl.constexpr = _plain(WHICH_)
     D: gl.constexpr = _plain(D_)
     M: gl.constexpr = _plain(M_)
     # cp.async writes through the generic proxy, wgmma reads through the async one.
     GENERIC: gl.constexpr = _plain(GENERIC_)
+    GATE: gl.constexpr = _plain(GATE_)
+    GATE_ROWS: gl.constexpr = _plain(GATE_ROWS_)
+    PIECES: gl.constexpr = _plain(PIECES_)
     STAGES: gl.constexpr = k_stages.shape[0]
     BN: gl.constexpr = k_stages.shape[1]
     DP: gl.constexpr = k_stages.shape[2]
-    dtype: gl.constexpr = k_stages.dtype
+    dtype: gl.constexpr = v_stages.dtype
+    QK_DEPTH: gl.constexpr = 256 // k_stages.dtype.primitive_bitwidth
+    # values in 8 bits lie as [DP, BN].
+    PV_IN_8_BITS: gl.constexpr = dtype.primitive_bitwidth == 8
     full, empty, q_full, q_empty = barriers
 
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, QK_DEPTH])
+    PV_DEPTH: gl.constexpr = 256 // dtype.primitive_bitwidth
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, PV_DEPTH])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, PV_DEPTH // 8)
     OUT_BY_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     q = q_memory.index(WHICH)
     nothing = gl.full([64, BN], 0.0, gl.float32, SCORES)
+    no_scores = nothing
+    if k_stages.dtype.is_int():
+        no_scores = gl.full([64, BN], 0, gl.int32, SCORES)
 
     # the block before the first: no weights, and a result that is not stored.
     acc = gl.full([64, DP], 0.0, gl.float32, OUTPUT)
-    row_max = gl.full([64], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+    if PV_IN_8_BITS:
+        # steps in the tensor cores' sum, and what the one in fp32 is still to be multiplied with.
+        spanned = 0
+        has_total = False
+        behind = gl.full([64], 1.0, gl.float32, OUT_BY_ROW)
+    row_max = gl.full([64], 0.0, gl.float32, BY_ROW)
     sums = _row_sums(nothing)
     weights = gl.convert_layout(nothing.to(dtype), WEIGHTS)
     done = -1
@@ -268,6 +655,17 @@ def _consume(
     head = _scalar(record.index(1))
     left = _scalar(record.index(2))
     keys = _scalar(record.index(3))
+    row_scale = scale_log2
+    if row_scales is not None:
+        row_scale = row_scales.index(WHICH).load(BY_ROW)
+    if GATE is not None:
+        threshold = thresholds.index(WHICH).load(BY_ROW)
+        largest_yet = row_max
+        slot = WHICH + 0 * done
+        if skipped_ptr is not None:
+            skipped = gl.full([64], 0, gl.int32, BY_ROW)
+        # whether a piece of the step before is open.
+        opened = 1
     first = True
     second = False
     working = True
@@ -277,84 +675,141 @@ def _consume(
         mbarrier.wait(full.index(stage), phase)
         if GENERIC:
             fence_async_shared()
-        k = k_stages.index(stage).permute((1, 0))
-        pending = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
-        v = v_stages.index(stage)
-        # the sum over a block begins with the values of its first step, one step later. Zeros
-        # assigned in the branch below would be 64 moves a step.
-        pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[pending])
-
         last = left == 1
-        if last:
-            mbarrier.arrive(q_empty)
-        if first:
-            scores = _mask(scores, keys)
-        old_max = gl.where(first, -1.0e30, row_max)
-        step_max = gl.max(scores, 1) * scale_log2
-        new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
-        rescale = _exp2(old_max - new_max)
-        fresh = _exp2(scores * scale_log2 - new_max[:, None])
-        new_sums = _scaled_sums(gl.where(first, 0.0, sums), rescale)
-        new_sums += _row_sums(fresh)
-        fresh = gl.convert_layout(fresh.to(dtype), WEIGHTS)
-
-        # this branch also keeps ptxas from waiting for the values before the softmax is done.
-        next_block = block
-        next_head = head
-        next_keys = keys
-        left -= 1
-        if last:
-            q_phase = q_phase ^ 1
-            mbarrier.wait(q_full, q_phase)
-            next_block = _scalar(record.index(0))
-            next_head = _scalar(record.index(1))
-            left = _scalar(record.index(2))
-            next_keys = _scalar(record.index(3))
-        acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
+        k_scale_memory = None
+        if k_scales is not None:
+            k_scale_memory = k_scales.index(stage)
+        kept_memory = None
+        if kept_words is not None:
+            kept_memory = kept_words.index(stage)
+        k = k_stages.index(stage).permute((1, 0))
+        v = v_stages.index(stage)
+        pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+        if GATE is None:
+            if PV_IN_8_BITS:
+                pending_acc = warpgroup_mma(
+                    weights, v.permute((1, 0)), acc, use_acc=spanned != 0, is_async=True
+                )
+            else:
+                # the sum over a block begins with the values of its first step, one step later.
+                # Zeros assigned in the branch below would be 64 moves a step.
+                pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[pending])
+            if last:
+                mbarrier.arrive(q_empty)
+            fresh, new_max, rescale, new_sums = _soften(
+                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory, dtype,
+                WEIGHTS,
+            )  # fmt: skip
+            next_block, next_head, left, next_keys, next_row_scale, _, q_phase = _next_block(
+                last, block, head, left, keys, row_scale, row_scale, q_phase, q_full, record,
+                row_scales, thresholds, WHICH,
+            )  # fmt: skip
+            if PV_IN_8_BITS:
+                acc = warpgroup_mma_wait(0, deps=[pending_acc])
+                weights = _kept_alive(weights)
+            else:
+                acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
+        elif opened != 0:
+            pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[pending])
+            if last:
+                mbarrier.arrive(q_empty)
+            fresh, new_max, rescale, new_sums, gated = _soften_gated(
+                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory,
+                kept_memory, votes, slot, threshold, largest_yet, dtype, WEIGHTS, GATE, GATE_ROWS,
+                PIECES,
+            )  # fmt: skip
+            next_block, next_head, left, next_keys, next_row_scale, next_threshold, q_phase = (
+                _next_block(
+                    last, block, head, left, keys, row_scale, threshold, q_phase, q_full, record,
+                    row_scales, thresholds, WHICH,
+                )
+            )  # fmt: skip
+            acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
+        else:
+            # a copy of the code above without the values: with a branch around their product
+            # alone, ptxas lets every product wait for the one before. And with the scores' product
+            # in both copies, ptxas 12.9 takes the address of other keys in the second.
+            scores = warpgroup_mma_wait(0, deps=[pending])
+            if last:
+                mbarrier.arrive(q_empty)
+            fresh, new_max, rescale, new_sums, gated = _soften_gated(
+                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory,
+                kept_memory, votes, slot, threshold, largest_yet, dtype, WEIGHTS, GATE, GATE_ROWS,
+                PIECES,
+            )  # fmt: skip
+            next_block, next_head, left, next_keys, next_row_scale, next_threshold, q_phase = (
+                _next_block(
+                    last, block, head, left, keys, row_scale, threshold, q_phase, q_full, record,
+                    row_scales, thresholds, WHICH,
+                )
+            )  # fmt: skip
         mbarrier.arrive(empty.index(stage))
+        if PV_IN_8_BITS:
+            # tensor cores keep 14 bits of a sum of fp8 products: after some steps it is added to
+            # one in fp32.
+            spanned += 1
+            if (spanned == SPAN) & (not first):
+                total = totals.index(WHICH)
+                total.store(_with_total(acc, total, behind, has_total))
+                has_total = True
+                spanned = 0
+                behind = gl.full([64], 1.0, gl.float32, OUT_BY_ROW)
+            behind = behind * gl.convert_layout(rescale, OUT_BY_ROW)
         if first:
             if done >= 0:
+                result = acc
+                if PV_IN_8_BITS:
+                    result = _with_total(acc, totals.index(WHICH), behind, has_total)
                 _store(
-                    acc, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr, S,
-                    D, M, WHICH * 64,
+                    result, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr,
+                    shift_ptr, v_scale_ptr, S, scale_log2, D, M, WHICH * 64,
                 )  # fmt: skip
+                if skipped_ptr is not None:
+                    gl.atomic_add(skipped_ptr + done, gl.sum(skipped, 0), sem="relaxed")
             done = block
             done_head = head
+            if PV_IN_8_BITS:
+                has_total = False
+                spanned = 0
         # not between the products above: ptxas would let the second wait for the first.
         acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
+        if GATE is not None:
+            if GATE == "relative":
+                # decided late: the weights are in the sum, and in the next step's product only if
+                # they are open.
+                largest_yet = gated
+                if GATE_ROWS == 128:
+                    _meet()
+                bits = _counted(votes, slot, GATE_ROWS)
+                ALL: gl.constexpr = (1 << PIECES * (2 if GATE_ROWS == 32 else 1)) - 1
+                # where nothing is open, there is no product.
+                if (bits != ALL) & ((bits != 0) | first):
+                    opens = _is_open(bits, fresh, PIECES, GATE_ROWS)
+                    fresh = gl.where(opens, fresh, 0.0).to(dtype)
+            else:
+                bits = gated
+            if skipped_ptr is not None:
+                skipped = _count_skipped(
+                    gl.where(first, 0, skipped), threshold, bits, gl.where(first, keys, BN), BN,
+                    PIECES, GATE_ROWS,
+                )  # fmt: skip
+            # the first values of a block start its sum, be they none.
+            opened = gl.where(first, 1, bits)
+            threshold = next_threshold
+            slot = slot ^ 2
         working = block >= 0
         second = first
         first = last
         block = next_block
         head = next_head
         keys = next_keys
+        row_scale = next_row_scale
         row_max = new_max
         sums = new_sums
         weights = fresh
         stage, phase = _next(stage, phase, STAGES)
-
-
-@gluon.jit
-def _consume_upper(
-    q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S, scale_log2,
-    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr,
-):  # fmt: skip
-    _consume(
-        q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S,
-        scale_log2, 0, D, M, GENERIC,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consume_lower(
-    q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S, scale_log2,
-    D: gl.constexpr, M: gl.constexpr, GENERIC: gl.constexpr,
-):  # fmt: skip
-    _consume(
-        q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr, S,
-        scale_log2, 1, D, M, GENERIC,
-    )  # fmt: skip
 
 
 # ---- producer ----
@@ -404,11 +859,32 @@ def _load_chunks(
                 _tma_load(desc, [head, four[c], half * 64], bar, piece)
 
 
+@gluon.jit
+def _load_values(
+    desc, pieces, bar, head, rows, stage, slot, CHUNKS: gl.constexpr, HALVES: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """``_load_chunks`` of values; 8-bit ones lie as ``quantize_v`` puts them."""
+    if BITS == 16:
+        _load_chunks(desc, pieces, bar, head, rows, stage, slot, CHUNKS, HALVES)
+    else:
+        WIDTH: gl.constexpr = N if N < V_GROUP else V_GROUP
+        for c in gl.static_range(CHUNKS):
+            row = _scalar(rows.index(slot * CHUNKS + c))
+            # a dead chunk starts at S: TMA wants multiples of 16 bytes.
+            row = (row + WIDTH - 1) // WIDTH * WIDTH
+            for part in gl.static_range(N // WIDTH):
+                piece = pieces.index((stage * CHUNKS + c) * (N // WIDTH) + part)
+                group = row // V_GROUP + part
+                _tma_load(desc, [head, group * D, row % V_GROUP], bar, piece)
+
+
 @triton.constexpr_function
-def _token_layout(BN, DP):
+def _token_layout(BN, DP, BITS):
     """128 threads copy 16 bytes of each of a few neighbouring tokens."""
-    across = DP // 8
-    return gl.BlockedLayout([BN * across // 128, 8], [32 // across, across], [4, 1], [1, 0])
+    each = 128 // BITS
+    across = DP // each
+    return gl.BlockedLayout([BN * across // 128, each], [32 // across, across], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -423,6 +899,14 @@ def _tokens(list_ptr, first, count, BN: gl.constexpr, LAYOUT: gl.constexpr, MASK
 
 
 @gluon.jit
+def _line_tokens(list_ptr, first, count, BN: gl.constexpr, MASKED: gl.constexpr):
+    """``_tokens``, each held by one thread."""
+    LINE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0])
+    tokens = _tokens(list_ptr, first, count, BN, LINE, MASKED)
+    return gl.convert_layout(tokens, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
 def _copy_tokens(head_ptr, memory, tokens, D: gl.constexpr, LAYOUT: gl.constexpr):
     column = gl.arange(0, memory.shape[1], gl.SliceLayout(0, LAYOUT))
     pointers = head_ptr + (tokens * D)[:, None] + column[None, :]
@@ -430,6 +914,53 @@ def _copy_tokens(head_ptr, memory, tokens, D: gl.constexpr, LAYOUT: gl.constexpr
         _cp_async(memory, pointers)
     else:
         _cp_async(memory, pointers, mask=(column < D)[None, :])
+
+
+@gluon.jit
+def _scales_of_chunks(
+    head_ptr, list_ptr, first, count, S, N: gl.constexpr, BN: gl.constexpr, K_RUN: gl.constexpr,
+    RUNS: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scales of the runs of a step's keys; 1 for what is not there."""
+    each: gl.constexpr = BN // RUNS
+    key = gl.arange(0, RUNS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * each
+    place = first + key // N
+    if MASKED:
+        chunk = gl.load(list_ptr + place, mask=place < count, other=0).to(gl.int32)
+    else:
+        chunk = gl.load(list_ptr + place).to(gl.int32)
+    token = chunk * N + key % N
+    there = token < S
+    if MASKED:
+        there &= place < count
+    return gl.load(head_ptr + token // K_RUN, mask=there, other=1.0)
+
+
+@gluon.jit
+def _put_tables(
+    row_scales, thresholds, q_tiles_ptr, q_scale_ptr, shift_ptr, threshold_ptr, block, head, S,
+    scale_log2, M: gl.constexpr, Q_RUN: gl.constexpr, GATE: gl.constexpr,
+):  # fmt: skip
+    """Scale and threshold of every row of a block."""
+    line = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for half in gl.static_range(2):
+        place = half * 64 + line
+        tile = gl.load(q_tiles_ptr + block.to(gl.int64) * (128 // M) + place // M)
+        row = tile * M + place % M
+        alive = (tile >= 0) & (row < S)
+        if q_scale_ptr is not None:
+            runs = head.to(gl.int64) * ((S + Q_RUN - 1) // Q_RUN)
+            scale = gl.load(q_scale_ptr + runs + row // Q_RUN, mask=alive, other=1.0)
+            row_scales.index(half).store(scale * scale_log2)
+        if GATE is not None:
+            tiles = head.to(gl.int64) * ((S + M - 1) // M)
+            threshold = gl.load(threshold_ptr + tiles + tile, mask=alive, other=float("nan"))
+            threshold *= 1.4426950408889634
+            if GATE == "absolute" and shift_ptr is not None:
+                # thresholds are on scores with the mean key in them.
+                shift = gl.load(shift_ptr + head.to(gl.int64) * S + row, mask=alive, other=0.0)
+                threshold -= shift * scale_log2
+            thresholds.index(half).store(threshold)
 
 
 @gluon.jit
@@ -445,22 +976,35 @@ def _produce(
     rows,
     q_rows,
     record,
+    row_scales,
+    thresholds,
+    k_scales,
+    kept_words,
     barriers,
     q_tiles_ptr,
     kv_count_ptr,
     kv_index_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    shift_ptr,
+    threshold_ptr,
+    kept_ptr,
     counter_ptr,
     S,
     G,
     C,
     BH,
     TOGETHER,
+    scale_log2,
     STAGES_: gl.constexpr,
     BN_: gl.constexpr,
     D_: gl.constexpr,
     DP_: gl.constexpr,
     M_: gl.constexpr,
     N_: gl.constexpr,
+    Q_RUN_: gl.constexpr,
+    K_RUN_: gl.constexpr,
+    GATE_: gl.constexpr,
 ):
     STAGES: gl.constexpr = _plain(STAGES_)
     BN: gl.constexpr = _plain(BN_)
@@ -468,15 +1012,24 @@ def _produce(
     DP: gl.constexpr = _plain(DP_)
     M: gl.constexpr = _plain(M_)
     N: gl.constexpr = _plain(N_)
+    Q_RUN: gl.constexpr = _plain(Q_RUN_)
+    K_RUN: gl.constexpr = _plain(K_RUN_)
+    GATE: gl.constexpr = _plain(GATE_)
     CHUNKS: gl.constexpr = BN // N
     HALVES: gl.constexpr = DP // 64
+    QK_BITS: gl.constexpr = q_desc.dtype.primitive_bitwidth
+    # 128 bytes of a row are what TMA and the tensor cores swizzle.
+    QK_HALVES: gl.constexpr = HALVES if QK_BITS == 16 else 1
     R: gl.constexpr = 128 // M
     BOX: gl.constexpr = M if M < 64 else 64
-    STAGE_BYTES: gl.constexpr = BN * DP * 2
-    Q_BYTES: gl.constexpr = 128 * DP * 2
+    V_BITS: gl.constexpr = v_desc.dtype.primitive_bitwidth
+    V_BYTES: gl.constexpr = BN * DP * V_BITS // 8
+    K_BYTES: gl.constexpr = BN * DP * QK_BITS // 8
+    Q_BYTES: gl.constexpr = 128 * DP * QK_BITS // 8
     TMA: gl.constexpr = N >= 8
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    LAYOUT: gl.constexpr = _token_layout(BN, DP)
+    LAYOUT: gl.constexpr = _token_layout(BN, DP, 16)
+    K_LAYOUT: gl.constexpr = _token_layout(BN, DP, QK_BITS)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     full, empty, q_full, q_empty = barriers
 
@@ -510,6 +1063,21 @@ def _produce(
         else:
             k_from = k_ptr + head.to(gl.int64) * S * D
             next_tokens = _tokens(list_ptr, first, count, BN, LAYOUT, True)
+            k_tokens = next_tokens
+            if QK_BITS == 8:
+                k_tokens = _tokens(list_ptr, first, count, BN, K_LAYOUT, True)
+        if k_scale_ptr is not None:
+            k_scale_from = k_scale_ptr + head.to(gl.int64) * ((S + K_RUN - 1) // K_RUN)
+            if TMA:
+                RUNS: gl.constexpr = k_scales.shape[1]
+                next_scales = _scales_of_chunks(
+                    k_scale_from, list_ptr, first, count, S, N, BN, K_RUN, RUNS, True
+                )
+            else:
+                key_scales = k_scale_from + _line_tokens(list_ptr, first, count, BN, True) // K_RUN
+        if kept_ptr is not None:
+            kept_from = kept_ptr + block.to(gl.int64) * ((C * N + BN - 1) // BN)
+            kept = kept_from + steps - 1 + gl.arange(0, 1, LINE)
         tile = gl.load(q_tiles_ptr + block.to(gl.int64) * R + gl.arange(0, R, LINE))
         entry = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
         next_head, next_rank = _locate(gl.minimum(entry, total - 1), G, BH, TOGETHER)
@@ -521,14 +1089,26 @@ def _produce(
         bar = full.index(stage)
         if TMA:
             rows.index(slot).store(next_rows)
-            mbarrier.expect(bar, 2 * STAGE_BYTES)
-            _load_chunks(k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, HALVES)
+            if k_scale_ptr is not None:
+                k_scales.index(stage).store(next_scales)
+            if kept_ptr is not None:
+                kept_words.index(stage).store(gl.load(kept))
+            if k_scale_ptr is not None or kept_ptr is not None:
+                _thread_barrier()
+            mbarrier.expect(bar, K_BYTES + V_BYTES)
+            _load_chunks(k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, QK_HALVES)
             slot = slot ^ 1
-            _load_chunks(v_desc, v_pieces, bar, v_head, chunk_rows, stage, slot, CHUNKS, HALVES)
+            _load_values(
+                v_desc, v_pieces, bar, v_head, chunk_rows, stage, slot, CHUNKS, HALVES, N, D, V_BITS
+            )
             v_head = head
         else:
-            _copy_tokens(k_from, k_pieces.index(stage), next_tokens, D, LAYOUT)
+            _copy_tokens(k_from, k_pieces.index(stage), k_tokens, D, K_LAYOUT)
             _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
+            if k_scale_ptr is not None:
+                _cp_async(k_scales.index(stage), key_scales)
+            if kept_ptr is not None:
+                _cp_async(kept_words.index(stage), kept)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             tokens = next_tokens
             v_from = v_ptr + head.to(gl.int64) * S * D
@@ -543,30 +1123,68 @@ def _produce(
         _put(record.index(1), head)
         _put(record.index(2), steps)
         _put(record.index(3), gl.where(count > 0, (count - first) * N - past_end, 0))
+        if q_scale_ptr is not None or GATE is not None:
+            _put_tables(
+                row_scales, thresholds, q_tiles_ptr, q_scale_ptr, shift_ptr, threshold_ptr, block,
+                head, S, scale_log2, M, Q_RUN, GATE,
+            )  # fmt: skip
+            _thread_barrier()
         mbarrier.expect(q_full, Q_BYTES)
         q_row = _view(q_rows, [R, 1], ONE)
         for b in gl.static_range(128 // BOX):
             row = _scalar(q_row.index(b * BOX // M)) + b * BOX % M
-            for half in gl.static_range(HALVES):
-                piece = (b * BOX // 64 * HALVES + half) * (64 // BOX) + b % (64 // BOX)
+            for half in gl.static_range(QK_HALVES):
+                piece = (b * BOX // 64 * QK_HALVES + half) * (64 // BOX) + b % (64 // BOX)
                 _tma_load(q_desc, [head, row, half * 64], q_full, q_pieces.index(piece))
 
         for step in range(1, steps):
+            at = (step - 1) * CHUNKS
             if TMA:
-                next_rows = _chunk_rows(list_ptr, (step - 1) * CHUNKS, count, S, N, CHUNKS, False)
+                next_rows = _chunk_rows(list_ptr, at, count, S, N, CHUNKS, False)
             else:
-                next_tokens = _tokens(list_ptr, (step - 1) * CHUNKS, count, BN, LAYOUT, False)
+                next_tokens = _tokens(list_ptr, at, count, BN, LAYOUT, False)
+                k_tokens = next_tokens
+                if QK_BITS == 8:
+                    k_tokens = _tokens(list_ptr, at, count, BN, K_LAYOUT, False)
+            if k_scale_ptr is not None:
+                if TMA:
+                    next_scales = _scales_of_chunks(
+                        k_scale_from, list_ptr, at, count, S, N, BN, K_RUN, RUNS, False
+                    )
+                else:
+                    key_scales = (
+                        k_scale_from + _line_tokens(list_ptr, at, count, BN, False) // K_RUN
+                    )
+            if kept_ptr is not None:
+                kept = kept_from + step - 1 + gl.arange(0, 1, LINE)
+                if TMA:
+                    next_kept = gl.load(kept)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
             if TMA:
                 rows.index(slot).store(next_rows)
-                mbarrier.expect(bar, 2 * STAGE_BYTES)
-                _load_chunks(k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, HALVES)
+                if k_scale_ptr is not None:
+                    k_scales.index(stage).store(next_scales)
+                if kept_ptr is not None:
+                    kept_words.index(stage).store(next_kept)
+                if k_scale_ptr is not None or kept_ptr is not None:
+                    _thread_barrier()
+                mbarrier.expect(bar, K_BYTES + V_BYTES)
+                _load_chunks(
+                    k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, QK_HALVES
+                )
                 slot = slot ^ 1
-                _load_chunks(v_desc, v_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, HALVES)
+                _load_values(
+                    v_desc, v_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, HALVES, N, D,
+                    V_BITS,
+                )  # fmt: skip
             else:
-                _copy_tokens(k_from, k_pieces.index(stage), next_tokens, D, LAYOUT)
+                _copy_tokens(k_from, k_pieces.index(stage), k_tokens, D, K_LAYOUT)
                 _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
+                if k_scale_ptr is not None:
+                    _cp_async(k_scales.index(stage), key_scales)
+                if kept_ptr is not None:
+                    _cp_async(kept_words.index(stage), kept)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 tokens = next_tokens
             stage, phase = _next(stage, phase, STAGES)
@@ -577,11 +1195,12 @@ def _produce(
     # the last values of all, and a record that ends the consumers.
     mbarrier.wait(empty.index(stage), phase ^ 1)
     if TMA:
-        mbarrier.expect(full.index(stage), STAGE_BYTES)
+        mbarrier.expect(full.index(stage), V_BYTES)
         slot = slot ^ 1
-        _load_chunks(
-            v_desc, v_pieces, full.index(stage), v_head, chunk_rows, stage, slot, CHUNKS, HALVES
-        )
+        _load_values(
+            v_desc, v_pieces, full.index(stage), v_head, chunk_rows, stage, slot, CHUNKS, HALVES,
+            N, D, V_BITS,
+        )  # fmt: skip
     else:
         _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -605,6 +1224,13 @@ def gather_attention_kernel(
     q_tiles_ptr,
     kv_count_ptr,
     kv_index_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    shift_ptr,
+    v_scale_ptr,
+    threshold_ptr,
+    kept_ptr,
+    skipped_ptr,
     counter_ptr,
     S,
     G,
@@ -617,37 +1243,91 @@ def gather_attention_kernel(
     M: gl.constexpr,
     N: gl.constexpr,
     BN: gl.constexpr,
+    Q_RUN: gl.constexpr,
+    K_RUN: gl.constexpr,
+    GATE: gl.constexpr,
+    GATE_ROWS: gl.constexpr,
+    GATE_KEYS: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
 ):
-    """Attend blocks of 128 query rows to their key lists; all tensors contiguous."""
+    """Attend blocks of 128 query rows to their key lists; all tensors contiguous.
+
+    Pointers that are None leave out what they are for: scales and shift of 8-bit operands, a gate's
+    thresholds and words of kept pieces, the count of skipped pairs.
+    """
     HALVES: gl.constexpr = DP // 64
     GENERIC: gl.constexpr = N < 8
     BOX: gl.constexpr = M if M < 64 else 64
+    BITS: gl.constexpr = q_desc.dtype.primitive_bitwidth
+    # columns that 128 bytes hold, or all of them.
+    QK_BOX: gl.constexpr = 64 if BITS == 16 else DP
+    QK_SWIZZLE: gl.constexpr = QK_BOX * BITS // 8
     ROWS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     BOXES: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=3)
+    QK_ROWS: gl.constexpr = gl.NVMMASharedLayout(QK_SWIZZLE, BITS, rank=2)
+    QK_BOXES: gl.constexpr = gl.NVMMASharedLayout(QK_SWIZZLE, BITS, rank=3)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    dtype: gl.constexpr = q_desc.dtype
+    PIECES: gl.constexpr = BN // GATE_KEYS
+    # 8-bit values: the tensor cores want neighbouring keys side by side.
+    V_BITS: gl.constexpr = v_desc.dtype.primitive_bitwidth
+    V_WIDTH: gl.constexpr = 32 if N <= 32 else V_GROUP
+    V_ROWS: gl.constexpr = gl.NVMMASharedLayout(V_WIDTH, 8, rank=2)
+    V_BOXES: gl.constexpr = gl.NVMMASharedLayout(V_WIDTH, 8, rank=3)
 
-    q_pieces = gl.allocate_shared_memory(dtype, [128 // BOX * HALVES, 1, BOX, 64], BOXES)
-    q_memory = _view(q_pieces, [2, 64, DP], ROWS)
+    q_pieces = gl.allocate_shared_memory(
+        q_desc.dtype, [128 // BOX * (DP // QK_BOX), 1, BOX, QK_BOX], QK_BOXES
+    )
+    q_memory = _view(q_pieces, [2, 64, DP], QK_ROWS)
     if GENERIC:
-        k_stages = gl.allocate_shared_memory(dtype, [STAGES, BN, DP], ROWS)
-        v_stages = gl.allocate_shared_memory(dtype, [STAGES, BN, DP], ROWS)
+        k_stages = gl.allocate_shared_memory(k_desc.dtype, [STAGES, BN, DP], QK_ROWS)
+        v_stages = gl.allocate_shared_memory(v_desc.dtype, [STAGES, BN, DP], ROWS)
         k_pieces = k_stages
         v_pieces = v_stages
     else:
-        PIECES: gl.constexpr = STAGES * HALVES * (BN // N)
-        k_pieces = gl.allocate_shared_memory(dtype, [PIECES, 1, N, 64], BOXES)
-        v_pieces = gl.allocate_shared_memory(dtype, [PIECES, 1, N, 64], BOXES)
-        k_stages = _view(k_pieces, [STAGES, BN, DP], ROWS)
-        v_stages = _view(v_pieces, [STAGES, BN, DP], ROWS)
+        K_PIECES: gl.constexpr = STAGES * (DP // QK_BOX) * (BN // N)
+        k_pieces = gl.allocate_shared_memory(k_desc.dtype, [K_PIECES, 1, N, QK_BOX], QK_BOXES)
+        k_stages = _view(k_pieces, [STAGES, BN, DP], QK_ROWS)
+        if V_BITS == 16:
+            PIECES_OF_V: gl.constexpr = STAGES * HALVES * (BN // N)
+            v_pieces = gl.allocate_shared_memory(v_desc.dtype, [PIECES_OF_V, 1, N, 64], BOXES)
+            v_stages = _view(v_pieces, [STAGES, BN, DP], ROWS)
+        else:
+            PIECES_OF_V: gl.constexpr = STAGES * (BN // V_WIDTH)
+            v_pieces = gl.allocate_shared_memory(
+                v_desc.dtype, [PIECES_OF_V, 1, DP, V_WIDTH], V_BOXES
+            )
+            v_stages = _view(v_pieces, [STAGES, DP, BN], V_ROWS)
     rows = gl.allocate_shared_memory(gl.int32, [2, BN // N], ONE)
     q_rows = gl.allocate_shared_memory(gl.int32, [128 // M], ONE)
     record = gl.allocate_shared_memory(gl.int32, [4, 1], ONE)
+    if q_scale_ptr is not None:
+        row_scales = gl.allocate_shared_memory(gl.float32, [2, 64], ONE)
+        EACH: gl.constexpr = _keys_of_a_scale(N, K_RUN)
+        k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BN // EACH], ONE)
+    else:
+        row_scales: gl.constexpr = None
+        k_scales: gl.constexpr = None
+    if GATE is not None:
+        thresholds = gl.allocate_shared_memory(gl.float32, [2, 64], ONE)
+        # of each consumer's warps, for even and odd steps.
+        votes = gl.allocate_shared_memory(gl.int32, [4, 4], ONE)
+    else:
+        thresholds: gl.constexpr = None
+        votes: gl.constexpr = None
+    if kept_ptr is not None:
+        kept_words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)
+    else:
+        kept_words: gl.constexpr = None
+    if V_BITS == 8:
+        # eights of columns, so that the rows of a warp lie in different banks.
+        TOTALS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        totals = gl.allocate_shared_memory(gl.float32, [2, 64, DP], TOTALS)
+    else:
+        totals: gl.constexpr = None
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -663,25 +1343,31 @@ def gather_attention_kernel(
     gl.warp_specialize(
         [
             (
-                _consume_upper,
+                _consume,
                 (
-                    q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr,
-                    S, scale_log2, D, M, GENERIC,
+                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, totals,
+                    k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
+                    v_scale_ptr, skipped_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC, GATE,
+                    GATE_ROWS, PIECES,
                 ),
             ),
             (
-                _consume_lower,
+                _consume,
                 (
-                    q_memory, k_stages, v_stages, record, barriers, q_tiles_ptr, out_ptr, lse_ptr,
-                    S, scale_log2, D, M, GENERIC,
+                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, totals,
+                    k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
+                    v_scale_ptr, skipped_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC, GATE,
+                    GATE_ROWS, PIECES,
                 ),
             ),
             (
                 _produce,
                 (
                     q_desc, k_desc, v_desc, k_ptr, v_ptr, q_pieces, k_pieces, v_pieces, rows,
-                    q_rows, record, barriers, q_tiles_ptr, kv_count_ptr, kv_index_ptr, counter_ptr,
-                    S, G, C, BH, TOGETHER, STAGES, BN, D, DP, M, N,
+                    q_rows, record, row_scales, thresholds, k_scales, kept_words, barriers,
+                    q_tiles_ptr, kv_count_ptr, kv_index_ptr, q_scale_ptr, k_scale_ptr, shift_ptr,
+                    threshold_ptr, kept_ptr, counter_ptr, S, G, C, BH, TOGETHER, scale_log2,
+                    STAGES, BN, D, DP, M, N, Q_RUN, K_RUN, GATE,
                 ),
             ),
         ],
@@ -701,13 +1387,23 @@ class Config:
     # of the three warpgroups that share 504 registers a lane, two are consumers.
     consumer_registers: int
     producer_registers: int
-    step: int = 128
+    step: int = KEY_GROUP
 
 
-def config(keys: int, padded_dim: int) -> Config:
-    """The fastest measured for key chunks of ``keys`` tokens."""
+# what a block may have, less room for barriers and tables.
+STAGE_BYTES = 224 * 1024
+
+
+def config(keys: int, padded_dim: int, *, key_bytes: int = 2, value_bytes: int = 2) -> Config:
+    """The fastest measured for key chunks of ``keys`` tokens and numbers of so many bytes."""
     # as many stages as shared memory holds beside the queries.
-    stages = 3 if padded_dim == 128 else 6
+    queries = BLOCK_ROWS * padded_dim * key_bytes
+    # and, of 8 bits, a scale for every key at most.
+    scales = 4 if key_bytes == 1 else 0
+    totals = BLOCK_ROWS * padded_dim * 4 if value_bytes == 1 else 0
+    stages = (STAGE_BYTES - queries - totals) // (
+        KEY_GROUP * (padded_dim * (key_bytes + value_bytes) + scales)
+    )
     if keys == 1:
         return Config(stages, consumer_registers=208, producer_registers=88)
     return Config(stages, consumer_registers=232, producer_registers=40)
@@ -718,15 +1414,37 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _boxes(x: Tensor, rows: int) -> TensorDescriptor:
-    """Boxes of ``rows`` rows and 64 columns of one head of ``x``, which never reach the next."""
+def boxes_layout(padded_dim: int, bits: int) -> tuple[int, gl.NVMMASharedLayout]:
+    """Columns of a TMA box of numbers of ``bits`` bits, and how it lies in shared memory."""
+    columns = 64 if bits == 16 else padded_dim
+    return columns, gl.NVMMASharedLayout(columns * bits // 8, bits, rank=3)
+
+
+def _boxes(x: Tensor, rows: int, padded_dim: int) -> TensorDescriptor:
+    """Boxes of ``rows`` rows of one head of ``x``, which never reach the next."""
     batch, heads, tokens, dim = x.shape
+    columns, layout = boxes_layout(padded_dim, 8 * x.element_size())
     return TensorDescriptor(
         x,
         [batch * heads, tokens, dim],
         [tokens * dim, dim, 1],
-        [1, rows, 64],
-        gl.NVMMASharedLayout(128, 16, rank=3),
+        [1, rows, columns],
+        layout,
+    )
+
+
+def value_box(keys: int, padded_dim: int) -> tuple[list[int], gl.NVMMASharedLayout]:
+    """A TMA box of 8-bit values and how it lies in shared memory."""
+    width = min(keys, VALUES_TOGETHER)
+    return [1, padded_dim, width], gl.NVMMASharedLayout(width, 8, rank=3)
+
+
+def _value_boxes(v: Tensor, keys: int, padded_dim: int) -> TensorDescriptor:
+    """Boxes of some tokens and all dimensions of one head of what ``quantize_v`` gives."""
+    batch, heads, groups, dim, each = v.shape
+    box, layout = value_box(keys, padded_dim)
+    return TensorDescriptor(
+        v, [batch * heads, groups * dim, each], [groups * dim * each, each, 1], box, layout
     )
 
 
@@ -734,6 +1452,16 @@ def _dense(x: Tensor) -> Tensor:
     """``x`` as TMA can read it: contiguous and on a multiple of 16 bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _kept_words(gate: AbsoluteGate, kv_count: Tensor, keys: int) -> Tensor:
+    """A word for each step of every list, of which bit p marks piece p as never skipped."""
+    assert gate.keep is not None
+    kept = kept_pieces(gate.keep, kv_count, keys, gate.keys)
+    pieces = KEY_GROUP // gate.keys
+    kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % pieces)).to(torch.int32)
+    kept = kept.view(*kept.shape[:-1], -1, pieces)
+    return (kept << torch.arange(pieces, device=kept.device)).sum(-1, dtype=torch.int32)
 
 
 def gluon_attention(
@@ -753,31 +1481,43 @@ def gluon_attention(
     """Launch the kernel; see ``sparse_attention`` for the arguments.
 
     Raises:
-        ValueError: a tile that the kernel does not have, a gate or 8-bit operands.
+        ValueError: a tile that the kernel does not have, or 8-bit values that it cannot take.
     """
-    if gate is not None or quantized is not None or skipped is not None:
-        raise ValueError("the Hopper kernel has neither gates nor 8-bit operands")
     rows, keys = tile
     if rows not in (16, 32, 64, 128) or keys not in (1, 8, 16, 32, 64, 128):
         raise ValueError(f"no kernel for tiles of {rows}x{keys}")
     if q_tiles.shape[3] * rows != BLOCK_ROWS:
         raise ValueError(f"blocks must have {BLOCK_ROWS // rows} tiles, not {q_tiles.shape[3]}")
     batch, heads, tokens, dim = q.shape
-    q, k, v = _dense(q), _dense(k), _dense(v)
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     blocks = q_tiles.shape[2]
     padded = 64 if dim == 64 else 128
-    c = config(keys, padded)
+    thresholds = kept = None
+    if gate is not None:
+        thresholds = gate.thresholds(q, -(-tokens // rows)).contiguous()
+        if isinstance(gate, AbsoluteGate) and gate.keep is not None:
+            kept = _kept_words(gate, kv_count, keys)
+        if skipped is not None:
+            # both consumers of a block add to it.
+            skipped.zero_()
+    if quantized is not None:
+        q, k = quantized.q, quantized.k
+    values = None if quantized is None else quantized.values
+    if values is not None and (gate is not None or keys < SHORTEST_CHUNK_OF_VALUES):
+        raise ValueError("8-bit values want chunks of 32 keys or more, and no gate")
+    q, k = _dense(q), _dense(k)
+    v = _dense(v if values is None else values.v)
+    c = config(keys, padded, key_bytes=k.element_size(), value_bytes=v.element_size())
     # a chunk of one token is gathered by pointers, without boxes.
     box = keys if keys >= 8 else 8
     programs = min(_multiprocessors(q.device.index), blocks * batch * heads)
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(q):
         gather_attention_kernel[(programs,)](
-            _boxes(q, min(rows, 64)),
-            _boxes(k, box),
-            _boxes(v, box),
+            _boxes(q, min(rows, 64), padded),
+            _boxes(k, box, padded),
+            _boxes(v, box, padded) if values is None else _value_boxes(v, keys, padded),
             k,
             v,
             out,
@@ -785,18 +1525,30 @@ def gluon_attention(
             q_tiles.contiguous(),
             kv_count.contiguous(),
             kv_index.contiguous(),
+            None if quantized is None else quantized.q_scale,
+            None if quantized is None else quantized.k_scale,
+            None if quantized is None else quantized.shift,
+            None if values is None else values.scale,
+            thresholds,
+            kept,
+            skipped,
             torch.zeros(1, dtype=torch.int32, device=q.device),
             tokens,
             blocks,
             kv_index.shape[-1],
             batch * heads,
-            heads_together(batch * heads, 2 * tokens * dim * q.element_size()),
+            heads_together(batch * heads, tokens * dim * (k.element_size() + v.element_size())),
             scale * LOG2_E,
             D=dim,
             DP=padded,
             M=rows,
             N=keys,
             BN=c.step,
+            Q_RUN=1 if quantized is None else quantized.q_run,
+            K_RUN=1 if quantized is None else quantized.k_run,
+            GATE=gate_kind(gate),
+            GATE_ROWS=128 if gate is None else gate.rows,
+            GATE_KEYS=c.step if gate is None else gate.keys,
             STAGES=c.stages,
             CONSUMER_REGS=c.consumer_registers,
             PRODUCER_REGS=c.producer_registers,

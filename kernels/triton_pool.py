@@ -69,6 +69,47 @@ class Pooled:
 
 
 @triton.jit
+def store_means(
+    total,
+    longest,
+    tile,
+    head,
+    high_ptr,
+    low_ptr,
+    scale_ptr,
+    similarity_ptr,
+    S,
+    T,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    N: tl.constexpr,
+    JUDGED: tl.constexpr,
+):
+    """Write the means of tiles, given the sums of their tokens and the longest's squared length."""
+    off_d = tl.arange(0, BLOCK_D)
+    count = tl.maximum(tl.minimum(S - tile * N, N), 1)
+    mean = total / count.to(tl.float32)[:, None]
+    largest = tl.max(tl.abs(mean), 1)
+    # the exponent's bits alone are the power of two below; a tile of zeros takes 1.
+    power = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    scale = tl.where(power == 0, 0x3F800000, power).to(tl.float32, bitcast=True)
+    mean_scaled = mean / scale[:, None]
+    high = mean_scaled.to(tl.float16)
+    low = (mean_scaled - high.to(tl.float32)).to(tl.float16)
+    entry = head.to(tl.int64) * T + tile
+    off = entry[:, None] * D + off_d[None, :]
+    there = (tile < T)[:, None] & (off_d < D)[None, :]
+    tl.store(high_ptr + off, high, mask=there)
+    tl.store(low_ptr + off, low, mask=there)
+    tl.store(scale_ptr + entry, scale, mask=tile < T)
+    if JUDGED:
+        pairs = tl.sum(mean * mean, 1)
+        # a tile of zeros is as similar to itself as can be.
+        similarity = tl.where(longest > 0, pairs / tl.maximum(longest, 1e-38), 1.0)
+        tl.store(similarity_ptr + entry, similarity, mask=tile < T)
+
+
+@triton.jit
 def pool_kernel(
     x_ptr,
     source_ptr,
@@ -129,30 +170,35 @@ def pool_kernel(
                     longest = tl.maximum(longest, tl.sum(x * x, 1))
 
     if POOLED:
-        count = tl.maximum(tl.minimum(S - tile * N, N), 1)
-        mean = total / count.to(tl.float32)[:, None]
-        largest = tl.max(tl.abs(mean), 1)
-        # the exponent's bits alone are the power of two below; a tile of zeros takes 1.
-        power = largest.to(tl.int32, bitcast=True) & 0x7F800000
-        scale = tl.where(power == 0, 0x3F800000, power).to(tl.float32, bitcast=True)
-        mean_scaled = mean / scale[:, None]
-        high = mean_scaled.to(tl.float16)
-        low = (mean_scaled - high.to(tl.float32)).to(tl.float16)
-        entry = head.to(tl.int64) * T + tile
-        off = entry[:, None] * D + off_d[None, :]
-        there = (tile < T)[:, None] & dim_alive
-        tl.store(high_ptr + off, high, mask=there)
-        tl.store(low_ptr + off, low, mask=there)
-        tl.store(scale_ptr + entry, scale, mask=tile < T)
-        if JUDGED:
-            pairs = tl.sum(mean * mean, 1)
-            # a tile of zeros is as similar to itself as can be.
-            similarity = tl.where(longest > 0, pairs / tl.maximum(longest, 1e-38), 1.0)
-            tl.store(similarity_ptr + entry, similarity, mask=tile < T)
+        store_means(
+            total,
+            longest,
+            tile,
+            head,
+            high_ptr,
+            low_ptr,
+            scale_ptr,
+            similarity_ptr,
+            S,
+            T,
+            D,
+            BLOCK_D,
+            N,
+            JUDGED,
+        )
 
 
 def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def room_for_means(x: Tensor, size: int, *, judged: bool) -> Pooled:
+    """What ``pool`` answers, still to be written."""
+    batch, heads, tokens, dim = x.shape
+    tiles = triton.cdiv(tokens, size)
+    high, low = (x.new_empty(batch, heads, tiles, dim, dtype=torch.float16) for _ in range(2))
+    scale = x.new_empty(batch, heads, tiles, dtype=torch.float32)
+    return Pooled(high, low, scale, torch.empty_like(scale) if judged else None, size, tokens)
 
 
 def _launch(
@@ -160,12 +206,7 @@ def _launch(
 ) -> Pooled | None:
     batch, heads, tokens, dim = x.shape
     tiles = triton.cdiv(tokens, size)
-    high = low = scale = similarity = None
-    if pooled:
-        high, low = (x.new_empty(batch, heads, tiles, dim, dtype=torch.float16) for _ in range(2))
-        scale = x.new_empty(batch, heads, tiles, dtype=torch.float32)
-        if judged:
-            similarity = torch.empty_like(scale)
+    means = room_for_means(x, size, judged=judged) if pooled else None
     block_d = triton.next_power_of_2(dim)
     step = STEP_ELEMENTS if size > 1 else COPY_ELEMENTS
     block_t = max(1, step // block_d)
@@ -175,10 +216,10 @@ def _launch(
             x,
             source,
             out,
-            high,
-            low,
-            scale,
-            similarity,
+            None if means is None else means.high,
+            None if means is None else means.low,
+            None if means is None else means.scale,
+            None if means is None else means.similarity,
             tokens,
             tiles,
             heads,
@@ -195,9 +236,7 @@ def _launch(
             JUDGED=judged,
             num_warps=WARPS,
         )
-    if high is None or low is None or scale is None:
-        return None
-    return Pooled(high, low, scale, similarity, size, tokens)
+    return means
 
 
 def pool(x: Tensor, size: int, *, judged: bool = False) -> Pooled:

@@ -1,4 +1,5 @@
-"""One pass that smooths, scales and rounds queries or keys to 8 or 4 bits, in any token order.
+"""One pass that smooths, scales and rounds queries or keys to 8 or 4 bits, in any token order, and
+averages their tiles on the way where a mask is to be made of them.
 
 Shape legend: B batch, H heads, S tokens, D head dim, RUN tokens that share a scale.
 
@@ -16,7 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quantize import FORMATS, FOUR_BITS, ROWS_AT_ONCE, SMALLEST, whole_numbers
+from .quantize import (
+    FORMATS,
+    FOUR_BITS,
+    ROWS_AT_ONCE,
+    SMALLEST,
+    V_GROUP,
+    QuantizedQK,
+    check_format,
+    check_run,
+    mean_key,
+    whole_numbers,
+)
+from .triton_pool import Pooled, room_for_means, store_means
 
 WARPS = 8
 
@@ -30,12 +43,17 @@ def quantize_kernel(
     subtract_ptr,
     multiply_ptr,
     product_ptr,
+    high_ptr,
+    low_ptr,
+    mean_scale_ptr,
+    similarity_ptr,
     stride_xb,
     stride_xh,
     stride_xs,
     H,
     S,
     RUNS,
+    T,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     RUN: tl.constexpr,
@@ -43,8 +61,12 @@ def quantize_kernel(
     TOP: tl.constexpr,
     SMALLEST: tl.constexpr,
     INTEGER: tl.constexpr,
+    N: tl.constexpr,
 ):
-    """Quantise ROWS tokens of one head; ``x`` has a last stride of 1, the rest is contiguous."""
+    """Quantise ROWS tokens of one head; ``x`` has a last stride of 1, the rest is contiguous.
+
+    Tiles of N tokens are averaged first, if there is room for their means.
+    """
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
     off_s = first + tl.arange(0, ROWS)
@@ -58,6 +80,29 @@ def quantize_kernel(
     base = x_ptr + (head // H) * stride_xb + (head % H) * stride_xh
     off_x = token.to(tl.int64)[:, None] * stride_xs + off_d[None, :]
     x = tl.load(base + off_x, mask=both, other=0.0).to(tl.float32)
+    if high_ptr is not None:
+        TILES: tl.constexpr = ROWS // N
+        tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+        total = tl.sum(x.reshape(TILES, N, BLOCK_D), 1)
+        longest = tl.zeros([TILES], dtype=tl.float32)
+        if similarity_ptr is not None:
+            longest = tl.max(tl.sum(x * x, 1).reshape(TILES, N), 1)
+        store_means(
+            total,
+            longest,
+            tile,
+            head,
+            high_ptr,
+            low_ptr,
+            mean_scale_ptr,
+            similarity_ptr,
+            S,
+            T,
+            D,
+            BLOCK_D,
+            N,
+            similarity_ptr is not None,
+        )
     if multiply_ptr is not None:
         factor = tl.load(multiply_ptr + head * D + off_d, mask=dim_alive, other=0.0)
         product = tl.sum(x * factor[None, :], 1)
@@ -86,8 +131,12 @@ def triton_quantize_runs(
     order: Tensor | None,
     subtract: Tensor | None,
     multiply: Tensor | None,
+    means: Pooled | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Launch the kernel; see ``quantize_runs`` for arguments and answers."""
+    """Launch the kernel; see ``quantize_runs`` for arguments and answers.
+
+    ``means`` is room for the tiles' means, as ``room_for_means`` gives it.
+    """
     batch, heads, tokens, dim = x.shape
     if x.stride(3) != 1:
         x = x.contiguous()
@@ -109,10 +158,15 @@ def triton_quantize_runs(
             None if subtract is None else subtract.contiguous(),
             None if multiply is None else multiply.contiguous(),
             product,
+            None if means is None else means.high,
+            None if means is None else means.low,
+            None if means is None else means.scale,
+            None if means is None else means.similarity,
             *x.stride()[:3],
             heads,
             tokens,
             runs,
+            1 if means is None else means.scale.shape[2],
             D=dim,
             BLOCK_D=triton.next_power_of_2(dim),
             RUN=run,
@@ -120,6 +174,118 @@ def triton_quantize_runs(
             TOP=top,
             SMALLEST=SMALLEST,
             INTEGER=whole_numbers(kind),
+            N=1 if means is None else means.size,
             num_warps=WARPS,
         )
     return out, scale, product
+
+
+def quantize_and_pool(
+    q: Tensor,
+    k: Tensor,
+    kind: str,
+    order: Tensor,
+    tile: tuple[int, int],
+    *,
+    k_run: int = 64,
+    judged: bool = False,
+) -> tuple[QuantizedQK, Pooled, Pooled]:
+    """8-bit queries and keys in another order and the means of their tiles, in one pass.
+
+    Reads q once and k twice, for its mean comes first. What ``quantize_qk`` gives with the same
+    ``order``, and ``pool`` of the tensors in that order.
+
+    Args:
+        q: queries ``[B, H, S, D]``, any strides.
+        k: keys ``[B, H, S, D]``.
+        kind: ``int8`` or ``fp8``.
+        order: ``[S]`` token numbers; token i of the result is token ``order[i]`` of q and k.
+        tile: (M, N), query rows and keys of a tile, divisors of 128. M queries share a scale.
+        k_run: keys that share a scale, a divisor of 128.
+        judged: also how alike the tokens of a tile are.
+
+    Returns:
+        The 8-bit operands and the pooled queries and keys.
+
+    Raises:
+        ValueError: unknown kind, or sizes that do not divide 128.
+    """
+    check_format(kind)
+    for name, run in (("M", tile[0]), ("N", tile[1]), ("k_run", k_run)):
+        check_run(name, run)
+    # autocast would round the mean and the shift.
+    with torch.autocast(q.device.type, enabled=False):
+        mean = mean_key(k)
+        q_means = room_for_means(q, tile[0], judged=judged)
+        k_means = room_for_means(k, tile[1], judged=judged)
+        q8, q_scale, shift = triton_quantize_runs(q, kind, tile[0], order, None, mean, q_means)
+        k8, k_scale, _ = triton_quantize_runs(k, kind, k_run, order, mean, None, k_means)
+    assert shift is not None
+    return QuantizedQK(kind, q8, k8, q_scale, k_scale, shift, tile[0], k_run), q_means, k_means
+
+
+@triton.jit
+def quantize_values_kernel(
+    v_ptr,
+    out_ptr,
+    scale_ptr,
+    order_ptr,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    H,
+    S,
+    GROUPS,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Turn and round one group of one head's values; ``v`` has a last stride of 1."""
+    group = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    place = tl.arange(0, GROUP)
+    # the token at each place: see ``place_order``.
+    within = place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
+    off_s = group * GROUP + within
+    off_d = tl.arange(0, BLOCK_D)
+    alive = off_s < S
+    dim_alive = off_d < D
+    token = off_s
+    if order_ptr is not None:
+        token = tl.load(order_ptr + off_s, mask=alive, other=0)
+    base = v_ptr + (head // H) * stride_vb + (head % H) * stride_vh
+    off_v = token.to(tl.int64)[:, None] * stride_vs + off_d[None, :]
+    v = tl.load(base + off_v, mask=alive[:, None] & dim_alive[None, :], other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr + head * D + off_d, mask=dim_alive, other=1.0)
+    v *= tl.div_rn(1.0, scale)[None, :]
+    off_out = ((head * GROUPS + group) * D + off_d)[:, None] * GROUP + place[None, :]
+    rounded = tl.trans(v.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + off_out, rounded, mask=dim_alive[:, None])
+
+
+def triton_quantize_values(v: Tensor, scale: Tensor, order: Tensor | None) -> Tensor:
+    """Launch the kernel; see ``quantize_values`` for arguments and answer."""
+    batch, heads, tokens, dim = v.shape
+    if v.stride(3) != 1:
+        v = v.contiguous()
+    groups = -(-tokens // V_GROUP)
+    out = torch.empty(
+        batch, heads, groups, dim, V_GROUP, dtype=torch.float8_e4m3fn, device=v.device
+    )
+    # triton launches on the current device, which need not be the one that holds the tensors.
+    with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]
+        quantize_values_kernel[(groups, batch * heads)](
+            v,
+            out,
+            scale,
+            order,
+            *v.stride()[:3],
+            heads,
+            tokens,
+            groups,
+            D=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
+            GROUP=V_GROUP,
+            num_warps=4,
+        )
+    return out

@@ -27,7 +27,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from vidsparse.kernels import (
@@ -42,7 +41,7 @@ from vidsparse.kernels import (
     triton_sale,
 )
 from vidsparse.kernels.gates import KEY_GROUP
-from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
+from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST, V_GROUP
 
 # shared memory a block can opt in to, in KiB, by compute capability (CUDA programming guide).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
@@ -104,24 +103,56 @@ def variants(
         # what gathers single tokens reads their numbers otherwise than what loads boxes.
         if cc == 90:
             yield gluon_attention(cc, max(head_dims), (16, 1), "bf16", aligned=False)
+            yield from gluon_extras(cc, max(head_dims))
         for head_dim in head_dims if every else [max(head_dims)]:
             for gate, quantize in EXTRAS:
                 if quantize != "fp8" or cc >= 89:
                     yield attention(cc, head_dim, (128, 64), "bf16", gate=gate, quantize=quantize)
             for kind in ("int8", "fp8") if cc >= 89 else ("int8",):
                 yield quantization(cc, head_dim, kind)
+            yield quantization(cc, head_dim, "int8", pooled=16)
+            if cc >= 89:
+                yield quantized_values(cc, head_dim)
         yield from planning(cc, head_dims, every=every)
 
 
-def quantization(cc: int, head_dim: int, kind: str) -> Variant:
-    """Rounding to 8 bits, smoothed and in another order."""
-    wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
+def gluon_extras(cc: int, head_dim: int) -> Iterator[Variant]:
+    """The Gluon kernel with gates and 8-bit operands."""
+    for gate, quantize in EXTRAS:
+        for tile in ((128, 64),) if gate else ((16, 1), (128, 64)):
+            yield gluon_attention(cc, head_dim, tile, "bf16", gate=gate, quantize=quantize)
+    yield gluon_attention(
+        cc, head_dim, (16, 16), "bf16", gate="relative", gate_rows=128, gate_keys=128
+    )
+    yield gluon_attention(cc, head_dim, (128, 1), "bf16", gate="absolute", gate_rows=32)
+    yield gluon_attention(cc, head_dim, (128, 64), "bf16", quantize="int8", values=True)
+
+
+def quantized_values(cc: int, head_dim: int) -> Variant:
+    """Rounding values to 8 bits, turned and in another order."""
     return _variant(
         cc,
-        f"quantise D={head_dim} {kind}",
+        f"quantise values D={head_dim}",
+        triton_quantize.quantize_values_kernel,
+        _pointers(v="bf16", out="fp8e4nv", scale="fp32", order="i64"),
+        {"D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "GROUP": V_GROUP},
+        4,
+        aligned=tuple(f"stride_v{d}" for d in "bhs"),
+    )
+
+
+def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Variant:
+    """Rounding to 8 bits, smoothed and in another order; ``pooled``: tokens that are averaged."""
+    wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
+    means = _pointers(high="fp16", low="fp16", mean_scale="fp32", similarity="fp32")
+    return _variant(
+        cc,
+        f"quantise D={head_dim} {kind}" + (f" and pool {pooled}" if pooled else ""),
         triton_quantize.quantize_kernel,
-        _pointers(x="bf16", out=EIGHT_BITS[kind], order="i64", **wide),
-        {
+        _pointers(x="bf16", out=EIGHT_BITS[kind], order="i64", **wide) | (means if pooled else {}),
+        ({} if pooled else dict.fromkeys(means))
+        | {
+            "N": max(pooled, 1),
             "D": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),
             "RUN": 64,
@@ -218,18 +249,10 @@ def attention(
     }
     operand = EIGHT_BITS[quantize] if quantize else dtype
     pointers = _attention_pointers(tile, dtype, aligned) | _pointers(q=operand, k=operand)
-    scales = _pointers(q_scale="fp32", k_scale="fp32", shift="fp32")
-    gating = _pointers(threshold="fp32", kept="i1", skipped="i32")
-    for wanted, those in ((quantize, scales), (gate, gating)):
-        if wanted:
-            pointers |= those
-        else:
-            constants |= dict.fromkeys(those)
+    _ask(pointers, constants, quantize, gate, {"kept": "i1"})
     return _variant(
         cc,
-        f"triton {_call(head_dim, tile, dtype, aligned)}"
-        + (f" {gate} gate" if gate else "")
-        + (f" {quantize}" if quantize else ""),
+        f"triton {_call(head_dim, tile, dtype, aligned)}{_extra(gate, quantize)}",
         triton_gather.gather_attention_kernel,
         pointers,
         constants,
@@ -240,40 +263,95 @@ def attention(
 
 
 def gluon_attention(
-    cc: int, head_dim: int, tile: tuple[int, int], dtype: str, *, aligned: bool = True
+    cc: int,
+    head_dim: int,
+    tile: tuple[int, int],
+    dtype: str,
+    *,
+    aligned: bool = True,
+    gate: str | None = None,
+    gate_rows: int = 64,
+    gate_keys: int = 64,
+    quantize: str | None = None,
+    values: bool = False,
 ) -> Variant:
-    """The Gluon kernel of attention."""
+    """The Gluon kernel of attention; ``values``: in 8 bits."""
     rows, keys = tile
     padded = 64 if head_dim == 64 else 128
-    config = gluon_hopper.config(keys, padded)
-    layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    boxes = {"q": min(rows, 64), "k": max(keys, 8), "v": max(keys, 8)}
-    descriptors = {
-        f"{name}_desc": f"tensordesc<{dtype}[1, {box}, 64],{layout!r}>"
-        for name, box in boxes.items()
+    config = gluon_hopper.config(
+        keys, padded, key_bytes=1 if quantize else 2, value_bytes=1 if values else 2
+    )
+    operand = EIGHT_BITS[quantize] if quantize else dtype
+    boxes = {
+        "q": (min(rows, 64), operand),
+        "k": (max(keys, 8), operand),
+        "v": (max(keys, 8), dtype),
     }
+    descriptors = {}
+    for name, (box, kind) in boxes.items():
+        columns, layout = gluon_hopper.boxes_layout(padded, 16 if kind == dtype else 8)
+        descriptors[f"{name}_desc"] = f"tensordesc<{kind}[1, {box}, {columns}],{layout!r}>"
+    if values:
+        shape, layout = gluon_hopper.value_box(keys, padded)
+        descriptors["v_desc"] = f"tensordesc<fp8e4nv{shape},{layout!r}>"
+    pointers = _attention_pointers(tile, dtype, aligned) | _pointers(k=operand, counter="i32")
     constants = {
         "D": head_dim,
         "DP": padded,
         "M": rows,
         "N": keys,
         "BN": config.step,
+        "Q_RUN": rows,
+        "K_RUN": 64,
+        "GATE": gate,
+        "GATE_ROWS": gate_rows if gate else 128,
+        "GATE_KEYS": gate_keys if gate else config.step,
         "STAGES": config.stages,
         "CONSUMER_REGS": config.consumer_registers,
         "PRODUCER_REGS": config.producer_registers,
         "PRODUCER_WARPS": 1 if keys >= 8 else 4,
     }
+    kept = {"kept": "i32"} if gate == "absolute" else {}
+    _ask(pointers, constants, quantize, gate, kept)
+    if values:
+        pointers |= _pointers(v="fp8e4nv", v_scale="fp32")
+    else:
+        constants["v_scale_ptr"] = None
     return _variant(
         cc,
-        f"gluon {_call(head_dim, tile, dtype, aligned)}",
+        f"gluon {_call(head_dim, tile, dtype, aligned)}{_extra(gate, quantize)}"
+        + (" fp8 values" if values else "")
+        + (f" of {gate_rows}x{gate_keys}" if gate else ""),
         gluon_hopper.gather_attention_kernel,
-        descriptors | _attention_pointers(tile, dtype, aligned) | _pointers(counter="i32"),
+        descriptors | pointers,
         constants,
         4,
         floats=("scale_log2",),
         aligned=("S", "C") if aligned else ("C",),
         source=GluonASTSource,
     )
+
+
+def _ask(
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    quantize: str | None,
+    gate: str | None,
+    kept: dict[str, str],
+) -> None:
+    """Add the pointers of 8-bit operands and gates, or None in the place of what is not there."""
+    scales = _pointers(q_scale="fp32", k_scale="fp32", shift="fp32")
+    gating = _pointers(threshold="fp32", skipped="i32", **kept)
+    constants |= dict.fromkeys({**scales, **gating, **_pointers(kept="")})
+    for wanted, those in ((quantize, scales), (gate, gating)):
+        if wanted:
+            pointers |= those
+            for name in those:
+                del constants[name]
+
+
+def _extra(gate: str | None, quantize: str | None) -> str:
+    return (f" {gate} gate" if gate else "") + (f" {quantize}" if quantize else "")
 
 
 def _call(head_dim: int, tile: tuple[int, int], dtype: str, aligned: bool) -> str:

@@ -39,7 +39,7 @@ def test_along_the_run_s_own_order_the_map_is_the_method_s_mask() -> None:
     assert (record.step, record.layer, record.order, record.heads) == (0, 1, "hilbert", 3)
     order = token_order("hilbert", GRID)
     q, k = order.apply(q[:1]), order.apply(k[:1])
-    mask = METHOD.select(q, k)[0]
+    mask = METHOD.select(q, k, CallSite(1, 0, 1.0, GRID))[0]
     mask[:, GRID.video // 16 :] = True
     mask[:, :, GRID.video // 8 :] = True
     assert torch.equal(torch.from_numpy(record.maps["hilbert"].kept), mask)
@@ -54,7 +54,8 @@ def test_along_another_order_every_token_shows_its_own_tile() -> None:
     probe = CellProbe(0, 0, side=GRID.tokens)
     q, k, _, _ = _record(probe)
     run, raster = token_order("hilbert", GRID), token_order("rowmajor", GRID)
-    mask = METHOD.select(run.apply(q[:1]), run.apply(k[:1]))[0]
+    site = CallSite(0, 0, 1.0, GRID)
+    mask = METHOD.select(run.apply(q[:1]), run.apply(k[:1]), site)[0]
     mask[:, GRID.video // 16 :] = True
     mask[:, :, GRID.video // 8 :] = True
     by_token = mask.repeat_interleave(16, 1)[:, : GRID.tokens]

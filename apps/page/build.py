@@ -71,7 +71,7 @@ def _connect_form(desk: Desk, form: Form, generate: GenerateTab, report: ReportT
     method = form.controls["method"]
     groups = list(form.groups.values())
 
-    def own_options(chosen: Any) -> list[Any]:
+    def own_options(chosen: str) -> list[Any]:
         summary = METHODS[chosen].summary if chosen in METHODS else ""
         return [
             gr.update(info=summary),

@@ -156,8 +156,8 @@ def ui(
         _wait_for_the_end()
     finally:
         session.say("Closing the page; files are kept.")
-        served.close()
         desk.queue.close()
+        served.close()
     return 0
 
 
@@ -259,8 +259,14 @@ def load_first(desk: Desk) -> None:
 
 def _wait_for_the_end() -> None:
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    signal.signal(signal.SIGINT, lambda *_: stop.set())
+
+    def end(signum: int, _: object) -> None:
+        # a step may take long: whoever asks a second time is not kept waiting for it.
+        signal.signal(signum, signal.SIG_DFL)
+        stop.set()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, end)
     # a wait without end would not let the signals through on every system.
     while not stop.wait(1):
         pass

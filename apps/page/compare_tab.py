@@ -57,10 +57,10 @@ class CompareTab:
             )
             with gr.Row(equal_height=True):
                 self.step = gr.Number(
-                    value=1, label="Step", precision=0, minimum=1, min_width=90, elem_id="step"
+                    value=1, label="Step", precision=0, min_width=90, elem_id="step"
                 )
                 self.layer = gr.Number(
-                    value=1, label="Layer", precision=0, minimum=1, min_width=90, elem_id="layer"
+                    value=1, label="Layer", precision=0, min_width=90, elem_id="layer"
                 )
                 self.record = gr.Button("Record this cell", elem_id="record-cell")
             self.cell_status = gr.HTML(elem_id="cell-status")

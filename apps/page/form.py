@@ -19,13 +19,23 @@ from vidsparse.apps.options import amount, default_text
 from vidsparse.apps.page.host import Host
 from vidsparse.errors import OptionError
 from vidsparse.kernels import IMPLEMENTATIONS
-from vidsparse.methods import METHODS
+from vidsparse.methods import METHODS, Method, SparseMethod, make_method
 from vidsparse.order import ORDERS
 from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, resolve
 
+
+def offered() -> dict[str, type[Method]]:
+    """The methods that a visitor can choose: those that work without a file of numbers."""
+    return {
+        name: cls
+        for name, cls in METHODS.items()
+        if not (issubclass(cls, SparseMethod) and cls.needs_numbers)
+    }
+
+
 # what a new visitor sees first.
-DEFAULT_METHOD = next(iter(METHODS))
+DEFAULT_METHOD = next(iter(offered()))
 
 _WHOLE = ("steps", "frames", "width", "height", "seed", "reuse")
 _AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers")
@@ -96,7 +106,7 @@ class Form:
         self._add(
             "model",
             gr.Dropdown(
-                [each.name for each in self.host.models],
+                [(Path(each.name).name, each.name) for each in self.host.models],
                 value=model.name,
                 label="Model",
                 visible=len(self.host.models) > 1,
@@ -115,65 +125,44 @@ class Form:
         )
 
     def _sparsity(self, model: ModelRef) -> None:
+        methods = offered()
         with gr.Group():
             self._add(
                 "method",
                 gr.Dropdown(
-                    [(f"{cls.title} ({name})", name) for name, cls in METHODS.items()],
+                    [(f"{cls.title} ({name})", name) for name, cls in methods.items()],
                     value=DEFAULT_METHOD,
                     label="Method",
                     info=METHODS[DEFAULT_METHOD].summary,
                     elem_id="method",
                 ),
             )
-            for name, cls in METHODS.items():
+            for name, cls in methods.items():
+                own = model.defaults.method_options.get(name, {})
                 with gr.Group(visible=name == DEFAULT_METHOD) as group:
-                    for field in dataclasses.fields(cls):
-                        self._add(parameter(name, field.name), control_for(field))
+                    for field in cls.option_fields():
+                        control = control_for(field, own.get(field.name, field.default))
+                        self._add(parameter(name, field.name), control)
                 self.groups[name] = group
 
     def _video(self, model: ModelRef) -> None:
-        defaults, limits = model.defaults, self.host.limits
+        defaults, first = model.defaults, self.defaults_of(model)
         with gr.Accordion("Video", open=True), gr.Group():
             with gr.Row():
-                self._add("seed", _number("Seed", 0, 0, 2**53))
-                self._add("steps", _number("Steps", defaults.steps, 1, limits.steps))
+                self._add("seed", _number("Seed", 0))
+                self._add("steps", _number("Steps", first["steps"]))
             with gr.Row():
-                self._add(
-                    "frames",
-                    _number(
-                        f"Frames ({defaults.frame_factor}k+1)",
-                        defaults.frames,
-                        1,
-                        limits.frames,
-                        step=defaults.frame_factor,
-                    ),
-                )
+                label, step = f"Frames ({defaults.frame_factor}k+1)", defaults.frame_factor
+                self._add("frames", _number(label, first["frames"], step))
                 for side in ("width", "height"):
-                    self._add(
-                        side,
-                        _number(
-                            side.capitalize(),
-                            getattr(defaults, side),
-                            defaults.size_factor,
-                            limits.side,
-                            step=defaults.size_factor,
-                        ),
-                    )
+                    control = _number(side.capitalize(), first[side], defaults.size_factor)
+                    self._add(side, control)
             with gr.Row():
-                self._add(
-                    "guidance",
-                    gr.Number(value=defaults.guidance, label="Guidance", minimum=0, step=0.5,
-                              min_width=90),
-                )  # fmt: skip
-                self._add(
-                    "fps",
-                    gr.Number(value=defaults.fps, label="Frames a second", minimum=1, maximum=120,
-                              min_width=90),
-                )  # fmt: skip
+                for name, label in (("guidance", "Guidance"), ("fps", "Frames a second")):
+                    self._add(name, gr.Number(value=first[name], label=label, min_width=90))
             self._add(
                 "negative_prompt",
-                gr.Textbox(label="Negative prompt", placeholder="what not to show", lines=1),
+                gr.Textbox(value="", label="Negative prompt", placeholder="what not to show"),
             )
 
     def _schedule(self, model: ModelRef) -> None:
@@ -201,7 +190,7 @@ class Form:
                         min_width=110,
                     ),
                 )
-                self._add("reuse", _number("Steps a plan serves", 1, 1, 100))
+                self._add("reuse", _number("Steps a plan serves", 1))
             self._add(
                 "implementation",
                 gr.Dropdown(["auto", *IMPLEMENTATIONS], value="auto", label="Kernel"),
@@ -239,8 +228,9 @@ class Form:
         """
         model = self.host.model(values.get("model"))
         method = values.get("method")
-        if method not in METHODS:
-            raise OptionError(f"unknown method {method!r}. Hint: choose from {', '.join(METHODS)}.")
+        if not isinstance(method, str) or method not in self.groups:
+            names = ", ".join(self.groups)
+            raise OptionError(f"unknown method {method!r}. Hint: choose from {names}.")
         own: dict[str, Any] = {name: whole(name, values.get(name)) for name in _WHOLE}
         own |= {name: _read_amount(name, values.get(name)) for name in _AMOUNTS}
         own |= {name: number(name, values.get(name)) for name in ("guidance", "fps")}
@@ -254,10 +244,10 @@ class Form:
             prompt=values.get("prompt") or "",
             negative_prompt=values.get("negative_prompt") or "",
             model=model.name,
-            method=str(method),
-            method_options=method_options(str(method), values),
-            order=values.get("order") or None,
-            implementation=values.get("implementation") or "auto",
+            method=method,
+            method_options=method_options(method, values),
+            order=_name("token order", values.get("order")),
+            implementation=_name("implementation", values.get("implementation")) or "auto",
             device=self.host.devices[0],
             dtype=self.host.dtype,
             **own,
@@ -280,29 +270,39 @@ class Form:
         return {name: value for name, value in values.items() if name in self.controls}
 
     def defaults_of(self, model: ModelRef) -> dict[str, Any]:
-        """The controls' values that the model brings."""
-        values = {name: getattr(model.defaults, name) for name in _FROM_MODEL}
-        shares = ("dense_steps", "dense_layers")
-        return {**values, **{name: str(getattr(model.defaults, name)) for name in shares}}
+        """The controls' values that the model brings, as far as the host allows."""
+        limits, defaults = self.host.limits, model.defaults
+        values: dict[str, Any] = {name: getattr(defaults, name) for name in _FROM_MODEL}
+        for name, most, unit, first in (
+            ("steps", limits.steps, 1, 0),
+            ("frames", limits.frames, defaults.frame_factor, 1),
+            ("width", limits.side, defaults.size_factor, 0),
+            ("height", limits.side, defaults.size_factor, 0),
+        ):
+            values[name] = min(values[name], (most - first) // unit * unit + first)
+        for name in ("dense_steps", "dense_layers"):
+            values[name] = str(getattr(defaults, name))
+        for method in self.groups:
+            # what the model does not say is the method's own default.
+            own = make_method(method, **defaults.method_options.get(method, {})).options()
+            values |= {parameter(method, name): value for name, value in own.items()}
+        return values
 
 
-def control_for(field: dataclasses.Field[Any]) -> Any:
+def control_for(field: dataclasses.Field[Any], value: Any) -> Any:
     """The control of a method's own option, by its declaration."""
     facts = field.metadata
     label, info = field.name.replace("_", " "), facts["help"]
     if isinstance(field.default, bool):
-        return gr.Checkbox(value=field.default, label=label, info=info)
+        return gr.Checkbox(value=value, label=label, info=info)
     if facts.get("choices"):
-        return gr.Dropdown(
-            list(facts["choices"]), value=default_text(field), label=label, info=info
-        )
+        return gr.Dropdown(list(facts["choices"]), value=_text(value), label=label, info=info)
     if isinstance(field.default, int):
-        return gr.Number(value=field.default, label=label, info=info, precision=0)
+        return gr.Number(value=value, label=label, info=info, precision=0)
     if isinstance(field.default, float):
         # no step of its own: a number that is in range should never be called invalid.
-        return gr.Number(value=field.default, label=label, info=info, step=0.05)
-    value = None if field.default is None else default_text(field)
-    return gr.Textbox(value=value, label=label, info=info, placeholder=facts["metavar"])
+        return gr.Number(value=value, label=label, info=info, step=0.05)
+    return gr.Textbox(value=_text(value), label=label, info=info, placeholder=facts["metavar"])
 
 
 def method_options(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def method_options(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: a value that cannot be read.
     """
     options: dict[str, Any] = {}
-    for field in dataclasses.fields(METHODS[method]):
+    for field in METHODS[method].option_fields():
         value = values.get(parameter(method, field.name))
         if value is None or value == "":
             continue
@@ -358,6 +358,12 @@ def number(name: str, value: object) -> int | float | None:
     return int(value) if value == int(value) else value
 
 
+def _name(what: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise OptionError(f"unknown {what} {value!r}")
+    return value or None
+
+
 def _read_amount(name: str, value: object) -> int | float:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise OptionError(f"{name} must be a count (3) or a share (0.24), got {value!r}")
@@ -368,19 +374,23 @@ def _read_amount(name: str, value: object) -> int | float:
 
 
 def _text(value: object) -> str:
+    """A value as one types it on the command line."""
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
     # the browser knows one kind of number: 16 and 16.0 are the same to it.
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)
 
 
-def _number(label: str, value: int, least: int, most: int, step: int = 1) -> gr.Number:
+def _number(label: str, value: int, step: int = 1) -> gr.Number:
+    # no bounds: gradio would complain of a number without saying which.
     return gr.Number(
         value=value,
         label=label,
         precision=0,
-        minimum=least,
-        maximum=most,
         step=step,
         min_width=90,
     )

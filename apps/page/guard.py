@@ -12,6 +12,8 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vidsparse.logs import logger
+
 # a form's values fit many times; files come by multipart upload, which has a limit of its own.
 MOST_BODY = 2 * 2**20
 
@@ -53,7 +55,28 @@ class Guard:
         if names_address(value):
             await _refuse(400, "files come by upload, not by address", scope, receive, send)
             return
-        await self._app(scope, _replay(body, receive), send)
+        await self._understood(scope, _replay(body, receive), send)
+
+    async def _understood(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on a call; one that Gradio stumbles over before it answers is the caller's fault.
+
+        What a page's own function raises comes as an answer, so only a call that names nothing
+        there is, or has no sense, ends here.
+        """
+        answering = False
+
+        async def watched(message: Message) -> None:
+            nonlocal answering
+            answering = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            if answering:
+                raise
+            logger.info("a call was not understood: %r", error)
+            await _refuse(400, "the request makes no sense here", scope, receive, send)
 
 
 def names_address(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The queue of the page: every device works on one job at a time, the others wait their turn.
 
 A job is done by exactly one device and ends in exactly one of three states: done, cancelled or
-failed. Whoever follows it is woken at every change and never polls.
+failed. Whoever follows it is woken by its changes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ State = Literal["waiting", "running", "done", "cancelled", "failed"]
 
 # progress is shown this often at most; the end of a job is shown at once.
 SHOWN_EVERY = 0.2
+# and this often at least, since a listener that has gone is noticed when it is told something.
+SHOWN_AT_LEAST_EVERY = 1.0
 
 
 class QueueFullError(UnsupportedError):
@@ -186,7 +188,8 @@ class Job(Generic[Bench, Result]):
                 if snapshot.finished:
                     return
                 until = time.monotonic() + SHOWN_EVERY
-                await woken.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(woken.wait(), SHOWN_AT_LEAST_EVERY)
                 while True:
                     # cleared before the look: a change after it ends the wait.
                     woken.clear()

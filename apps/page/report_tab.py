@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
@@ -57,6 +56,7 @@ class ReportTab:
                 elem_id="vary",
             )
             self.over = gr.Textbox(
+                value="",
                 label="Over",
                 info="its values, with commas between",
                 placeholder="0.5, 0.7, 0.9",
@@ -215,6 +215,4 @@ class ReportTab:
 
 
 def _options_of(method: Any) -> list[str]:
-    return (
-        [field.name for field in dataclasses.fields(METHODS[method])] if method in METHODS else []
-    )
+    return [field.name for field in METHODS[method].option_fields()] if method in METHODS else []

@@ -1,0 +1,89 @@
+"""A page with a tiny model, served from this process, and ways to talk to it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urljoin
+
+import httpx2
+
+from vidsparse.apps.page.command import load_first, make_desk, require_gradio
+from vidsparse.apps.page.host import Limits
+
+
+@contextmanager
+def served(model: str, out: Path, **limits: int) -> Iterator[tuple[Any, str]]:
+    """The desk of a page that runs while the block does, and its address."""
+    require_gradio()
+    desk = make_desk((model,), ("cpu",), None, out, Limits(**limits))
+    from vidsparse.apps.page.build import serve
+
+    page = serve(desk, port=free_port())
+    try:
+        load_first(desk)
+        yield desk, page.url
+    finally:
+        desk.queue.close()
+        page.close()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Caller:
+    """One session with the page, speaking what its own script speaks."""
+
+    def __init__(self, url: str, session: str) -> None:
+        self.session = session
+        self.http = httpx2.Client(base_url=url, timeout=120)
+        config = self.http.get("config").json()
+        self.functions = {fn["id"]: fn for fn in config["dependencies"]}
+        self.components = {each["id"]: each for each in config["components"]}
+        self._named = {fn["api_name"]: fn["id"] for fn in self.functions.values()}
+
+    def start(self, function: int, data: list[Any]) -> Any:
+        """Put a call into Gradio's queue; answers the response."""
+        body = {"data": data, "fn_index": function, "session_hash": self.session}
+        return self.http.post("gradio_api/queue/join", json=body)
+
+    def ends(self, wanted: set[str]) -> dict[str, dict[str, Any]]:
+        """Listen until the calls of these events are over; answers their last messages."""
+        found: dict[str, dict[str, Any]] = {}
+        ask = {"session_hash": self.session}
+        with self.http.stream("GET", "gradio_api/queue/data", params=ask) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data:"):
+                    continue
+                message = json.loads(line[5:])
+                if message["msg"] == "process_completed":
+                    found[message["event_id"]] = message
+                if not wanted - set(found):
+                    return found
+        raise AssertionError(f"the stream ended without {wanted - set(found)}")
+
+    def defaults(self, function: int) -> list[Any]:
+        """What the page would send with nothing changed."""
+        return [
+            self.components[number]["props"].get("value")
+            for number in self.functions[function]["inputs"]
+        ]
+
+    def function(self, name: str) -> int:
+        """The number of a function by the name it has in the interface."""
+        number: int = self._named[name]
+        return number
+
+
+def address(url: str, path: str) -> str:
+    """A file of the page's, as it names it."""
+    return urljoin(url, path)
