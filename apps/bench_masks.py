@@ -68,9 +68,10 @@ def mask_of(
     return mask_by_kernels(method, q, k, site) or (method.select(q, k, site),)
 
 
-def _indices(
+def key_lists(
     method: SparseMethod, q: torch.Tensor, k: torch.Tensor, site: CallSite
 ) -> torch.Tensor:
+    """Mask, plan and lists: all that comes before the kernel."""
     from vidsparse.attention import plan_attention
 
     return plan_attention(method, q, k, site).kv_index
@@ -140,7 +141,7 @@ def measure(
             )
         made.append((name, label, method, off))
         calls[f"mask {name} {label}"] = partial(mask_of, method, q, k, site)
-        calls[f"plan {name} {label}"] = partial(_indices, method, q, k, site)
+        calls[f"plan {name} {label}"] = partial(key_lists, method, q, k, site)
     ms = time_together(calls, device, repeats)
     dense_ms = ms[f"dense {dense[0].name}"]
     return [
@@ -165,9 +166,17 @@ def measure(
 
 
 COLUMNS = (
-    "method", "options", "tile", "tokens x heads x dim", "mask ms", "plan ms", "dense ms",
-    "mask of dense", "selected", "unlike torch",
-)  # fmt: skip
+    "method",
+    "options",
+    "tile",
+    "tokens x heads x dim",
+    "mask ms",
+    "plan ms",
+    "dense ms",
+    "mask of dense",
+    "selected",
+    "unlike torch",
+)
 
 
 def cells(row: MaskRow) -> tuple[str, ...]:

@@ -116,6 +116,10 @@ Start here:
             "vidsparse.apps.compare_command:compare",
             "measure sparse videos against dense ones",
         ),
+        "calibrate": (
+            "vidsparse.apps.calibrate_command:calibrate",
+            "find a method's numbers for a model",
+        ),
         "ui": ("vidsparse.apps.page.command:ui", "open the page in a browser"),
         "ablate": ("vidsparse.apps.ablate:ablate", "measure what each paper's parts are worth"),
         "doctor": ("vidsparse.apps.doctor:doctor", "check this machine"),

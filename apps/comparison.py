@@ -128,7 +128,7 @@ def measure(dense: Frames, sparse: Frames) -> VideoQuality:
 
 def dense_side(request: GenerateRequest) -> GenerateRequest:
     """The same request on the stock pipeline."""
-    return replace(request, method="dense", method_options={})
+    return replace(request, method="dense", method_options={}, preset=None)
 
 
 def write_report(

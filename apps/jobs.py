@@ -59,16 +59,22 @@ class Jobs:
         )
 
 
-def prepare(source: PromptFile, options: Mapping[str, Any], session: Session) -> Jobs:
+def prepare(
+    source: PromptFile, options: Mapping[str, Any], session: Session, *, ready: bool = True
+) -> Jobs:
     """Check every prompt against the options and the model, and warn of words it never learned.
+
+    ``ready``: the method must be able to run; before its calibration it may not be.
 
     Raises:
         VidsparseError: an option, a combination or the model cannot be used.
     """
     from vidsparse.pipelines.models import check_takes, resolve_model, unknown_words
-    from vidsparse.pipelines.request import resolve
+    from vidsparse.pipelines.request import check_ready, resolve
 
     requests = [build_request(prompt.text, options) for prompt in source.prompts]
+    if ready:
+        check_ready(requests[0])
     model = resolve_model(requests[0].model)
     first = requests[0]
     check_takes(model, image=first.image is not None, last_image=first.last_image is not None)

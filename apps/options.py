@@ -206,9 +206,14 @@ def request_options(function: Function) -> Function:
             SPARSITY,
             "--method",
             metavar="NAME",
-            default="fg-attn",
-            show_default=True,
-            help=f"One of {_names(METHODS)}; see `vidsparse methods`.",
+            help=f"One of {_names(METHODS)}; see `vidsparse methods`.  "
+            "[default: fg-attn, or the preset's]",
+        ),
+        _option(
+            SPARSITY,
+            "--preset",
+            metavar="FILE",
+            help="A calibrated method, as `vidsparse calibrate` makes it.",
         ),
         _option(
             SPARSITY,
@@ -337,10 +342,24 @@ def build_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
 
     own = {k: v for k, v in options.items() if not k.startswith(_METHOD_PREFIX) and k != "size"}
     width, height = options["size"] or (None, None)
+    own["method"] = _method_name(options["method"], options["preset"])
     return GenerateRequest(
         prompt=prompt,
         width=width,
         height=height,
-        method_options=method_values(options["method"], options),
+        method_options=method_values(own["method"], options),
         **own,
     )
+
+
+def _method_name(given: str | None, path: str | None) -> str:
+    if path is None:
+        return given or next(iter(METHODS))
+    from vidsparse.presets import load_preset
+
+    preset = load_preset(path)
+    if given not in (None, preset.method):
+        raise OptionError(
+            f"{path} is for {preset.method}, not for {given}. Hint: leave --method out."
+        )
+    return preset.method

@@ -42,6 +42,31 @@ def step_bar(session: Session, label: str) -> Iterator[StepCallback]:
         yield advance
 
 
+@contextmanager
+def plain_bar(session: Session, label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar for anything that counts; the value is the callback ``(what, done, total)``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        disable=session.quiet or not console.is_terminal,
+    )
+    with progress:
+        task = progress.add_task(label, total=None)
+
+        def advance(what: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{label}: {what}", total=total, completed=done)
+
+        yield advance
+
+
 def short(text: str, width: int = 44) -> str:
     """A prompt cut to fit before a bar."""
     return text if len(text) <= width else text[: width - 3].rstrip() + "..."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from typing import Any
 
 from vidsparse.apps.prompts import Prompt, slug
 from vidsparse.errors import OutputError
+from vidsparse.files import write_whole
 
 LOCK_NAME = ".vidsparse.lock"
 
@@ -39,23 +39,10 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OutputError: the folder cannot be written to, or the disk is full.
     """
-    temporary = None
     try:
-        handle, temporary = tempfile.mkstemp(
-            dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
-        )
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp makes private files; a result is as readable as the user's other files.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            with suppress(OSError):
-                os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise _unwritable(path.parent, error) from None
-        raise
+        write_whole(path, text.encode("utf-8"))
+    except OSError as error:
+        raise _unwritable(path.parent, error) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +126,6 @@ def _has_bytes(path: Path) -> bool:
         return path.stat().st_size > 0
     except OSError:
         return False
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _unwritable(folder: Path, error: OSError) -> OutputError:

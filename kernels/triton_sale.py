@@ -6,10 +6,9 @@ words of a row of the mask, X columns of the second product.
 An element passes where q4·k4 + offset_j / q_scale_i >= least_i / k_scale_b. All of it is made by
 tensor cores: beside the product of 4-bit numbers goes one of X columns in bf16, whose factors hold
 1 / q_scale and -least of a row, offset and 1 / k_scale of a key, each in two halves of 8 bits. What
-is left of the comparison is the sign of a sum, and a tile fails if the bitwise *and* of its sums is
-negative: half an instruction for an element, where adding, taking a maximum and comparing take
-more than the products do. Threads look at the elements they hold, collect bits of 32 key tiles, and
-only then agree with one another.
+is left of the comparison is the sign of a sum, and a tile fails if its largest is negative: one
+instruction for an element, where adding and scaling as well take more than the products do. Threads
+look at the elements they hold, collect bits of 32 key tiles, and only then agree with one another.
 
 The 4-bit numbers ride in fp8 where tensor cores have it, else in fp16: their sums, whole numbers
 below 2^13, come out exact and in fp32, which the second product goes on from.
@@ -57,7 +56,7 @@ class Config:
 def config(capability: tuple[int, int], shared: int) -> Config:
     """The fastest measured for a GPU whose programs can have ``shared`` bytes of shared memory."""
     if capability[0] >= 9:
-        return Config(rows=128, keys=128, stages=3, warps=4, tma=True)
+        return Config(rows=128, keys=128, stages=2, warps=4, tma=True)
     # where numbers ride in fp16, three steps are 110 KB.
     fits = capability >= (8, 9) or shared >= 112 * 1024
     return Config(rows=128, keys=128, stages=3 if fits else 2, warps=8, tma=False)
@@ -158,11 +157,6 @@ def _or(a, b):
 
 
 @triton.jit
-def _and(a, b):
-    return a & b
-
-
-@triton.jit
 def sale_kernel(
     q_ptr,
     k_ptr,
@@ -231,12 +225,10 @@ def sale_kernel(
             k_extra = tl.load(k_extra_ptr + off_k)
         sums = tl.dot(q, k.T)
         sums = tl.dot(q_extra, k_extra.T, sums)
-        signs = tl.reshape(
-            sums.to(tl.int32, bitcast=True), [BLOCK_M // 16, 2, 8, TILES, N // 8, 4, 2]
-        )
-        signs = tl.reduce(tl.reduce(tl.reduce(signs, 6, _and), 4, _and), 1, _and)
+        best = tl.reshape(sums, [BLOCK_M // 16, 2, 8, TILES, N // 8, 4, 2])
+        best = tl.max(tl.max(tl.max(best, 6), 4), 1)
         place = (begin // N + tl.arange(0, TILES)) % 32
-        passes = (signs >= 0).to(tl.int32) << place[None, None, :, None]
+        passes = (best >= 0).to(tl.int32) << place[None, None, :, None]
         seen |= tl.sum(passes, 2)
         done = begin // N + TILES
         if (done % 32 == 0) | (done >= TK):
@@ -255,9 +247,10 @@ def sale_kernel(
 
 
 def can_estimate(q: Tensor, tile: tuple[int, int]) -> bool:
-    """Whether the kernels take such queries and tiles: 16 bits, and 8 keys or more."""
+    """Whether the kernels take such queries and tiles: 16 bits, D up to 128, 8 keys or more."""
     dim = q.shape[-1]
-    return q.dtype in (torch.float16, torch.bfloat16) and tile[1] >= 8 and dim % 16 == 0
+    sixteen_bits = q.dtype in (torch.float16, torch.bfloat16)
+    return sixteen_bits and tile[1] >= 8 and dim % 16 == 0 and dim <= 128
 
 
 def sale_words(
@@ -275,7 +268,7 @@ def sale_words(
     """Key tiles in which some element's relative attention score may reach ``tau``.
 
     Args:
-        q: queries ``[B, H, S, D]``, fp16 or bf16, D a multiple of 16.
+        q: queries ``[B, H, S, D]``, fp16 or bf16, D a multiple of 16 up to 128.
         k: keys, likewise.
         tau: the threshold, or one for every head, fp32 ``[H]``.
         tile: (M, N), N at least 8.

@@ -8,7 +8,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from vidsparse._version import __version__
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
-from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify
+from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
 from vidsparse.pipelines.image import fit_image, image_hash, read_image
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.request import GenerateRequest, resolve
+from vidsparse.presets import load_preset
 
 Progress = Callable[[int, int, float], object]
 """Called after each denoising step with its number from 1, the number of steps, its seconds."""
@@ -147,6 +148,39 @@ def generate_batch(
     ]
 
 
+def denoise(
+    loaded: LoadedPipeline,
+    request: GenerateRequest,
+    last_step: int,
+    progress: Progress | None = None,
+) -> None:
+    """Run the first steps of a request, up to ``last_step``, and decode nothing.
+
+    For those who watch the attention calls of a pipeline that ``sparsify`` has hold of; what it
+    made of the attention is what runs.
+
+    Raises:
+        OptionError: as ``generate``.
+        UnsupportedError: the GPU's memory is too small.
+    """
+    done = 0
+
+    def count(step: int, steps: int, seconds: float) -> None:
+        nonlocal done
+        done = step
+        if progress is not None:
+            progress(step, steps, seconds)
+
+    settings = _fit(request, loaded)
+    with (
+        quiet_hosts(),
+        memory_hint(),
+        _on_device(loaded.device),
+        suppress(GenerationCancelled),
+    ):
+        _run(loaded, [settings], _Clock(loaded.device), count, lambda: done > last_step)
+
+
 @contextmanager
 def _on_device(device: str) -> Iterator[None]:
     """Make ``device`` the current one: kernels and timing events belong to the current device."""
@@ -230,9 +264,13 @@ def _maybe_sparse(
             )
         yield None
         return
+    preset = None if request.preset is None else load_preset(request.preset)
+    if preset is not None:
+        preset.check_model(transformer_configs(loaded.pipe), loaded.weights_hash)
     with sparsify(
         loaded.pipe,
         request.method,
+        preset=preset,
         order=request.order or loaded.defaults.order,
         dense_steps=request.dense_steps,
         dense_last_steps=request.dense_last_steps,
@@ -411,6 +449,7 @@ def _shared_record(
         "negative_prompt": request.negative_prompt,
         "seed": request.seed,
         "options": request.options(),
+        "preset": None if request.preset is None else load_preset(request.preset).digest,
         "images": {
             name: image_hash(path)
             for name in ("image", "last_image")
@@ -419,6 +458,8 @@ def _shared_record(
         **run_facts(loaded),
         "selected": summary.selected if summary else None,
         "computed": summary.computed if summary else None,
+        "skipped": summary.skipped if summary else None,
+        "sparsity": summary.sparsity if summary else None,
         "dense_step_share": summary.dense_step_share if summary else 1.0,
         "dense_call_share": summary.dense_call_share if summary else 1.0,
         "implementation": summary.implementation if summary else "the stock pipeline",

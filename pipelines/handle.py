@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from vidsparse.pipelines.adapter import (
     parallel_unsupported,
     transformers_of,
 )
+from vidsparse.presets import Preset, load_preset
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
 from vidsparse.trace import Trace, TraceSummary
@@ -45,6 +47,11 @@ class SparseHandle:
     def engine(self) -> AttentionEngine:
         """What runs the attention calls (of the first transformer, where there are two)."""
         return self._session.engines[0]
+
+    @property
+    def engines(self) -> tuple[AttentionEngine, ...]:
+        """What runs the attention calls of each transformer."""
+        return self._session.engines
 
     @property
     def trace(self) -> Trace:
@@ -87,8 +94,9 @@ class SparseHandle:
 
 def sparsify(
     pipe: Any,
-    method: str | Method = "fg-attn",
+    method: str | Method | None = None,
     *,
+    preset: str | os.PathLike[str] | Preset | None = None,
     order: str | None = None,
     dense_steps: int | float | None = None,
     dense_last_steps: int | float = 0,
@@ -107,8 +115,13 @@ def sparsify(
 
     Args:
         pipe: a stock diffusers pipeline of a supported family.
-        method: a name from ``vidsparse.METHODS``, or a method built already.
-        order: how video tokens are ordered before tiles are cut.
+        method: a name from ``vidsparse.METHODS``, or a method built already; ``fg-attn`` by
+            default, or the preset's.
+        preset: a calibrated method, or the file of one (``vidsparse calibrate`` makes them). Its
+            transformer's configuration is compared; weights are not, since a loaded pipeline does
+            not say where they are from.
+        order: how video tokens are ordered before tiles are cut; ``hilbert`` by default, or the
+            preset's.
         dense_steps: first denoising steps kept dense (decimal: share rounded up; integer: count).
         dense_last_steps: last steps kept dense.
         dense_layers: first transformer layers kept dense.
@@ -121,13 +134,26 @@ def sparsify(
     Raises:
         UnsupportedError: the pipeline's class is not supported, it is sparse already, it runs
             under context parallelism, or somebody's own processors are in place.
-        OptionError: an option is unknown, or has a value that is not valid.
+        OptionError: an option is unknown, or has a value that is not valid; a preset cannot be
+            read, or was made for another model, method or order.
     """
     adapter = find_adapter(pipe)
     defaults = adapter.family.defaults
-    if isinstance(method, str):
-        own = defaults.method_options.get(method, {})
-        method = make_method(method, **{**own, **method_options})
+    if preset is not None:
+        preset = preset if isinstance(preset, Preset) else load_preset(preset)
+        if method is not None and method != preset.method:
+            name = method if isinstance(method, str) else method.name
+            raise OptionError(
+                f"{preset.source} is for {preset.method}, not for {name}. "
+                "Hint: leave the method out."
+            )
+        preset.check_model(transformer_configs(pipe))
+        order = order or preset.order
+        preset.check_order(order)
+        method = preset.make_method(**method_options)
+    elif method is None or isinstance(method, str):
+        name = method or "fg-attn"
+        method = make_method(name, **{**defaults.method_options.get(name, {}), **method_options})
     elif method_options:
         names = ", ".join(sorted(method_options))
         raise OptionError(
@@ -181,6 +207,35 @@ def is_sparse(pipe: Any) -> bool:
         UnsupportedError: the pipeline's class is not supported.
     """
     return bool(_sessions(pipe))
+
+
+def transformer_configs(pipe: Any) -> list[dict[str, Any]]:
+    """Class and configuration of each of the pipeline's transformers, as a preset keeps them.
+
+    Raises:
+        UnsupportedError: the pipeline's class is not supported.
+    """
+    transformers: list[Any] = list(transformers_of(pipe, find_adapter(pipe)))
+    return [
+        {
+            "class": type(one).__name__,
+            # names with an underscore in front say how the model was loaded, not what it is.
+            "config": {k: v for k, v in one.config.items() if not k.startswith("_")},
+        }
+        for one in transformers
+    ]
+
+
+def attention_shape(pipe: Any) -> tuple[int, int, int]:
+    """Transformers of the pipeline, layers of each, and heads of a layer.
+
+    Raises:
+        UnsupportedError: the pipeline's class is not supported.
+    """
+    adapter = find_adapter(pipe)
+    sites = [attention_modules(one, adapter) for one in transformers_of(pipe, adapter)]
+    heads = sites[0][0][1].heads
+    return len(sites), max(len(modules) for modules in sites), heads
 
 
 def _sessions(pipe: Any) -> set[Session]:

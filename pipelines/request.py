@@ -9,17 +9,22 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.families import Defaults
 from vidsparse.pipelines.image import check_image, image_hash
+
+if TYPE_CHECKING:
+    from vidsparse.methods import SparseMethod
 
 DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of the number formats, and torch's own."""
 
 OFFLOADS: Final = ("none", "model", "group")
 """Where weights rest: on the device, or on the CPU by whole models or by layers."""
+
+_DEFAULT_METHOD: Final = "fg-attn"
 
 MAX_PROMPT: Final = 10_000
 """Longest prompt in characters; every supported model reads far less."""
@@ -41,6 +46,8 @@ class GenerateRequest:
         model: a bundled model's name, a diffusers folder, or a hub id.
         method: a name from ``vidsparse.METHODS``; ``dense`` runs the stock pipeline untouched.
         method_options: the method's own numbers.
+        preset: file of a calibrated method; it says the method, its numbers, the order, and frames
+            and size where those are left open.
         order: how video tokens are ordered.
         dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
         dense_last_steps: last steps kept dense.
@@ -70,8 +77,9 @@ class GenerateRequest:
     image: str | None = None
     last_image: str | None = None
     model: str = "shapes"
-    method: str = "fg-attn"
+    method: str = _DEFAULT_METHOD
     method_options: Mapping[str, Any] = field(default_factory=dict)
+    preset: str | None = None
     order: str | None = None
     dense_steps: int | float | None = None
     dense_last_steps: int | float = 0
@@ -122,14 +130,47 @@ class GenerateRequest:
         _check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
         given = {f.name: getattr(self, f.name) for f in fields(Schedule)}
         Schedule(**{name: value for name, value in given.items() if value is not None})
+        if self.preset is None:
+            method = make_method(self.method, **self.method_options)
+        else:
+            method = self._take_preset(self.preset)
         # stored as JSON values, so that equal requests look equal.
-        options = make_method(self.method, **self.method_options).options()
+        options = method.options()
         own = {name: options[name] for name in options if name in self.method_options}
         object.__setattr__(self, "method_options", own)
+
+    def _take_preset(self, path: str) -> SparseMethod:
+        from vidsparse.presets import load_preset
+
+        preset = load_preset(path)
+        if self.method not in (preset.method, _DEFAULT_METHOD):
+            raise OptionError(
+                f"{preset.source} is for {preset.method}, not for {self.method}. "
+                "Hint: leave the method out."
+            )
+        preset.check_order(self.order or preset.order)
+        settled = {
+            "method": preset.method,
+            "order": preset.order,
+            **{k: v for k, v in preset.video.items() if getattr(self, k) is None},
+        }
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        preset.check_video(**{name: getattr(self, name) for name in preset.video})
+        return preset.make_method(**self.method_options)
 
     def options(self) -> dict[str, Any]:
         """Every option except the prompt, as JSON values."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt"}
+
+
+def check_ready(request: GenerateRequest) -> None:
+    """Raise an ``OptionError`` where the method needs calibrated numbers and no preset is given."""
+    from vidsparse.methods import SparseMethod, make_method
+
+    method = make_method(request.method, **request.method_options)
+    if request.preset is None and isinstance(method, SparseMethod):
+        method.check_numbers()
 
 
 def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
@@ -141,6 +182,7 @@ def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
         OptionError: frames or size that the model cannot make, or a device that is not there.
     """
     from vidsparse.methods import make_method
+    from vidsparse.presets import load_preset
 
     names = ("order", "dense_steps", "dense_layers", "steps", "frames", "fps", "guidance")
     values = {
@@ -151,8 +193,12 @@ def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
     _check_frames(values["frames"], defaults)
     for name in ("width", "height"):
         _check_size(name, values[name], defaults)
-    options = {**defaults.method_options.get(request.method, {}), **request.method_options}
-    values["method_options"] = make_method(request.method, **options).options()
+    if request.preset is None:
+        options = {**defaults.method_options.get(request.method, {}), **request.method_options}
+        method = make_method(request.method, **options)
+    else:
+        method = load_preset(request.preset).make_method(**request.method_options)
+    values["method_options"] = method.options()
     device = check_device(request.device)
     return replace(request, **values, device=device, dtype=check_dtype(request.dtype, device))
 
@@ -223,6 +269,7 @@ def settings_hash(request: GenerateRequest) -> str:
         OptionError: the request does not fit the model or the machine.
     """
     from vidsparse.pipelines.models import resolve_model
+    from vidsparse.presets import load_preset
 
     ref = resolve_model(request.model)
     settings = resolve(request, ref.defaults).options()
@@ -232,6 +279,9 @@ def settings_hash(request: GenerateRequest) -> str:
             settings[name] = image_hash(path)
     if request.lora is not None and os.path.exists(request.lora):
         settings["lora"] = os.path.realpath(request.lora)
+    if request.preset is not None:
+        # what it says, not where it lies.
+        settings["preset"] = load_preset(request.preset).digest
     del settings["offload"]
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -366,6 +366,11 @@ def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) ->
         ("--top-p most", "cannot be 'most'"),
         ("--tau 0.5", "option of spargeattn, xattention and sale, not of fg-attn"),
         ("--method spargeattn --top-p 0.5", "option of fg-attn, not of spargeattn"),
+        ("--top-p 0.5 --topk 0.3", "selects by top_p or by topk"),
+        ("--topk some", "cannot be 'some'"),
+        ("--method xattention --stride 3", "stride must be one of 4, 8, 16, 64"),
+        ("--method xattention --blocks 1.5", "--blocks cannot be '1.5'"),
+        ("--method sale --local 0", "local must be"),
         (
             "--method dense --tile 16x16",
             "option of fg-attn, spargeattn, xattention, sale and bsfa, not of dense",

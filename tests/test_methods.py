@@ -11,7 +11,17 @@ import torch
 
 import vidsparse
 from vidsparse.grid import TokenGrid
-from vidsparse.methods import METHODS, Dense, FgAttn, SpargeAttn, SparseMethod, make_method
+from vidsparse.masks import pooled_scores
+from vidsparse.methods import (
+    METHODS,
+    Dense,
+    FgAttn,
+    Sale,
+    SpargeAttn,
+    SparseMethod,
+    XAttention,
+    make_method,
+)
 from vidsparse.site import CallSite
 
 
@@ -33,6 +43,10 @@ def test_defaults_are_the_papers() -> None:
     sparge = make_method("spargeattn")
     assert isinstance(sparge, SpargeAttn)
     assert (sparge.tau, sparge.tile) == (0.9, (128, 64))
+    assert make_method("xattention") == XAttention(
+        tau=0.9, stride=8, pattern="antidiagonal", tile=(128, 128)
+    )
+    assert make_method("sale") == Sale(tau=0.004, local=256, tile=(64, 32))
     assert make_method("dense") == Dense()
 
 
@@ -85,14 +99,11 @@ def test_options_are_frozen_and_keyword_only() -> None:
         (
             "fg-attn",
             {"tau": 0.5},
-            r"no option 'tau': it belongs to spargeattn, xattention and sale\. Hint: .*top_p",
+            r"no option 'tau': it belongs to spargeattn, xattention and "
+            r"sale\. Hint: .*top_p",
         ),
         ("spargeattn", {"top_p": 0.5}, r"no option 'top_p': it belongs to fg-attn\. Hint: .*tau"),
-        (
-            "dense",
-            {"tile": "16x16"},
-            r"it belongs to fg-attn, spargeattn, .* and bsfa\. Hint: it takes no options",
-        ),
+        ("dense", {"tile": "16x16"}, r"it belongs to fg-attn, spargeattn,.*takes no options"),
         ("fg-attn", {"topp": 0.5}, r"no option 'topp': no method has it"),
     ],
 )
@@ -108,6 +119,41 @@ def test_an_option_of_another_method_names_its_owner(
 def test_a_share_lies_above_0_up_to_1(name: str, option: str, bad: object) -> None:
     with pytest.raises(vidsparse.OptionError, match=rf"{option} must lie in \(0, 1\], got"):
         make_method(name, **{option: bad})
+
+
+@pytest.mark.parametrize("bad", [0, -0.1, 1.01, math.nan, "0.3", True])
+@pytest.mark.parametrize(("name", "share"), [("fg-attn", "top_p"), ("spargeattn", "tau")])
+def test_topk_is_a_share_and_takes_the_place_of_the_other(
+    name: str, share: str, bad: object
+) -> None:
+    with pytest.raises(vidsparse.OptionError, match=r"topk must lie in \(0, 1\], got"):
+        make_method(name, topk=bad)
+    with pytest.raises(vidsparse.OptionError, match=rf"selects by {share} or by topk, .* Hint"):
+        make_method(name, **{"topk": 0.3, share: 0.8})
+    assert make_method(name, topk=0.3).options()[share] is None
+
+
+@pytest.mark.parametrize(("topk", "kept"), [(0.001, 1), (0.3, 3), (0.31, 4), (1.0, 10)])
+@pytest.mark.parametrize(("name", "more"), [("fg-attn", {}), ("spargeattn", {"theta": -1})])
+def test_topk_keeps_the_best_share_of_key_tiles_rounded_up(
+    name: str, more: dict[str, object], topk: float, kept: int
+) -> None:
+    q, k = torch.randn(2, 3, 160, 16), torch.randn(2, 3, 160, 16)
+    method = make_method(name, tile="16x16", topk=topk, **more)
+    assert isinstance(method, SparseMethod)
+    mask = method.select(q, k, CallSite(0, 0, 0.0, TokenGrid(1, 1, 160)))
+    assert bool((mask.sum(-1) == kept).all())
+    scores = pooled_scores(q, k, (16, 16))
+    least = scores.masked_fill(~mask, math.inf).amin(-1)
+    assert bool((scores.masked_fill(mask, -math.inf).amax(-1) <= least).all())
+
+
+def test_topk_counts_what_the_judge_left_and_keeps_the_strays_beside_it() -> None:
+    q = k = torch.randn(1, 1, 160, 16)
+    k = torch.cat([k[:, :, :32], torch.ones(1, 1, 128, 16)], 2)
+    method = SpargeAttn(tile="16x16", topk=0.2, theta=0.9)
+    mask = method.select(torch.ones_like(q), k, CallSite(0, 0, 0.0, TokenGrid(1, 1, 160)))
+    assert mask[0, 0, 0].tolist() == [True] * 4 + [False] * 6
 
 
 @pytest.mark.parametrize("bad", [-1.01, 1.01, math.nan, "0.5", True, None])
@@ -139,8 +185,8 @@ def test_a_selection_has_a_row_of_key_tiles_for_every_query_tile(
     q, k = torch.randn(2, 3, 100, 16), torch.randn(2, 3, 100, 16)
     if name == "bsfa":
         tile = (128, 64)  # the only query blocks it has
-    if name == "xattention" and min(tile) < 8:
-        tile = (128, 16)  # whole squares of its stride
+    if name == "xattention" and tile[1] == 1:
+        tile = (128, 8)  # its stride
     method = make_method(name, tile=tile)
     assert isinstance(method, SparseMethod)
     mask = method.select(q, k, CallSite(0, 0, 0.0, TokenGrid(1, 10, 10)))

@@ -318,12 +318,17 @@ def mask_by_kernels(
     if pooled is None:
         judged = rule.theta is not None
         pooled = pool(q, rows, judged=judged), pool(k, keys, judged=judged)
+    theta, heads = rule.theta, q.shape[1]
+    if isinstance(theta, Tensor):
+        # kernels compare with one number: with 0 what each head has above its own.
+        pooled = _above(pooled[0], theta[:heads]), _above(pooled[1], theta[:heads])
+        theta = 0.0
     return top_p_words(
         *pooled,
         scale=q.shape[-1] ** -0.5,
-        top_p=rule.top_p,
+        top_p=rule.top_p[:heads] if isinstance(rule.top_p, Tensor) else rule.top_p,
         topk=rule.topk,
-        theta=rule.theta,
+        theta=theta,
         full_rows=site.grid.video // rows if site.grid.text else None,
         full_columns=site.grid.video // keys if site.grid.text else None,
     )
@@ -359,6 +364,12 @@ def _plan_by_kernels(
             return None
         plans.append(make_plan_of_bits(*made, method.tile, tokens, method.merge, block_rows=block))
     return _of_all_heads(plans)
+
+
+def _above(pooled: Pooled, theta: Tensor) -> Pooled:
+    """The same tiles, their self-similarity less ``theta`` ``[H]``."""
+    assert pooled.similarity is not None
+    return replace(pooled, similarity=pooled.similarity - theta.unsqueeze(-1))
 
 
 def _of_all_heads(plans: list[SparsePlan]) -> SparsePlan:

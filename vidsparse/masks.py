@@ -102,12 +102,13 @@ class PooledTopP:
         top_p: share of the pooled attention that each row keeps, or one for every head, fp32
             ``[H]``; not looked at where ``topk`` is given.
         theta: key tiles less self-similar leave the softmax and are kept in every row, query tiles
-            less self-similar keep everything; None judges no tile.
+            less self-similar keep everything; None judges no tile. One number, or one for every
+            head.
         topk: share of the key tiles that each row keeps, those with the largest pooled scores.
     """
 
     top_p: float | Tensor
-    theta: float | None = None
+    theta: float | Tensor | None = None
     topk: float | None = None
 
 
@@ -122,7 +123,7 @@ def pooled_scores(
 def top_p_mask(probabilities: Tensor, top_p: float | Tensor) -> Tensor:
     """The smallest set of each row whose sum reaches ``top_p``, as a bool mask of the same shape.
 
-    ``top_p`` may be a tensor of shares that broadcasts to ``[..., 1]``.
+    ``top_p`` may be a tensor of shares that broadcasts against ``[..., 1]``.
 
     The tile that crosses the threshold is kept, so no row is ever empty; SpargeAttn's printed
     ``Top_Cdf`` drops it, which would leave a row with one dominant tile without any key. Equal
@@ -139,7 +140,8 @@ def top_p_mask(probabilities: Tensor, top_p: float | Tensor) -> Tensor:
     kept[..., 0] = True
     if isinstance(top_p, Tensor):
         kept |= top_p >= 1
-    return torch.zeros_like(kept).scatter_(-1, index, kept)
+    # shares of more dimensions than the rows have make several masks of one order.
+    return torch.zeros_like(kept).scatter_(-1, index.expand_as(kept), kept)
 
 
 def top_k_mask(scores: Tensor, count: int) -> Tensor:

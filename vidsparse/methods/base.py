@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import MERGES
@@ -36,6 +36,7 @@ class Method(ABC):
     title: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
+    free_options: ClassVar[tuple[str, ...]] = ()
 
     def options(self) -> dict[str, Any]:
         """The options as JSON values, tiles written as ``"16x16"``."""
@@ -54,15 +55,14 @@ class SparseMethod(Method):
     ``quantize`` is the 8-bit format of the products q·k: ``int8``, ``fp8``, ``auto`` (int8 where
     the kernels gain by it) or None.
 
-    A method that can be calibrated has a field ``numbers`` too, says in ``calibrated`` which of its
-    options the tables of numbers stand for, and in ``needs_numbers`` whether it can do without.
+    A method that can be calibrated has a field ``numbers`` too, and says in ``free_options`` which
+    options may change without new numbers and in ``needs_numbers`` whether it can do without any.
     """
 
     tile: tuple[int, int]
     merge: str
     quantize: str | None = None
     numbers: Numbers | None = None
-    calibrated: ClassVar[tuple[str, ...]] = ()
     needs_numbers: ClassVar[bool] = False
 
     @abstractmethod
@@ -102,6 +102,17 @@ class SparseMethod(Method):
                 f"{self.name} works by calibrated numbers only. Hint: make a preset with "
                 f"`vidsparse calibrate --method {self.name}` and give it with --preset."
             )
+
+    def with_numbers(self, numbers: Numbers) -> Self:
+        """The same method with calibrated numbers.
+
+        Raises:
+            OptionError: the method cannot be calibrated.
+        """
+        if not any(f.name == "numbers" for f in dataclasses.fields(self)):
+            raise OptionError(f"{self.name} takes no calibrated numbers")
+        change: dict[str, Any] = {"numbers": numbers}
+        return dataclasses.replace(self, **change)
 
     def number(self, name: str, site: CallSite, device: torch.device) -> Any:
         """An option, or the calibrated numbers that stand for it, ``[H]`` from the site's first."""

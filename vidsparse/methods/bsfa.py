@@ -63,6 +63,7 @@ class Bsfa(SparseMethod):
         "exact scores, and a calibrated threshold on each block's largest decides whether its "
         "values are added; needs a preset and saves at most half of the work"
     )
+    free_options: ClassVar[tuple[str, ...]] = ("keep",)
     needs_numbers: ClassVar[bool] = True
 
     keep: float = option(

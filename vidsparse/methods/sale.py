@@ -150,7 +150,7 @@ class Sale(SparseMethod):
     title: ClassVar[str] = "SALE"
     paper: ClassVar[str] = "SALE: Low-bit Estimation for Efficient Sparse Attention"
     summary: ClassVar[str] = "every score estimated in 4 bits and compared with its neighbourhood's"
-    calibrated: ClassVar[tuple[str, ...]] = ("tau",)
+    free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
 
     tau: float = option(
         0.004,

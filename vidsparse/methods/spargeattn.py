@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,17 @@ from vidsparse.methods.base import (
 from vidsparse.methods.numbers import Numbers
 from vidsparse.plan import SparsePlan
 from vidsparse.site import CallSite
+
+
+class Pooled(NamedTuple):
+    """Scores of mean tokens ``[B, H, Tq, Tk]``, and how alike the tokens of a block are.
+
+    The self-similarities are ``[B, H, Tq]`` and ``[B, H, Tk]``.
+    """
+
+    scores: Tensor
+    q_similarity: Tensor
+    k_similarity: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +74,7 @@ class SpargeAttn(SparseMethod):
         "top-cdf over pooled blocks, blocks that are not self-similar kept; then a gate that skips "
         "products with V far below the running maximum"
     )
-    calibrated: ClassVar[tuple[str, ...]] = ("tau", "theta", "lambda_")
+    free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
 
     tau: float | None = share_option(
         0.9, "--tau", "cumulative pooled attention kept per row, in (0, 1]"
@@ -118,17 +129,34 @@ class SpargeAttn(SparseMethod):
             tau = tau[:heads, None, None]
         if isinstance(theta, Tensor):
             theta = theta[:heads, None]
-        stray_q: Tensor = self_similarity(q, self.tile[0]) < theta
-        stray_k: Tensor = (self_similarity(k, self.tile[1]) < theta).unsqueeze(-2)
-        scores = pooled_scores(q, k, self.tile).masked_fill(stray_k, -torch.inf)
+        return self.choose(self.pooled(q, k), tau, theta, self.topk)
+
+    def pooled(self, q: Tensor, k: Tensor) -> Pooled:
+        """What the first stage looks at, whatever its numbers."""
+        return Pooled(
+            pooled_scores(q, k, self.tile),
+            self_similarity(q, self.tile[0]),
+            self_similarity(k, self.tile[1]),
+        )
+
+    @staticmethod
+    def choose(
+        pooled: Pooled, tau: float | Tensor, theta: float | Tensor, topk: float | None = None
+    ) -> Tensor:
+        """The mask ``[..., B, H, Tq, Tk]`` of numbers, or of tensors of them that broadcast.
+
+        Tau against ``[B, H, Tq, Tk]``, theta against ``[B, H, T]``.
+        """
+        stray_q = pooled.q_similarity < theta
+        stray_k = (pooled.k_similarity < theta).unsqueeze(-2)
+        scores = pooled.scores.masked_fill(stray_k, -torch.inf)
         # a row whose every column is stray has no softmax; all of it is computed.
-        return choose_tiles(scores, tau, self.topk) | stray_q.unsqueeze(-1) | stray_k
+        return choose_tiles(scores, tau, topk) | stray_q.unsqueeze(-1) | stray_k
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP | None:
         """Top-cdf or top-k, and the judge."""
-        if self.numbers is not None:
-            return None
-        return PooledTopP(self.tau or 1.0, self.theta, self.topk)
+        tau, theta = (self.number(name, site, device) for name in ("tau", "theta"))
+        return PooledTopP(1.0 if tau is None else tau, theta, self.topk)
 
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate | None:
         """Lambda of every head, where there is any (section 3.4)."""

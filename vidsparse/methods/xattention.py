@@ -124,7 +124,7 @@ class XAttention(SparseMethod):
     title: ClassVar[str] = "XAttention"
     paper: ClassVar[str] = "XAttention: Block Sparse Attention with Antidiagonal Scoring"
     summary: ClassVar[str] = "blocks scored by the sums of their antidiagonals"
-    calibrated: ClassVar[tuple[str, ...]] = ("tau",)
+    free_options: ClassVar[tuple[str, ...]] = ("merge",)
 
     tau: float | None = share_option(0.9, "--tau", "share of a row's sums kept, in (0, 1]")
     topk: float | None = topk_option()

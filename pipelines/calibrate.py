@@ -1,0 +1,277 @@
+"""Calibration runs: dense denoising of a few prompts, with a calibrator looking on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vidsparse.calibration import CALIBRATORS, Calibrator, Extent, Pass
+from vidsparse.errors import OptionError, OutputError
+from vidsparse.files import write_whole
+from vidsparse.logs import logger
+from vidsparse.methods import SparseMethod, make_method
+from vidsparse.order import token_order
+from vidsparse.pipelines.generate import denoise
+from vidsparse.pipelines.handle import attention_shape, sparsify, transformer_configs
+from vidsparse.pipelines.models import LoadedPipeline
+from vidsparse.pipelines.request import GenerateRequest, resolve
+from vidsparse.presets import Preset, preset_files
+from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, the steps that are done and all steps."""
+
+
+def calibrate(
+    loaded: LoadedPipeline,
+    request: GenerateRequest,
+    prompts: Sequence[str],
+    out: Path,
+    *,
+    settings: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Preset:
+    """Calibrate ``request.method`` on ``prompts`` and write the preset ``out``.
+
+    Every prompt is denoised densely once in each pass; q, k and v are looked at as they appear and
+    never kept. After each prompt what is known goes to a file beside ``out``, from which the same
+    call goes on when it was interrupted.
+
+    Args:
+        loaded: the model.
+        request: frames, size, steps, seed, order and the method's options; its prompt is not used.
+            Prompt i starts from the noise of ``seed + i``.
+        prompts: what to denoise; at least one.
+        out: the preset's path.
+        settings: of the method's calibrator, such as ``l1``.
+        progress: told after each denoising step.
+
+    Raises:
+        OptionError: the method cannot be calibrated, or a setting is not valid.
+        OutputError: the files cannot be written.
+    """
+    if not prompts:
+        raise OptionError("calibration needs at least one prompt")
+    request = resolve(replace(request, model=loaded.ref.name), loaded.defaults)
+    run = _Run(loaded, request, settings or {})
+    file = _ProgressFile(out, _fingerprint(loaded, request, prompts, settings))
+    number, done = file.restore(run)
+    dense = replace(request, method="dense", method_options={})
+    passes = run.calibrator.passes
+    with sparsify(loaded.pipe, "dense") as handle:
+        for engine in handle.engines:
+            engine.observer = run.observe
+        while number < len(passes):
+            run.steps = frozenset(passes[number].steps)
+            while done < len(prompts):
+                one = replace(dense, prompt=prompts[done], seed=request.seed + done)
+                tell = None
+                if progress is not None:
+                    tell = _telling(progress, passes, number, done, len(prompts))
+                run.number = number
+                denoise(loaded, one, max(run.steps), tell)
+                done += 1
+                file.save(run, number, done)
+            run.calibrator.finish(number)
+            number, done = number + 1, 0
+            file.save(run, number, done)
+    preset = run.preset(len(prompts))
+    preset.save(out)
+    file.remove()
+    return preset
+
+
+def check_calibration(request: GenerateRequest, steps: int, settings: dict[str, Any]) -> Calibrator:
+    """A calibrator for one layer and head: whether the method and settings are valid.
+
+    Raises:
+        OptionError: they are not.
+    """
+    extent = Extent(parts=1, layers=1, heads=1, window=_window(request, steps))
+    return _calibrator(request, extent, settings)
+
+
+def _window(request: GenerateRequest, steps: int) -> range:
+    assert request.dense_steps is not None
+    schedule = Schedule(dense_steps=request.dense_steps, dense_last_steps=request.dense_last_steps)
+    window = schedule.sparse_window(steps)
+    if not window:
+        raise OptionError(
+            f"all {steps} steps are dense: there is nothing to calibrate. Hint: --dense-steps 0.24."
+        )
+    return window
+
+
+def _calibrator(request: GenerateRequest, extent: Extent, settings: dict[str, Any]) -> Calibrator:
+    if request.method not in CALIBRATORS:
+        raise OptionError(
+            f"{request.method} is not calibrated. Hint: choose from {', '.join(CALIBRATORS)}."
+        )
+    method = make_method(request.method, **request.method_options)
+    assert isinstance(method, SparseMethod)
+    return CALIBRATORS[request.method](method=method, extent=extent, **settings)
+
+
+def _fingerprint(
+    loaded: LoadedPipeline, request: GenerateRequest, prompts: Sequence[str], settings: Any
+) -> str:
+    options = request.options()
+    del options["offload"], options["model"]
+    text = json.dumps(
+        [loaded.weights_hash, loaded.dtype, options, list(prompts), settings],
+        sort_keys=True,
+        default=str,
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _Run:
+    """One calibration: the calibrator, and what the calls showed of the model on the way."""
+
+    def __init__(
+        self, loaded: LoadedPipeline, request: GenerateRequest, settings: dict[str, Any]
+    ) -> None:
+        assert request.steps is not None
+        assert request.order is not None
+        self._loaded, self._request, self._order = loaded, request, request.order
+        parts, layers, heads = attention_shape(loaded.pipe)
+        window = _window(request, request.steps)
+        extent = Extent(parts=parts, layers=layers, heads=heads, window=window)
+        self.calibrator = _calibrator(request, extent, settings)
+        self.number = 0
+        self.steps: frozenset[int] = frozenset()
+        self._grid = torch.zeros(3, dtype=torch.int64)
+        self._timesteps = torch.full((request.steps,), torch.nan, dtype=torch.float64)
+
+    def observe(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
+        """Show a call to the calibrator where it wants to see it."""
+        grid = site.grid
+        if grid.tokens != q.shape[2]:
+            return
+        self._grid = torch.tensor([grid.frames, grid.height, grid.width])
+        self._timesteps[site.step] = site.timestep
+        if site.step in self.steps:
+            order = token_order(self._order, grid, q.device)
+            # autocast would round scores to 16 bits.
+            with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+                self.calibrator.observe(
+                    self.number, order.apply(q), order.apply(k), order.apply(v), site
+                )
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything known so far."""
+        own = {"run.grid": self._grid, "run.timesteps": self._timesteps}
+        return {**self.calibrator.state(), **own}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Go on from a ``state()``."""
+        self._grid, self._timesteps = state["run.grid"], state["run.timesteps"]
+        self.calibrator.restore(state)
+
+    def preset(self, prompts: int) -> Preset:
+        """What was found."""
+        request, loaded, calibrator = self._request, self._loaded, self.calibrator
+        if not bool(self._grid.all()):
+            raise OptionError(
+                f"{loaded.ref.name} made no attention call on a known token grid: there is nothing "
+                "to calibrate"
+            )
+        frames, height, width = self._grid.tolist()
+        times = self._timesteps.tolist()
+        return Preset(
+            method=request.method,
+            options=dict(request.method_options),
+            order=self._order,
+            edges=tuple((times[step - 1] + times[step]) / 2 for step in calibrator.starts),
+            tables=calibrator.tables(),
+            model={
+                "name": loaded.ref.name,
+                "weights_hash": loaded.weights_hash,
+                "transformers": json.loads(
+                    json.dumps(transformer_configs(loaded.pipe), default=str)
+                ),
+            },
+            video={name: getattr(request, name) for name in ("frames", "width", "height")},
+            grid=(frames, height, width),
+            measured={
+                "prompts": prompts,
+                "seed": request.seed,
+                "guidance": request.guidance,
+                "denoising_steps": request.steps,
+                "sampled_steps": [sorted(one.steps) for one in calibrator.passes],
+                "lora": request.lora,
+                "device": loaded.device,
+                "dtype": loaded.dtype,
+                "settings": json.loads(json.dumps(calibrator.settings())),
+                **calibrator.measured(),
+            },
+        )
+
+
+class _ProgressFile:
+    """What is known so far, in one file beside the preset: it is there whole or not at all."""
+
+    def __init__(self, out: Path, fingerprint: str) -> None:
+        self._path = preset_files(out)[0].with_suffix(".progress.safetensors")
+        self._fingerprint = fingerprint
+
+    def save(self, run: _Run, number: int, done: int) -> None:
+        """Keep the state after ``done`` prompts of pass ``number``."""
+        from safetensors.torch import save
+
+        facts = {"for": self._fingerprint, "pass": str(number), "done": str(done)}
+        state = {name: value.contiguous() for name, value in run.state().items()}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path, save(state, metadata=facts))
+        except OSError as error:
+            raise OutputError(
+                f"{self._path} cannot be written: {error.strerror or error}. "
+                "Hint: give another place with --out."
+            ) from None
+
+    def restore(self, run: _Run) -> tuple[int, int]:
+        """Bring ``run`` to where it was; the pass and the prompts done, 0 and 0 at the start.
+
+        A file of other settings, or one that cannot be read, counts as none.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                facts = file.metadata() or {}
+                if facts.get("for") != self._fingerprint:
+                    return 0, 0
+                run.restore({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError):
+            return 0, 0
+        number, done = int(facts["pass"]), int(facts["done"])
+        logger.info("going on with pass %d after %d prompts", number + 1, done)
+        return number, done
+
+    def remove(self) -> None:
+        """The preset is there: nothing is left to go on with."""
+        self._path.unlink(missing_ok=True)
+
+
+def _telling(
+    progress: Progress, passes: Sequence[Pass], number: int, done: int, prompts: int
+) -> Callable[[int, int, float], None]:
+    """A denoising callback that speaks of the whole calibration."""
+    lengths = [max(one.steps) + 1 for one in passes]
+    before = sum(lengths[:number]) * prompts + lengths[number] * done
+    total = sum(lengths) * prompts
+    what = f"{passes[number].title}, prompt {done + 1} of {prompts}"
+
+    def tell(step: int, steps: int, seconds: float) -> None:
+        progress(what, before + step, total)
+
+    return tell

@@ -1,0 +1,340 @@
+"""Calibration runs on a tiny pipeline: presets that fit, resuming, and the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
+
+import vidsparse
+from vidsparse.apps.cli import main
+from vidsparse.calibration import CALIBRATORS, SpargeCalibrator
+from vidsparse.pipelines import calibrate as calibrating
+from vidsparse.pipelines.calibrate import calibrate
+from vidsparse.pipelines.generate import generate
+from vidsparse.pipelines.handle import is_sparse, sparsify
+from vidsparse.pipelines.models import LoadedPipeline, load
+from vidsparse.pipelines.request import GenerateRequest, settings_hash
+from vidsparse.presets import Preset, load_preset
+
+PROMPTS = ["a red circle", "a blue square that moves left", "a red square"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def loaded(folder: Path) -> LoadedPipeline:
+    return load(folder, device="cpu")
+
+
+def a_request(method: str, **changes: Any) -> GenerateRequest:
+    given = {
+        "prompt": "",
+        "method": method,
+        "frames": 9,
+        "width": 64,
+        "height": 64,
+        "steps": 4,
+        "guidance": 3.0,
+        "dense_steps": 1,
+        "order": "rowmajor",
+        "device": "cpu",
+    }
+    return GenerateRequest(**{**given, **changes})
+
+
+# settings that make something happen at 48 tokens.
+LOOSE: dict[str, dict[str, Any]] = {
+    "spargeattn": {"l1": 0.5, "l2": 0.6},
+    "xattention": {"error": 0.5},
+    "sale": {},
+    "bsfa": {"groups": 2, "fractions": (0.3, 1.0)},
+}
+
+
+@pytest.fixture(scope="module", params=CALIBRATORS)
+def made(
+    request: pytest.FixtureRequest, loaded: LoadedPipeline, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Preset, Path]:
+    name = request.param
+    path = tmp_path_factory.mktemp("presets") / name
+    preset = calibrate(loaded, a_request(name), PROMPTS[:2], path, settings=LOOSE[name])
+    return preset, path
+
+
+def test_a_preset_says_what_it_is_for(made: tuple[Preset, Path], loaded: LoadedPipeline) -> None:
+    preset = load_preset(made[1])
+    assert preset.grid == (3, 4, 4)
+    assert preset.video == {"frames": 9, "width": 64, "height": 64}
+    assert preset.model["weights_hash"] == loaded.weights_hash
+    assert preset.order == "rowmajor"
+    assert preset.measured["prompts"] == 2
+    for table in preset.tables.values():
+        assert table.shape[:3] == (1, 2, 2)
+    assert not is_sparse(loaded.pipe)
+    assert [path.suffix for path in sorted(made[1].parent.iterdir())] == [".json", ".safetensors"]
+
+
+def test_generating_takes_everything_from_the_preset(
+    made: tuple[Preset, Path], loaded: LoadedPipeline
+) -> None:
+    preset, path = made
+    request = GenerateRequest(
+        prompt="a red circle", model=loaded.ref.location, preset=str(path), steps=4, guidance=3.0,
+        dense_steps=1, device="cpu",
+    )  # fmt: skip
+    assert (request.method, request.order, request.frames) == (preset.method, "rowmajor", 9)
+    video = generate(loaded, request)
+    assert video.record["preset"] == load_preset(path).digest
+    assert video.record["options"]["preset"] == str(path)
+    assert json.loads(json.dumps(video.record)) == video.record
+    with sparsify(loaded.pipe, preset=path, dense_steps=1) as handle:
+        latents_of(loaded.pipe)
+        summary = handle.summary()
+    assert handle.method.name == preset.method
+    assert (summary.selected, summary.computed) == (
+        pytest.approx(video.record["selected"]), pytest.approx(video.record["computed"]),
+    )  # fmt: skip
+
+
+def test_the_settings_hash_follows_the_presets_contents(
+    made: tuple[Preset, Path], loaded: LoadedPipeline, tmp_path: Path
+) -> None:
+    def hashed(path: Path) -> str:
+        return settings_hash(
+            GenerateRequest(prompt="", model=loaded.ref.location, preset=str(path), device="cpu")
+        )
+
+    preset = load_preset(made[1])
+    for suffix in (".json", ".safetensors"):
+        copy = tmp_path / f"{made[1].name}{suffix}"
+        copy.write_bytes(made[1].with_name(f"{made[1].name}{suffix}").read_bytes())
+    assert hashed(tmp_path / made[1].name) == hashed(made[1])
+    changed = {name: table + 0.125 for name, table in preset.tables.items()}
+    if preset.method != "bsfa":
+        replace(preset, tables=changed).save(tmp_path / made[1].name)
+        assert hashed(tmp_path / made[1].name) != hashed(made[1])
+
+
+@pytest.fixture
+def sparge(loaded: LoadedPipeline, tmp_path: Path) -> Path:
+    calibrate(loaded, a_request("spargeattn"), PROMPTS[:1], tmp_path / "s", settings={"steps": 1})
+    return tmp_path / "s"
+
+
+def test_another_model_is_refused(sparge: Path, tmp_path: Path) -> None:
+    with pytest.raises(vidsparse.OptionError, match="num_layers 3 instead of 2"):
+        sparsify(tiny_wan(layers=3), preset=sparge)
+    other = load(save_tiny_wan(tmp_path / "other", seed=1), device="cpu")
+    request = GenerateRequest(prompt="", model=other.ref.location, preset=str(sparge), device="cpu")
+    with pytest.raises(vidsparse.OptionError, match="other weights than these"):
+        generate(other, request)
+
+
+def test_what_a_preset_settles_is_not_given_beside_it(sparge: Path) -> None:
+    for given, message in (
+        ({"method": "bsfa"}, "is for spargeattn, not for bsfa"),
+        ({"order": "hilbert"}, "in rowmajor order, not in hilbert"),
+        ({"frames": 13}, "calibrated on 9 frames of 64x64, not on 13"),
+        ({"method_options": {"tau": 0.5}}, "tau is settled"),
+    ):
+        with pytest.raises(vidsparse.OptionError, match=message):
+            GenerateRequest(prompt="", preset=str(sparge), **given)
+    pipe = tiny_wan()
+    with pytest.raises(vidsparse.OptionError, match="is for spargeattn, not for fg-attn"):
+        sparsify(pipe, "fg-attn", preset=sparge)
+    with pytest.raises(vidsparse.OptionError, match="in rowmajor order"):
+        sparsify(pipe, preset=sparge, order="hilbert")
+    assert not is_sparse(pipe)
+
+
+def test_another_size_of_video_is_refused_in_the_first_step(
+    sparge: Path, loaded: LoadedPipeline
+) -> None:
+    with (
+        sparsify(loaded.pipe, preset=sparge),
+        pytest.raises(vidsparse.OptionError, match="token grid of 3x4x4, and this video has 2x4x4"),
+    ):
+        latents_of(loaded.pipe, num_frames=5)
+
+
+class Killed(Exception):
+    pass
+
+
+def killing(after: int) -> Callable[[str, int, int], None]:
+    """Progress that dies at the ``after``-th step of the whole calibration."""
+
+    def progress(what: str, done: int, total: int) -> None:
+        if done == after:
+            raise Killed
+
+    return progress
+
+
+@pytest.mark.parametrize("after", [1, 6, 11, 17, 22])
+def test_a_killed_calibration_goes_on(
+    after: int, loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, settings = a_request("spargeattn"), {"steps": 2, **LOOSE["spargeattn"]}
+    straight = calibrate(loaded, request, PROMPTS, tmp_path / "straight", settings=settings)
+    with pytest.raises(Killed):
+        calibrate(
+            loaded, request, PROMPTS, tmp_path / "p", settings=settings, progress=killing(after)
+        )
+    assert not is_sparse(loaded.pipe)
+    assert not (tmp_path / "p.json").exists()
+    # two passes of three prompts and four steps each.
+    finished = (after - 1) // 4
+    assert (tmp_path / "p.progress.safetensors").exists() == (finished > 0)
+    runs = []
+    denoise = calibrating.denoise
+    monkeypatch.setattr(calibrating, "denoise", lambda *a: (runs.append(a[1].prompt), denoise(*a)))
+    again = calibrate(loaded, request, PROMPTS, tmp_path / "p", settings=settings)
+    assert runs == (PROMPTS * 2)[finished:]
+    assert again.tables.keys() == straight.tables.keys()
+    assert all(torch.equal(again.tables[name], straight.tables[name]) for name in again.tables)
+    assert again.measured == straight.measured
+    assert not (tmp_path / "p.progress.safetensors").exists()
+
+
+def test_the_progress_of_other_settings_is_not_taken_up(
+    loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Killed):
+        calibrate(loaded, a_request("sale"), PROMPTS, tmp_path / "p", progress=killing(5))
+    runs = []
+    denoise = calibrating.denoise
+    monkeypatch.setattr(calibrating, "denoise", lambda *a: (runs.append(a[1].prompt), denoise(*a)))
+    calibrate(loaded, a_request("sale", seed=5), PROMPTS, tmp_path / "p")
+    assert runs == PROMPTS
+
+
+def test_calls_are_not_kept(loaded: LoadedPipeline, tmp_path: Path) -> None:
+    """What a calibrator holds does not grow with what it sees."""
+    sizes = []
+    original = SpargeCalibrator.observe
+
+    def watching(self: SpargeCalibrator, *call: Any) -> None:
+        original(self, *call)
+        sizes.append(sum(table.numel() for table in self.state().values()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpargeCalibrator, "observe", watching)
+        calibrate(loaded, a_request("spargeattn"), PROMPTS, tmp_path / "p")
+    # layers x branches x steps x prompts x passes.
+    assert len(sizes) == 2 * 2 * 3 * 3 * 2
+    assert len(set(sizes)) == 1
+
+
+def test_two_transformers_have_numbers_of_their_own(tmp_path: Path) -> None:
+    two = load(save_tiny_wan(tmp_path / "two", two_stage=True), device="cpu")
+    request = a_request("xattention", dense_steps=0)
+    preset = calibrate(two, request, PROMPTS[:1], tmp_path / "p", settings=LOOSE["xattention"])
+    assert preset.tables["tau"].shape == (2, 2, 2)
+    with sparsify(two.pipe, preset=tmp_path / "p", dense_steps=0) as handle:
+        latents_of(two.pipe)
+        assert handle.summary().dense_call_share == 0
+
+
+# ---- the command ----
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(PROMPTS), encoding="utf-8")
+    return path
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(main, args)
+
+
+def test_the_command_writes_a_preset_that_generate_takes(
+    folder: Path, prompts: Path, tmp_path: Path
+) -> None:
+    size = ("--frames", "9", "--size", "64x64", "--steps", "3", "--device", "cpu")
+    base = ("calibrate", "--model", str(folder), "--prompts", str(prompts), *size)
+    out = tmp_path / "b"
+    result = invoke(
+        *base, "--method", "bsfa", "--out", str(out), "--samples", "2", "--groups", "1",
+        "--fractions", "0.3,0.6",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "predicted density" in result.output
+    measured = load_preset(out).measured
+    assert measured["settings"] == {"fractions": [0.3, 0.6], "groups": 1, "per_group": 2}
+    assert measured["prompts"] == 2
+    again = invoke(*base, "--method", "bsfa", "--out", str(out))
+    assert again.exit_code == 2
+    assert "--overwrite replaces it" in again.output
+    generate = ("generate", str(prompts), "--model", str(folder), "--device", "cpu", "--steps", "3")
+    result = invoke(
+        *generate, "--preset", str(out), "--keep", "0.6", "--out", str(tmp_path / "videos")
+    )
+    assert result.exit_code == 0, result.output
+    (run,) = (tmp_path / "videos").iterdir()
+    assert run.name.startswith("prompts-bsfa-")
+    record = json.loads(next(run.glob("0001*.json")).read_text())
+    assert record["options"]["method_options"]["keep"] == 0.6
+    assert record["selected"] == 1
+    assert 0.5 <= record["computed"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "say what to calibrate: --method spargeattn"),
+        (("--method", "fg-attn"), "fg-attn is not calibrated"),
+        (("--method", "bsfa", "--l1", "0.1"), "--l1 is for spargeattn, not for bsfa"),
+        (("--method", "spargeattn", "--l1", "x"), "--l1 cannot be 'x'"),
+        (("--method", "spargeattn", "--l1", "0.2"), "l2 (0.06) must not be below l1 (0.2)"),
+        (("--method", "spargeattn", "--tile", "64x64"), "128 queries by 64 or 128 keys"),
+        (("--method", "bsfa", "--fractions", "0.1,2"), "fractions must lie in (0, 1]"),
+        (("--method", "sale", "--samples", "0"), "samples must be at least 1"),
+        (("--method", "sale", "--dense-steps", "1.0"), "nothing to calibrate"),
+        (("--method", "sale", "--preset", "x"), "takes none"),
+        (("--method", "sale", "--order", "spiral"), "unknown token order 'spiral'"),
+    ],
+)
+def test_bad_input_ends_with_2_before_the_model_loads(
+    args: tuple[str, ...], message: str, prompts: Path, tmp_path: Path
+) -> None:
+    result = invoke("calibrate", "--prompts", str(prompts), "--out", str(tmp_path / "p"), *args)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+    assert "Loading" not in result.output
+
+
+def test_a_method_that_needs_a_preset_says_so(prompts: Path) -> None:
+    result = invoke("generate", str(prompts), "--method", "bsfa", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "vidsparse calibrate --method bsfa" in result.output
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_a_preset_that_does_not_fit_ends_with_2(
+    command: str, folder: Path, prompts: Path, sparge: Path
+) -> None:
+    base = (command, str(prompts), "--model", str(folder), "--device", "cpu", "--preset")
+    for args, message in (
+        ((f"{sparge}-not-there",), "there is no preset file"),
+        ((str(sparge), "--method", "fg-attn"), "is for spargeattn, not for fg-attn"),
+        ((str(sparge), "--tau", "0.5"), "tau is settled"),
+        ((str(sparge), "--size", "32x32"), "calibrated on 9 frames of 64x64"),
+    ):
+        result = invoke(*base, *args)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.output.split())

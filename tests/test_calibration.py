@@ -1,0 +1,378 @@
+"""Calibrators: crafted calls with known answers, and numbers that the kernels then keep to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budget import random_qkv
+from torch import Tensor
+
+import vidsparse
+from vidsparse.attention import AttentionEngine
+from vidsparse.calibration import (
+    CALIBRATORS,
+    BsfaCalibrator,
+    Calibrator,
+    Extent,
+    SaleCalibrator,
+    SpargeCalibrator,
+    XAttentionCalibrator,
+)
+from vidsparse.calibration.bands import bands
+from vidsparse.calibration.bsfa import block_maxima
+from vidsparse.calibration.spargeattn import LAMBDAS, PAIRS, PIECE
+from vidsparse.calibration.sweep import masked_errors, selected_share
+from vidsparse.calibration.xattention import best_adjustments
+from vidsparse.grid import TokenGrid
+from vidsparse.methods import (
+    Bsfa,
+    Numbers,
+    Sale,
+    SpargeAttn,
+    SparseMethod,
+    XAttention,
+    make_method,
+)
+from vidsparse.methods.bsfa import FRACTION, THRESHOLD
+from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+GRID = TokenGrid(4, 10, 14)  # 560 tokens: 5 query blocks of 128, 9 key blocks of 64, the last short
+HEADS = 2
+
+
+def extent(**changes: object) -> Extent:
+    return Extent(**{"parts": 1, "layers": 1, "heads": HEADS, "window": range(2, 10), **changes})
+
+
+def site(step: int = 2, grid: TokenGrid = GRID, layer: int = 0) -> CallSite:
+    return CallSite(layer, step, 1000.0 - 100 * step, grid)
+
+
+def call(seed: int, spread: float = 2.0, grid: TokenGrid = GRID) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k whose neighbours are alike, so that blocks differ."""
+    q, k, v = random_qkv(grid.tokens, 64, torch.float32, heads=HEADS, spread=1.0, seed=seed)
+
+    def smooth(x: Tensor) -> Tensor:
+        flat = F.avg_pool1d(x.flatten(0, 1).mT, 49, 1, 24, count_include_pad=False).mT
+        return (flat / flat.std() * spread).view_as(x)
+
+    return smooth(q), smooth(k), v
+
+
+def run(calibrator: Calibrator, calls: list[tuple[Tensor, Tensor, Tensor]]) -> Numbers:
+    for number, one in enumerate(calibrator.passes):
+        for q, k, v in calls:
+            for step in one.steps:
+                calibrator.observe(number, q, k, v, site(step))
+        calibrator.finish(number)
+    return Numbers(calibrator.tables(), (GRID.frames, GRID.height, GRID.width))
+
+
+def outcome(
+    method: SparseMethod, q: Tensor, k: Tensor, v: Tensor, step: int = 2
+) -> tuple[Tensor, AttentionEngine]:
+    """Relative L1 of every head ``[B, H]``, and the engine that ran."""
+    engine = AttentionEngine(method, schedule=Schedule(dense_steps=0), order="rowmajor", layers=1)
+    engine.begin_run(10)
+    out = engine.attend(q, k, v, site(step))
+    dense = F.scaled_dot_product_attention(q, k, v)
+    return (out - dense).abs().sum((2, 3)) / dense.abs().sum((2, 3)), engine
+
+
+# ---- what calibrators measure with ----
+
+
+@pytest.mark.parametrize("tile", [(128, 64), (64, 32)])
+def test_bands_answer_for_any_mask(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # two tiles at a time, so that bands have seams.
+    monkeypatch.setitem(vidsparse.calibration.bands.BAND_BYTES, "cpu", 2 * 2**20)
+    q, k, v = (x[0, 0] for x in call(0))
+    rows, keys = (-(-GRID.tokens // size) for size in tile)
+    masks = torch.rand(5, rows, keys, generator=torch.Generator().manual_seed(0)) < 0.5
+    masks[..., 0] = True
+    for c in range(5):
+        pairs = masks[c].repeat_interleave(tile[0], 0).repeat_interleave(tile[1], 1)
+        pairs = pairs[: GRID.tokens, : GRID.tokens]
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=pairs)
+        found = [
+            band.outputs(masks[:, band.tiles])[c].flatten(0, 1)
+            for band in bands(q, k, v, *tile, 1 / 8)
+        ]
+        assert len(found) > 1
+        torch.testing.assert_close(torch.cat(found)[: GRID.tokens], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [(128, 64), (64, 32)])
+def test_errors_and_shares_are_those_of_the_kernels(tile: tuple[int, int]) -> None:
+    q, k, v = call(0)
+    # blocks of 64 rows on a CPU: no tiles are merged.
+    method = make_method("fg-attn", top_p=0.5, tile=tile)
+    assert isinstance(method, SparseMethod)
+    mask = method.select(q, k, site())
+    errors, kept = masked_errors(mask.unsqueeze(0), tile, q, k, v)
+    expected, engine = outcome(method, q, k, v)
+    torch.testing.assert_close(errors[..., 0], expected, rtol=1e-3, atol=1e-5)
+    (cell,) = engine.trace.cells
+    assert cell.selected is not None
+    torch.testing.assert_close(kept[..., 0], cell.selected)
+    assert torch.equal(kept[..., 0], selected_share(mask, tile, GRID.tokens))
+
+
+def test_steps_are_spread_over_the_window() -> None:
+    assert extent(window=range(5, 20)).spread(5) == (6, 9, 12, 15, 18)
+    assert extent(window=range(3, 5)).spread(5) == (3, 4)
+
+
+# ---- spargeattn ----
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("gate_rows", [32, 64])
+def test_spargeattn_keeps_least_under_its_bounds(gate_rows: int, quantize: str) -> None:
+    calls = [call(seed) for seed in range(3)]
+    method = SpargeAttn(gate_rows=gate_rows, quantize=quantize)
+    calibrator = SpargeCalibrator(method=method, extent=extent(), l1=0.1, l2=0.14, steps=1)
+    numbers = run(calibrator, calls)
+    calibrated = method.with_numbers(numbers)
+    results = [outcome(calibrated, *one) for one in calls]
+    worst = torch.stack([errors.amax(0) for errors, _ in results]).amax(0)
+    assert bool((worst < 0.14).all())
+    # the first stage, by brute force: no pair with every error under l1 keeps less.
+    for head in range(HEADS):
+        kept = {}
+        for theta, tau in PAIRS:
+            single = SpargeAttn(tau=tau, theta=theta, quantize="none")
+            found = [outcome(single, *(x[:, head : head + 1] for x in one)) for one in calls]
+            if max(errors.max().item() for errors, _ in found) < 0.1:
+                shares = [engine.trace.summary().selected or 0 for _, engine in found]
+                kept[theta, tau] = sum(shares) / len(shares)
+        chosen = (
+            round(numbers.tables["theta"][0, 0, head].item(), 4),
+            round(numbers.tables["tau"][0, 0, head].item(), 4),
+        )
+        assert kept[chosen] == pytest.approx(min(kept.values()), abs=1e-6)
+    # what it says it measured is what the kernel counts.
+    summaries = [engine.trace.summary() for _, engine in results]
+    measured = calibrator.measured()
+    for name in ("selected", "skipped", "sparsity"):
+        mean = sum(getattr(one, name) for one in summaries) / len(summaries)
+        assert measured[name] == pytest.approx(mean, abs=2e-3)
+    assert measured["skipped"] > 0
+    # the next lambda would have gone over l2.
+    for head in range(HEADS):
+        place = LAMBDAS.index(round(numbers.tables["lambda_"][0, 0, head].item(), 2))
+        if place:
+            tables = {**numbers.tables, "lambda_": numbers.tables["lambda_"].clone()}
+            tables["lambda_"][0, 0, head] = LAMBDAS[place - 1]
+            bolder = method.with_numbers(Numbers(tables, numbers.video))
+            assert max(outcome(bolder, *one)[0][:, head].max().item() for one in calls) >= 0.14
+
+
+def test_a_head_that_nothing_satisfies_keeps_all() -> None:
+    q, k, v = call(0)
+    # values that cancel: any key left out shows.
+    v = torch.randn(v.shape, generator=torch.Generator().manual_seed(1))
+    q = q * 0.01
+    calibrator = SpargeCalibrator(
+        method=SpargeAttn(), extent=extent(layers=2), l1=1e-6, l2=1e-6, steps=1
+    )
+    numbers = run(calibrator, [(q, k, v)])
+    assert "lambda_" not in numbers.tables
+    measured = calibrator.measured()
+    assert (measured["selected"], measured["heads_that_keep_all"]) == (1, 4)
+    # layer 1 was never seen: it keeps all whatever its empty statistics say.
+    assert numbers.tables["tau"][0, 1].tolist() == [1, 1]
+
+
+def test_the_gates_pieces_are_as_in_the_paper() -> None:
+    assert PIECE == 64
+    with pytest.raises(vidsparse.OptionError, match="128 queries by 64 or 128 keys, got 64x64"):
+        SpargeCalibrator(method=SpargeAttn(tile=(64, 64)), extent=extent())
+
+
+# ---- bsfa ----
+
+
+def test_bsfas_threshold_is_the_mean_kth_largest_block_maximum() -> None:
+    calls = [call(seed, spread=1.0) for seed in range(2)]
+    calibrator = BsfaCalibrator(
+        method=Bsfa(), extent=extent(), fractions=(0.3, 0.6), groups=2, per_group=1
+    )
+    assert calibrator.starts == (6,)
+    assert calibrator.passes[0].steps == (4, 8)
+    numbers = run(calibrator, calls)
+    table = numbers.tables[THRESHOLD]
+    assert table.shape == (1, 1, HEADS, 2, 2, 5)
+    assert numbers.tables[FRACTION][0, 0, 1].tolist() == pytest.approx([0.3, 0.6])
+    expected = torch.zeros(HEADS, 2, 5)
+    for q, k, _ in calls:
+        scores = (q @ k.mT)[0] / 8
+        for head, row in itertools.product(range(HEADS), range(5)):
+            band = scores[head, row * 128 : row * 128 + 128]
+            judged = [
+                band[:, c * 64 : c * 64 + 64].max().item()
+                for c in range(9)
+                if c not in (2 * row, 2 * row + 1)
+            ]
+            judged.sort(reverse=True)
+            for f, fraction in enumerate((0.3, 0.6)):
+                # the last row's neighbourhood is one block, so it judges eight.
+                kept = round(fraction * len(judged))
+                expected[head, f, row] += judged[kept - 1] / 2
+    for group in range(2):
+        torch.testing.assert_close(table[0, 0, :, group], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", [0, 40])
+def test_bsfas_density_is_predicted_to_the_block(text: int) -> None:
+    grid = TokenGrid(4, 10, 14, text=text)
+    q, k, v = call(0, spread=1.0, grid=grid)
+    method = Bsfa(keep=0.3)
+    calibrator = BsfaCalibrator(
+        method=method, extent=extent(), fractions=(0.3,), groups=1, per_group=1
+    )
+    (one,) = calibrator.passes
+    calibrator.observe(0, q, k, v, site(one.steps[0], grid))
+    numbers = Numbers(calibrator.tables(), (4, 10, 14))
+    engine = AttentionEngine(
+        method.with_numbers(numbers), schedule=Schedule(dense_steps=0), order="rowmajor", layers=1
+    )
+    engine.begin_run(10)
+    engine.attend(q, k, v, site(one.steps[0], grid))
+    # on the very input that the thresholds are from, just k blocks pass.
+    skipped = engine.trace.summary().skipped
+    assert skipped is not None
+    predicted = calibrator.measured()["predicted_density"]["0.3"]
+    assert 1 - skipped == pytest.approx(predicted, abs=0.01)
+    assert 0.3 < predicted < 0.7
+
+
+def test_block_maxima_of_a_short_sequence() -> None:
+    q, k, _ = call(0)
+    whole = (q @ k.mT) / 8
+    maxima = block_maxima(q, k, (128, 64))
+    assert maxima.shape == (1, HEADS, 5, 9)
+    torch.testing.assert_close(maxima[0, 1, 4, 8], whole[0, 1, 512:, 512:].max())
+    torch.testing.assert_close(maxima.amax((2, 3)), whole.amax((2, 3)))
+
+
+@pytest.mark.parametrize("bad", [(), (0.1, 0.1), (0.0,), (1.5,)])
+def test_fractions_are_different_shares(bad: tuple[float, ...]) -> None:
+    with pytest.raises(vidsparse.OptionError, match="fractions"):
+        BsfaCalibrator(method=Bsfa(), extent=extent(), fractions=bad)
+
+
+# ---- sale ----
+
+
+def test_sale_halves_until_every_call_is_under_the_bound() -> None:
+    calls = [call(seed, spread=1.0) for seed in range(3)]
+    method = Sale(local=64, quantize="none", merge="consecutive")
+    calibrator = SaleCalibrator(method=method, extent=extent(), error=0.05, tau0=0.5, steps=1)
+    numbers = run(calibrator, calls)
+    tau = numbers.tables["tau"][0, 0]
+    assert calibrator.measured()["halvings"][0] < HEADS
+    for head in range(HEADS):
+        halvings = round(torch.log2(0.5 / tau[head]).item())
+        assert tau[head].item() == pytest.approx(0.5 / 2**halvings)
+
+        def worst(value: float, head: int = head) -> float:
+            single = Sale(tau=value, local=64, quantize="none")
+            one_head = [tuple(x[:, head : head + 1] for x in one) for one in calls]
+            return max(outcome(single, *one)[0].max().item() for one in one_head)
+
+        assert worst(tau[head].item()) < 0.05
+        if halvings:
+            assert worst(2 * tau[head].item()) >= 0.05
+
+
+# ---- xattention ----
+
+
+def test_adjustments_are_shared_out_as_brute_force_would() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        worth = -torch.rand(3, 4, generator=generator).cumsum(-1).double()
+        worth[:, 0] = 0
+        least = -1.5
+        totals: dict[int, float] = {}
+        for made in itertools.product(range(4), repeat=3):
+            value = sum(worth[h, m].item() for h, m in enumerate(made))
+            totals[sum(made)] = max(totals.get(sum(made), -torch.inf), value)
+        most = max(m for m, value in totals.items() if value >= least)
+        found = best_adjustments(worth, least)
+        assert int(found.sum()) == most
+        value = worth.gather(1, found.unsqueeze(1)).sum().item()
+        assert value == pytest.approx(totals[most])
+
+
+def test_nothing_is_adjusted_where_the_start_is_too_bad() -> None:
+    assert best_adjustments(torch.tensor([[-1.0, -2.0], [-1.0, -3.0]]), -0.5).tolist() == [0, 0]
+
+
+def test_xattention_lowers_thresholds_while_the_mean_error_allows() -> None:
+    calls = [call(seed, spread=2.5) for seed in range(2)]
+    method = XAttention(merge="consecutive")
+    calibrator = XAttentionCalibrator(
+        method=method, extent=extent(), error=0.2, adjustments=12, steps=1
+    )
+    numbers = run(calibrator, calls)
+    results = [outcome(method.with_numbers(numbers), *one) for one in calls]
+    mean = torch.stack([errors for errors, _ in results]).mean().item()
+    measured = calibrator.measured()
+    assert mean <= 0.2 + 1e-4
+    assert measured["error"] == pytest.approx(mean, abs=1e-3)
+    assert measured["selected"] < measured["selected_before"]
+    adjusted = torch.log(numbers.tables["tau"] / 0.9) / torch.log(torch.tensor(0.9))
+    torch.testing.assert_close(adjusted, adjusted.round(), rtol=0, atol=1e-3)
+    with pytest.raises(vidsparse.OptionError, match="where it selects by tau"):
+        XAttentionCalibrator(method=XAttention(topk=0.3), extent=extent())
+
+
+# ---- all ----
+
+
+def fresh(name: str) -> Iterator[Calibrator]:
+    method = make_method(name)
+    assert isinstance(method, SparseMethod)
+    while True:
+        yield CALIBRATORS[name](method=method, extent=extent())
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_a_restored_calibrator_goes_on_as_if_nothing_had_happened(name: str) -> None:
+    calibrators = fresh(name)
+    straight, broken = next(calibrators), next(calibrators)
+    calls = [call(0), call(1)]
+    for number in range(len(straight.passes)):
+        for q, k, v in calls:
+            straight.observe(number, q, k, v, site(3))
+            broken.observe(number, q, k, v, site(3))
+            state = {key: value.clone() for key, value in broken.state().items()}
+            broken = next(calibrators)
+            broken.restore(state)
+        straight.finish(number)
+        broken.finish(number)
+    expected, got = straight.tables(), broken.tables()
+    assert got.keys() == expected.keys()
+    for key, table in expected.items():
+        assert torch.equal(got[key], table), key
+    assert broken.measured() == straight.measured()
+
+
+@pytest.mark.parametrize("name", CALIBRATORS)
+@pytest.mark.parametrize("setting", ["error", "l1", "steps", "groups", "adjustments", "tau0"])
+def test_settings_are_checked(name: str, setting: str) -> None:
+    method = make_method(name)
+    assert isinstance(method, SparseMethod)
+    known = CALIBRATORS[name](method=method, extent=extent()).settings()
+    if setting in known:
+        with pytest.raises(vidsparse.OptionError, match="must"):
+            CALIBRATORS[name](method=method, extent=extent(), **{setting: 0})

@@ -1,0 +1,259 @@
+"""SpargeAttn: tau and theta under l1, then lambda under l2, for every head (section 3.6)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from vidsparse.calibration.bands import Band, bands
+from vidsparse.calibration.base import Calibrator, Pass, check_count, check_positive
+from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
+from vidsparse.errors import OptionError
+from vidsparse.kernels.dispatch import eight_bits_that_pay
+from vidsparse.kernels.gates import RelativeGate, skipped_pieces
+from vidsparse.kernels.quantize import quantize_qk
+from vidsparse.masks import tile_sizes
+from vidsparse.methods import Numbers, SpargeAttn
+from vidsparse.methods.base import option
+from vidsparse.plan import BLOCK_ROWS
+from vidsparse.site import CallSite
+
+TAUS: Final = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+THETAS: Final = (-1.0, 0.15, 0.3, 0.45, 0.6)
+LAMBDAS: Final = (-0.5, -1.0, -1.5, -2.0, -2.5, -3.0, -4.0, -5.0, -6.0, -8.0, -10.0)
+
+PAIRS: Final = tuple(itertools.product(THETAS, TAUS))
+"""Theta and tau of every candidate of the first stage."""
+
+# keys of a piece of the gate.
+PIECE: Final = 64
+
+
+@dataclass(kw_only=True)
+class SpargeCalibrator(Calibrator):
+    """The pair (tau, theta) that keeps least with every L1 seen under l1, then lambda under l2.
+
+    L1 = sum|O - O'| / sum|O| of one head in one call. A head that no pair satisfies keeps all, and
+    one that no lambda satisfies has no gate (-inf). Where q·k will run in 8 bits, errors are those
+    of the rounded products.
+
+    Raises:
+        OptionError: l2 below l1, numbers out of range, or a tile the gate's pieces do not divide.
+    """
+
+    samples: ClassVar[int] = 5
+
+    l1: float = option(
+        0.05, flag="--l1", metavar="E", help="largest relative L1 error of the first stage"
+    )
+    l2: float = option(
+        0.06, flag="--l2", metavar="E", help="largest relative L1 error of both stages"
+    )
+    steps: int = option(
+        5, flag="--sample-steps", metavar="N", help="denoising steps that are looked at",
+        convert=int,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_positive("l1", self.l1)
+        check_positive("l2", self.l2)
+        check_count("sample_steps", self.steps)
+        if self.l2 < self.l1:
+            raise OptionError(
+                f"l2 bounds the error of both stages and l1 that of the first: l2 ({self.l2:g}) "
+                f"must not be below l1 ({self.l1:g})"
+            )
+        method = self._method
+        if method.tile[0] != BLOCK_ROWS or method.tile[1] % PIECE:
+            raise OptionError(
+                "spargeattn is calibrated with tiles of 128 queries by 64 or 128 keys, got "
+                f"{method.tile[0]}x{method.tile[1]}. Hint: 128x64, the paper's."
+            )
+        self._first = Sweep.of(self.extent, len(PAIRS))
+        self._second = Sweep.of(self.extent, len(LAMBDAS))
+        # what a head does that no pair satisfies.
+        self._tau, self._theta = self.extent.table(fill=1.0), self.extent.table(fill=-1.0)
+
+    @property
+    def _method(self) -> SpargeAttn:
+        assert isinstance(self.method, SpargeAttn)
+        return self.method
+
+    @property
+    def passes(self) -> Sequence[Pass]:
+        """Both stages over the same steps."""
+        steps = self.extent.spread(self.steps)
+        return [Pass(title="tau and theta", steps=steps), Pass(title="lambda", steps=steps)]
+
+    def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
+        """Measure every candidate of the stage on one call."""
+        if number == 0:
+            masks = self._masks(q, k, site)
+            self._first.add(site, *masked_errors(masks, self._method.tile, q, k, v))
+        else:
+            self._sweep_lambda(q, k, v, site)
+
+    def finish(self, number: int) -> None:
+        """Choose tau and theta when their stage is over."""
+        if number == 0:
+            fits = self._fits()
+            density = self._first.density.masked_fill(~fits, torch.inf)
+            best = density.argmin(-1)
+            found = fits.any(-1)
+            for table, place in ((self._tau, 1), (self._theta, 0)):
+                values = torch.tensor([pair[place] for pair in PAIRS])
+                table[found] = values[best][found]
+
+    def state(self) -> dict[str, Tensor]:
+        """Both sweeps and the pairs chosen."""
+        chosen = {"tau": self._tau, "theta": self._theta}
+        return {**self._first.state("first"), **self._second.state("second"), **chosen}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Both sweeps and the pairs of a ``state()``."""
+        self._first.restore("first", state)
+        self._second.restore("second", state)
+        self._tau, self._theta = state["tau"].clone(), state["theta"].clone()
+
+    def tables(self) -> dict[str, Tensor]:
+        """Tau, theta and lambda, ``[P, L, H]``; no lambda where no head has any."""
+        lambda_ = self._lambda()
+        tables = {"tau": self._tau, "theta": self._theta}
+        return {**tables, "lambda_": lambda_} if bool(lambda_.isfinite().any()) else tables
+
+    def measured(self) -> dict[str, Any]:
+        """Densities and errors of the numbers chosen, over the calls seen."""
+        place = self._lambda_place()
+        gated = place < len(LAMBDAS)
+        at = place.clamp_max(len(LAMBDAS) - 1).unsqueeze(-1)
+        skipped = torch.where(gated, self._second.density.gather(-1, at).squeeze(-1), 0.0)
+        selected = self._selected()
+        return {
+            "selected": round(selected.mean().item(), 5),
+            "skipped": round(skipped.mean().item(), 5),
+            "sparsity": round((1 - selected + skipped / 2).mean().item(), 5),
+            "calls_per_head": int(self._first.calls.max().item()),
+            "heads_that_keep_all": int((selected > 1 - 1e-6).sum().item()),
+            "heads_without_gate": int((~gated).sum().item()),
+        }
+
+    def _selected(self) -> Tensor:
+        """Mean share of pairs of the pair chosen, ``[P, L, H]``."""
+        density = self._first.density.masked_fill(~self._fits(), torch.inf)
+        return density.amin(-1).clamp_max(1.0)
+
+    def _fits(self) -> Tensor:
+        """Which pairs satisfy l1, of heads that were seen at all."""
+        return (self._first.worst < self.l1) & (self._first.calls > 0)
+
+    def _lambda_place(self) -> Tensor:
+        """The first of the rising distances under l2; their number where there is none.
+
+        One that skipped nothing is none: its comparisons would buy nothing.
+        """
+        fits = (self._second.worst < self.l2) & (self._second.density > 0)
+        place = torch.arange(len(LAMBDAS)).expand_as(fits)
+        return place.masked_fill(~fits, len(LAMBDAS)).amin(-1)
+
+    def _lambda(self) -> Tensor:
+        values = torch.tensor([*LAMBDAS, -torch.inf])
+        return values[self._lambda_place()]
+
+    def _masks(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+        """What every pair selects, bool ``[C, B, H, Tq, Tk]``."""
+        pooled = self._method.pooled(q, k)
+        taus = torch.tensor(TAUS, device=q.device).view(-1, 1, 1, 1, 1)
+        masks = torch.cat([self._method.choose(pooled, taus, theta) for theta in THETAS])
+        return keep_text(masks, self._method.tile, site)
+
+    def _sweep_lambda(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
+        method, tokens = self._method, q.shape[2]
+        grid = site.grid
+        chosen = Numbers(
+            {"tau": self._tau, "theta": self._theta}, (grid.frames, grid.height, grid.width)
+        )
+        masks = keep_text(method.with_numbers(chosen).select(q, k, site), method.tile, site)
+        pieces = masks.repeat_interleave(method.tile[1] // PIECE, -1)
+        sizes = tile_sizes(tokens, PIECE, q.device)
+        pieces = pieces[..., : len(sizes)]
+        rounded_q, rounded_k = self._rounded(q, k)
+        errors = q.new_zeros(*q.shape[:2], len(LAMBDAS), dtype=torch.float32)
+        skipped = torch.zeros_like(errors)
+        tile, scale = (method.tile[0], PIECE), q.shape[-1] ** -0.5
+        for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
+            exact = bands(q[b, h], k[b, h], v[b, h], *tile, scale)
+            seen = exact
+            if rounded_q is not q:
+                seen = bands(rounded_q[b, h], rounded_k[b, h], v[b, h], *tile, scale)
+            size = torch.zeros((), device=q.device)
+            for dense, band in _together(exact, seen):
+                size += dense.abs().sum()
+                out, count = self._gated(band, pieces[b, h, band.tiles], sizes)
+                errors[b, h] += out.sub_(dense).abs_().sum((1, 2, 3))
+                skipped[b, h] += count
+            errors[b, h] /= size.clamp_min(1e-30)
+        self._second.add(site, errors, skipped / float(tokens) ** 2)
+
+    def _rounded(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k as the products will see them."""
+        asked = self._method.quantize
+        kind = None if asked == "none" else asked
+        if asked == "auto":
+            gate = RelativeGate(-1.0)
+            kind = eight_bits_that_pay("auto", q.device, q.dtype, q.shape[-1], gate=gate)
+        if kind is None:
+            return q, k
+        eight = quantize_qk(q, k, kind, q_run=self._method.tile[0])
+        # without the mean key, which adds the same to all scores of a row.
+        return eight.dequantized(torch.float32)
+
+    def _gated(self, band: Band, listed: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs ``[C, n, M, D]`` and pairs skipped ``[C]`` by lambda, from lists ``[n, U]``."""
+        n, units, rows, width = band.shares.shape
+        # the definition of gates counts along the list: listed pieces first, in their order.
+        order = (~listed).byte().argsort(dim=-1, stable=True)
+        absent = ~listed.gather(-1, order)
+        largest = band.largest.gather(-1, order.unsqueeze(1).expand_as(band.largest))
+        largest = largest.masked_fill(absent.unsqueeze(1), -torch.inf)
+        lengths = (listed * sizes).sum(-1)
+        group = min(self._method.gate_rows, rows)
+        groups = rows // group
+        back = order.argsort(-1).unsqueeze(1).expand(-1, groups, -1)
+        closed = torch.stack(
+            [
+                skipped_pieces(
+                    RelativeGate(lambda_, rows=group, keys=PIECE),
+                    largest,
+                    lengths,
+                    torch.full_like(largest[..., 0], lambda_),
+                    band.alive,
+                    None,
+                ).gather(-1, back)
+                & listed.unsqueeze(1)
+                for lambda_ in LAMBDAS
+            ],
+            2,
+        )
+        alive = band.alive.view(n, groups, group).sum(-1)
+        count = ((closed * sizes).sum(-1) * alive.unsqueeze(-1)).sum((0, 1))
+        used = (listed[:, None, None] & ~closed).to(band.shares.dtype)
+        # [n, groups, U, group * (D + 1)]: a group of rows has the same pieces.
+        shares = band.shares.view(n, units, groups, -1).transpose(1, 2)
+        sums = (used @ shares).view(n, groups, len(LAMBDAS), group, width)
+        values = sums.transpose(1, 2).reshape(n, len(LAMBDAS), rows, width)[..., :-1]
+        # what is skipped stays in the sum of weights.
+        weights = (band.shares[..., -1:] * listed[:, :, None, None]).sum(1)
+        return band.divided(values, weights.unsqueeze(1)).transpose(0, 1), count
+
+
+def _together(exact: Iterator[Band], seen: Iterator[Band]) -> Iterator[tuple[Tensor, Band]]:
+    """Dense output ``[n, M, D]`` of one and the bands of the other; they may be the same."""
+    if exact is seen:
+        yield from ((band.dense(), band) for band in seen)
+    else:
+        yield from ((one.dense(), band) for one, band in zip(exact, seen, strict=True))

@@ -1,0 +1,268 @@
+"""Presets: a method with numbers calibrated for one model at one size, kept in two files.
+
+``NAME.json`` says everything in words and small numbers, ``NAME.safetensors`` beside it holds the
+tables; nothing is ever pickled. The JSON names the tables' SHA-256, so a pair that does not belong
+together is refused, and each file appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vidsparse._version import __version__
+from vidsparse.errors import OptionError, OutputError
+from vidsparse.files import write_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vidsparse.methods import SparseMethod
+
+SCHEMA: Final = 1
+"""Version of the files' form; others are refused."""
+
+_FIELDS: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "method": str,
+    "options": dict,
+    "order": str,
+    "edges": list,
+    "model": dict,
+    "video": dict,
+    "grid": list,
+    "measured": dict,
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Preset:
+    """A calibrated method, what it was calibrated on, and what was measured.
+
+    Args:
+        method: the method's name.
+        options: its options as JSON values; those that the tables stand for keep their defaults.
+        order: token order that blocks were cut in.
+        edges: timesteps between groups of steps, falling.
+        tables: by name, ``[P, L, H, ...]`` fp32 on the CPU.
+        model: ``name``, ``weights_hash`` and ``transformers``: the class and configuration of each.
+        video: ``frames``, ``width`` and ``height`` of the videos.
+        grid: frames, height and width in tokens.
+        measured: what calibration saw, as JSON values.
+        source: the file, for errors.
+        digest: SHA-256 of both files' contents, empty before they are written.
+    """
+
+    method: str
+    options: Mapping[str, Any]
+    order: str
+    tables: Mapping[str, Tensor]
+    model: Mapping[str, Any]
+    video: Mapping[str, int]
+    grid: tuple[int, int, int]
+    edges: tuple[float, ...] = ()
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    source: str = "this preset"
+    digest: str = ""
+
+    def make_method(self, **overrides: Any) -> SparseMethod:
+        """The method with its numbers; ``overrides`` are options that do not decide the numbers.
+
+        Raises:
+            OptionError: an option that the numbers stand for or were calibrated with, or a value
+                that is not valid.
+        """
+        from vidsparse.methods import METHODS, Numbers, SparseMethod, make_method
+
+        given = make_method(self.method, **{**self.options, **overrides})
+        free = METHODS[self.method].free_options
+        for name, value in given.options().items():
+            if name not in free and value != self.options[name]:
+                settled = "each head's own" if name in self.tables else self.options[name]
+                raise OptionError(
+                    f"{name} is settled by {self.source} ({settled}), got {value}. "
+                    f"Hint: leave it out, or calibrate with it; {', '.join(free)} can be changed."
+                )
+        assert isinstance(given, SparseMethod)
+        numbers = Numbers(self.tables, self.grid, self.edges, self.source)
+        made = given.with_numbers(numbers)
+        made.check_numbers()
+        return made
+
+    def check_model(
+        self, transformers: Sequence[Mapping[str, Any]], weights_hash: str | None = None
+    ) -> None:
+        """Raise an ``OptionError`` unless the model is the one that was calibrated.
+
+        ``transformers`` as in ``model``; a pipeline loaded elsewhere has no ``weights_hash``.
+        """
+        name = self.model["name"]
+        if _canonical(list(transformers)) != _canonical(self.model["transformers"]):
+            raise OptionError(
+                f"{self.source} was calibrated for {name}, and this model has another transformer: "
+                f"{_difference(self.model['transformers'], transformers)}. "
+                "Hint: calibrate for this model."
+            )
+        if weights_hash is not None and weights_hash != self.model["weights_hash"]:
+            raise OptionError(
+                f"{self.source} was calibrated for {name} with other weights than these. "
+                "Hint: calibrate for this model."
+            )
+
+    def check_order(self, order: str) -> None:
+        """Raise an ``OptionError`` unless ``order`` is the one that was calibrated."""
+        if order != self.order:
+            raise OptionError(
+                f"{self.source} was calibrated in {self.order} order, not in {order}. "
+                "Hint: leave the order out, or calibrate with it."
+            )
+
+    def check_video(self, **video: int) -> None:
+        """Raise an ``OptionError`` unless frames, width and height are those calibrated."""
+        if dict(video) != dict(self.video):
+            asked, made = (
+                "{frames} frames of {width}x{height}".format(**v) for v in (video, self.video)
+            )
+            raise OptionError(
+                f"{self.source} was calibrated on {made}, not on {asked}. "
+                "Hint: leave frames and size out, or calibrate with them."
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write ``path``.json and ``path``.safetensors; ``path`` may end in ``.json`` itself.
+
+        Raises:
+            OutputError: the folder cannot be written to.
+        """
+        from safetensors.torch import save
+
+        target, tables = preset_files(path)
+        data = save({name: table.contiguous() for name, table in self.tables.items()})
+        text = {
+            "schema": SCHEMA,
+            "vidsparse": __version__,
+            "method": self.method,
+            "options": dict(self.options),
+            "order": self.order,
+            "edges": list(self.edges),
+            "model": dict(self.model),
+            "video": dict(self.video),
+            "grid": list(self.grid),
+            "measured": dict(self.measured),
+            "tables": {
+                "file": tables.name,
+                "sha256": hashlib.sha256(data).hexdigest(),
+                "shapes": {name: list(table.shape) for name, table in self.tables.items()},
+            },
+        }
+        _write(tables, data)
+        _write(target, (json.dumps(text, indent=1, ensure_ascii=False) + "\n").encode())
+        return target
+
+
+def preset_files(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """The two files of a preset, given with or without ``.json``."""
+    text = os.fspath(path)
+    stem = text.removesuffix(".json").removesuffix(".safetensors")
+    return Path(f"{stem}.json"), Path(f"{stem}.safetensors")
+
+
+def load_preset(path: str | os.PathLike[str]) -> Preset:
+    """Read a preset.
+
+    Raises:
+        OptionError: a file is missing, damaged, of another schema, or not of its pair.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    from vidsparse.methods import METHODS
+
+    target, tables_file = preset_files(path)
+    text = _read(target)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise OptionError(f"the preset {target} is no JSON file") from None
+    if not isinstance(value, dict) or "schema" not in value:
+        raise OptionError(f"{target} is no preset. Hint: `vidsparse calibrate` makes them.")
+    if value["schema"] != SCHEMA:
+        raise OptionError(
+            f"the preset {target} has schema {value['schema']!r}, and this version reads {SCHEMA}. "
+            "Hint: calibrate again."
+        )
+    for name, kind in _FIELDS.items():
+        if not isinstance(value.get(name), kind):
+            raise OptionError(f"the preset {target} is damaged: {name} is missing or wrong")
+    if value["method"] not in METHODS:
+        raise OptionError(f"the preset {target} is for an unknown method {value['method']!r}")
+    data = _read(tables_file)
+    if hashlib.sha256(data).hexdigest() != value.get("tables", {}).get("sha256"):
+        raise OptionError(
+            f"{tables_file} does not belong to {target.name}: it was changed, cut short, or comes "
+            "from another calibration. Hint: copy both files together."
+        )
+    try:
+        tables = load(data)
+        return Preset(
+            method=value["method"],
+            options=value["options"],
+            order=value["order"],
+            edges=tuple(float(edge) for edge in value["edges"]),
+            tables=tables,
+            model={**value["model"], "transformers": list(value["model"]["transformers"])},
+            video={name: int(value["video"][name]) for name in ("frames", "width", "height")},
+            grid=_three(value["grid"]),
+            measured=value["measured"],
+            source=str(target),
+            digest=hashlib.sha256(text + data).hexdigest(),
+        )
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise OptionError(f"the preset {target} is damaged: {error}") from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise OptionError(
+            f"there is no preset file {path}. Hint: a preset is a .json and a .safetensors file "
+            "side by side; `vidsparse calibrate` makes them."
+        ) from None
+    except OSError as error:
+        raise OptionError(f"the preset file {path} cannot be read: {error.strerror}") from None
+
+
+def _three(values: Sequence[Any]) -> tuple[int, int, int]:
+    frames, height, width = (int(value) for value in values)
+    return frames, height, width
+
+
+def _canonical(value: Any) -> str:
+    """Equal for configurations that are equal once written as JSON."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _difference(made: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> str:
+    if len(made) != len(given):
+        return f"{len(given)} of them instead of {len(made)}"
+    for one, other in zip(made, given, strict=True):
+        if one.get("class") != other.get("class"):
+            return f"a {other.get('class')} instead of a {one.get('class')}"
+        ours, theirs = one.get("config", {}), other.get("config", {})
+        for name in sorted({*ours, *theirs}):
+            if _canonical(ours.get(name)) != _canonical(theirs.get(name)):
+                return f"{name} {theirs.get(name)} instead of {ours.get(name)}"
+    return "it differs"
