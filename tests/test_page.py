@@ -288,8 +288,8 @@ def _values(form: Any, **changes: Any) -> dict[str, Any]:
 def _command_line(**changes: Any) -> GenerateRequest:
     options: dict[str, Any] = {
         "model": "shapes", "frames": None, "size": None, "steps": None, "guidance": None,
-        "negative_prompt": "", "preset": None, "image": None, "last_image": None, "seed": 0, "fps": None,
-        "lora": None, "method": "fg-attn",
+        "negative_prompt": "", "preset": None, "image": None, "last_image": None, "seed": 0,
+        "fps": None, "lora": None, "method": "fg-attn",
         "order": None, "dense_steps": None, "dense_last_steps": 0, "dense_layers": None,
         "dense_last_layers": 0, "reuse": 1, "device": "cpu", "dtype": None, "offload": "none",
         "compile": False, "implementation": "auto",
