@@ -369,8 +369,8 @@ def test_triton_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str)
 
 
 def test_gluon_compiles_ahead_of_time_for_hopper_and_overlaps_its_products(compiled: str) -> None:
-    # at most a few scalars of the producer, and none in a consumer's loop.
-    assert max(resources(90, compiled, "gluon")) <= 40
+    # at most a few scalars of the producer and, with a gate, of a consumer.
+    assert max(resources(90, compiled, "gluon")) <= 64
     found = re.findall(
         r"^sm_90 gluon D=128 (.*): .* (\d+) waits, (\d+) exponentials", compiled, re.M
     )
