@@ -79,7 +79,7 @@ def _suite() -> Iterator[Case]:
         seq_len=longer[0],
         heads=longer[1],
         quantize="int8",
-        implementations=("triton",),
+        implementations=("gluon", "triton"),
     )
     yield replace(
         first, counts=PLANNING, tile=(16, 16), seq_len=75_600, heads=40, merge="xor-window"

@@ -680,8 +680,8 @@ Examples:
     multiple=True,
     default=(EXACT,),
     show_default=True,
-    type=click.Choice((EXACT, "int8", "fp8")),
-    help="8-bit format of q·k; repeat for several.",
+    type=click.Choice((EXACT, "int8", "fp8", "int8+fp8")),
+    help="8-bit products: q·k, or q·k and the one with V; repeat for several.",
 )
 @click.option("--implementation", default="auto", show_default=True)
 @click.option("--device", default="cuda", show_default=True, help="cpu, cuda or cuda:N.")

@@ -269,7 +269,7 @@ def _valid(text: torch.Tensor, *counts: int) -> torch.Tensor:
 _BATCH_OF_TWO = "one forward of two samples, the guidance branches"
 
 # Densities below are those that FG-Attn's table 1 gives for tiles of 32x32, its best trade of time
-# and quality, as far as it has the model; 64x64 keep 0.44 there on average.
+# and quality, as far as it has the model.
 
 
 def _wan_shape(checkpoint: str, heads: int, ffn_dim: int, layers: int) -> ModelShape:
@@ -362,8 +362,6 @@ MODEL_SHAPES: Final[Mapping[str, ModelShape]] = MappingProxyType(
             compression=8,
             computed=0.45,
             warmup=0.2,
-            # so little attention a call that planning finer tiles costs more than 4 % of it.
-            tile=(64, 64),
             forwards=1,
             batch=2,
             step=_BATCH_OF_TWO,

@@ -203,8 +203,13 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                     order=its_order,
                 )
     if "stages" in studies:
-        for own in ({}, {"tau": 1.0, "lambda_": GATE_LAMBDA}, {"lambda_": GATE_LAMBDA}):
-            yield Configuration(study="stages", method="spargeattn", options=own, order=None)
+        for tau, lambda_ in ((0.9, None), (1.0, GATE_LAMBDA), (0.9, GATE_LAMBDA)):
+            yield Configuration(
+                study="stages",
+                method="spargeattn",
+                options={"tau": tau, "lambda_": lambda_},
+                order=None,
+            )
     if "patterns" in studies:
         for stride in (8, 16):
             for pattern in ("antidiagonal", "diagonal", "random"):

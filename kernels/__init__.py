@@ -19,19 +19,17 @@ if TYPE_CHECKING:
         support,
     )
     from .gates import AbsoluteGate, RelativeGate
-    from .quantize import QuantizedQK, QuantizedV, quantize_qk, quantize_v
+    from .quantize import QuantizedQK, quantize_qk
 
 _HOMES = {
     "IMPLEMENTATIONS": "dispatch",
     "AbsoluteGate": "gates",
     "QuantizedQK": "quantize",
-    "QuantizedV": "quantize",
     "RelativeGate": "gates",
     "block_rows": "dispatch",
     "choose": "dispatch",
     "plans_on_device": "dispatch",
     "quantize_qk": "quantize",
-    "quantize_v": "quantize",
     "sparse_attention": "dispatch",
     "support": "dispatch",
 }
@@ -40,13 +38,11 @@ __all__ = [
     "IMPLEMENTATIONS",
     "AbsoluteGate",
     "QuantizedQK",
-    "QuantizedV",
     "RelativeGate",
     "block_rows",
     "choose",
     "plans_on_device",
     "quantize_qk",
-    "quantize_v",
     "sparse_attention",
     "support",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Final, Protocol
 
@@ -12,14 +11,7 @@ from torch import Tensor
 
 from .gates import Gate, check_gate
 from .gather_sdpa import gather_attention
-from .quantize import (
-    PRODUCTS,
-    SHORTEST_CHUNK_OF_VALUES,
-    QuantizedQK,
-    check_product,
-    quantize_qk,
-    quantize_v,
-)
+from .quantize import QuantizedQK, check_format, quantize_qk
 from .reference import reference_attention
 
 
@@ -85,8 +77,6 @@ def _triton_reason(
         return f"computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
     if head_dim not in (64, 96, 128):
         return f"handles head dims 64, 96 and 128, not {head_dim}"
-    if quantize is not None and PRODUCTS[quantize][1]:
-        return "has no 8-bit product with V"
     if quantize == "fp8" and (
         torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9)
     ):
@@ -108,8 +98,7 @@ def _any_reason(
 def _gluon_reason(
     device: torch.device, dtype: torch.dtype, head_dim: int, gate: Gate | None, quantize: str | None
 ) -> str | None:
-    qk = None if quantize is None else PRODUCTS[quantize][0]
-    if (reason := _triton_reason(device, dtype, head_dim, None, qk)) is not None:
+    if (reason := _triton_reason(device, dtype, head_dim, None, quantize)) is not None:
         return reason
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return "needs compute capability 9.0 (Hopper)"
@@ -189,7 +178,7 @@ def support(
             f"Hint: choose from auto, {', '.join(IMPLEMENTATIONS)}."
         )
     if quantize is not None:
-        check_product(quantize)
+        check_format(quantize)
     return _REASONS[implementation](torch.device(device), dtype, head_dim, gate, quantize)
 
 
@@ -279,10 +268,9 @@ def sparse_attention(
         gate: a ``RelativeGate`` or ``AbsoluteGate``: pieces of scores whose product with V is
             skipped. ``vidsparse.kernels.gates`` defines the pieces; the implementations agree.
         quantize: ``int8`` or ``fp8``: q·k in 8 bits with a scale for every tile of queries and
-            every 64 keys. ``int8+fp8``: the product with V in fp8 too, unless chunks have fewer
-            than 32 keys or there is a gate. Or what ``quantize_qk`` (and ``quantize_v``) have
-            made of these very q, k and v. ``gluon`` is faster for each, ``triton`` for 8-bit q·k;
-            ``torch`` and ``reference`` compute with the rounded numbers.
+            every 64 keys. Or what ``quantize_qk`` has made of these very q and k. The product
+            with V stays in 16 bits. ``gluon`` and ``triton`` are faster for it; the others compute
+            with the rounded numbers, in fp32.
         skipped: int32 ``[B, H, G]``, overwritten with the query-key pairs of every block whose
             product with V the gate skipped (half of a pair's work). Zeros without a gate.
 
@@ -298,8 +286,7 @@ def sparse_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    kind = quantize.product if isinstance(quantize, QuantizedQK) else quantize
-    has_values = gate is None and tile[1] >= SHORTEST_CHUNK_OF_VALUES
+    kind = quantize.kind if isinstance(quantize, QuantizedQK) else quantize
     name = choose(
         implementation,
         q.device,
@@ -337,13 +324,8 @@ def sparse_attention(
                     f"8-bit operands of shape {tuple(quantize.q.shape)} for q of {tuple(q.shape)}"
                 )
             quantized: QuantizedQK | None = quantize
-            if quantize.values is not None and not has_values:
-                quantized = replace(quantize, values=None)
         elif quantize is not None:
-            qk, pv = PRODUCTS[quantize]
-            quantized = quantize_qk(q, k, qk, q_run=tile[0])
-            if pv and has_values:
-                quantized = replace(quantized, values=quantize_v(v))
+            quantized = quantize_qk(q, k, quantize, q_run=tile[0])
         else:
             quantized = None
         return _LOADERS[name]()(

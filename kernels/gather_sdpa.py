@@ -138,7 +138,7 @@ def gather_attention(
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     if quantized is not None:
         q, k = quantized.dequantized(torch.float32)
-        v = v.float() if quantized.values is None else quantized.values.dequantized(torch.float32)
+        v = v.float()
     thresholds = kept = None
     if gate is not None:
         thresholds = gate.thresholds(q, -(-tokens // tile[0])).repeat_interleave(tile[0], 2)

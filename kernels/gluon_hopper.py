@@ -61,13 +61,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gates import KEY_GROUP, AbsoluteGate, Gate, kept_pieces
-from .quantize import SHORTEST_CHUNK_OF_VALUES, QuantizedQK
-from .quantize import V_GROUP as VALUES_TOGETHER
+from .quantize import QuantizedQK
 from .triton_gather import LOG2_E, gate_kind, heads_together
 
 BLOCK_ROWS = 128
-V_GROUP = gl.constexpr(VALUES_TOGETHER)
-
 # triton 3.9 renames these.
 _tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -101,11 +98,6 @@ def _exp2(x):
 # a row maximum may fall behind by this many powers of two before what was summed is rescaled: the
 # final division undoes it exactly, and weights up to 256 fit all dtypes.
 BEHIND = gl.constexpr(8.0)
-# weights in fp8 reach 448, and so that small ones keep their bits, the largest is at least 2^6.
-BEHIND_IN_8_BITS = gl.constexpr(2.5)
-LARGEST_IN_8_BITS = gl.constexpr(6.0)
-# steps whose products with 8-bit values tensor cores add up by themselves.
-SPAN = gl.constexpr(8)
 RESCALED_AT_ONCE = 32
 
 
@@ -239,7 +231,6 @@ def _store(
     out_ptr,
     lse_ptr,
     shift_ptr,
-    v_scale_ptr,
     S,
     scale_log2,
     D: gl.constexpr,
@@ -261,10 +252,6 @@ def _store(
     out = gl.where(has_keys[:, None], acc * (1.0 / sums)[:, None], 0.0)
     token = head.to(gl.int64) * S + row
     # eights of columns, so that addresses differ by constants.
-    if v_scale_ptr is not None:
-        dim = gl.arange(0, columns, gl.SliceLayout(0, acc.type.layout))
-        v_scale = gl.load(v_scale_ptr + head.to(gl.int64) * D + dim, mask=dim < D, other=0.0)
-        out = out * v_scale[None, :]
     out = out.to(out_ptr.dtype.element_ty).reshape([rows, columns // 8, 8])
     LAYOUT: gl.constexpr = out.type.layout
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
@@ -369,14 +356,6 @@ def _is_open(bits, like, PIECES: gl.constexpr, GATE_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _kept_alive(weights):
-    """8-bit weights in their registers up to here: waiting for a product cannot name them."""
-    return gl.inline_asm_elementwise(
-        "", "=r,0", [weights], dtype=weights.dtype, is_pure=False, pack=4
-    )
-
-
-@gluon.jit
 def _next_block(
     last, block, head, left, keys, row_scale, threshold, q_phase, q_full, record, row_scales,
     thresholds, WHICH: gl.constexpr,
@@ -418,24 +397,6 @@ def _below_running(largest, largest_yet, first):
         after = gl.maximum(gl.max(largest, 1), yet)
         below = largest - after[:, None]
     return below, gl.convert_layout(after, largest_yet.type.layout)
-
-
-@gluon.jit
-def _with_total(acc, total, behind, has_total):
-    """The sum of the last steps and, if there is one, that of the steps before."""
-    earlier = total.load(acc.type.layout) * behind[:, None]
-    return acc + gl.where(has_total, earlier, 0.0)
-
-
-@gluon.jit
-def _in_operand_order(x):
-    """Keys of each 16 in the order in which the threads that hold them want them as an operand.
-
-    The same that ``quantize_v`` gives values.
-    """
-    rows: gl.constexpr = x.shape[0]
-    keys: gl.constexpr = x.shape[1]
-    return x.reshape([rows, keys // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([rows, keys])
 
 
 @gluon.jit
@@ -503,18 +464,11 @@ def _soften(
     step_max = largest
     if len(largest.shape) == 2:
         step_max = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
-    IN_8_BITS: gl.constexpr = dtype.primitive_bitwidth == 8
-    if IN_8_BITS:
-        step_max -= LARGEST_IN_8_BITS
-        new_max = gl.where(step_max > old_max + BEHIND_IN_8_BITS, step_max, old_max)
-    else:
-        new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
+    new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
     rescale = _exp2(old_max - new_max)
     fresh, new_sums = _weighed(
         scores, factor, _row_vector(new_max, scores), gl.where(first, 0.0, sums), rescale, SCORES
     )  # fmt: skip
-    if IN_8_BITS:
-        fresh = _in_operand_order(fresh)
     return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, new_sums
 
 
@@ -585,7 +539,6 @@ def _consume(
     row_scales,
     thresholds,
     votes,
-    totals,
     k_scales,
     kept_words,
     barriers,
@@ -593,7 +546,6 @@ def _consume(
     out_ptr,
     lse_ptr,
     shift_ptr,
-    v_scale_ptr,
     skipped_ptr,
     S,
     scale_log2,
@@ -618,14 +570,11 @@ def _consume(
     DP: gl.constexpr = k_stages.shape[2]
     dtype: gl.constexpr = v_stages.dtype
     QK_DEPTH: gl.constexpr = 256 // k_stages.dtype.primitive_bitwidth
-    # values in 8 bits lie as [DP, BN].
-    PV_IN_8_BITS: gl.constexpr = dtype.primitive_bitwidth == 8
     full, empty, q_full, q_empty = barriers
 
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, QK_DEPTH])
-    PV_DEPTH: gl.constexpr = 256 // dtype.primitive_bitwidth
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, PV_DEPTH])
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, PV_DEPTH // 8)
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     OUT_BY_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     q = q_memory.index(WHICH)
@@ -636,11 +585,6 @@ def _consume(
 
     # the block before the first: no weights, and a result that is not stored.
     acc = gl.full([64, DP], 0.0, gl.float32, OUTPUT)
-    if PV_IN_8_BITS:
-        # steps in the tensor cores' sum, and what the one in fp32 is still to be multiplied with.
-        spanned = 0
-        has_total = False
-        behind = gl.full([64], 1.0, gl.float32, OUT_BY_ROW)
     row_max = gl.full([64], 0.0, gl.float32, BY_ROW)
     sums = _row_sums(nothing)
     weights = gl.convert_layout(nothing.to(dtype), WEIGHTS)
@@ -686,14 +630,9 @@ def _consume(
         v = v_stages.index(stage)
         pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
         if GATE is None:
-            if PV_IN_8_BITS:
-                pending_acc = warpgroup_mma(
-                    weights, v.permute((1, 0)), acc, use_acc=spanned != 0, is_async=True
-                )
-            else:
-                # the sum over a block begins with the values of its first step, one step later.
-                # Zeros assigned in the branch below would be 64 moves a step.
-                pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
+            # the sum over a block begins with the values of its first step, one step later. Zeros
+            # assigned in the branch below would be 64 moves a step.
+            pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[pending])
             if last:
                 mbarrier.arrive(q_empty)
@@ -705,11 +644,7 @@ def _consume(
                 last, block, head, left, keys, row_scale, row_scale, q_phase, q_full, record,
                 row_scales, thresholds, WHICH,
             )  # fmt: skip
-            if PV_IN_8_BITS:
-                acc = warpgroup_mma_wait(0, deps=[pending_acc])
-                weights = _kept_alive(weights)
-            else:
-                acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
+            acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
         elif opened != 0:
             pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[pending])
@@ -746,33 +681,16 @@ def _consume(
                 )
             )  # fmt: skip
         mbarrier.arrive(empty.index(stage))
-        if PV_IN_8_BITS:
-            # tensor cores keep 14 bits of a sum of fp8 products: after some steps it is added to
-            # one in fp32.
-            spanned += 1
-            if (spanned == SPAN) & (not first):
-                total = totals.index(WHICH)
-                total.store(_with_total(acc, total, behind, has_total))
-                has_total = True
-                spanned = 0
-                behind = gl.full([64], 1.0, gl.float32, OUT_BY_ROW)
-            behind = behind * gl.convert_layout(rescale, OUT_BY_ROW)
         if first:
             if done >= 0:
-                result = acc
-                if PV_IN_8_BITS:
-                    result = _with_total(acc, totals.index(WHICH), behind, has_total)
                 _store(
-                    result, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr,
-                    shift_ptr, v_scale_ptr, S, scale_log2, D, M, WHICH * 64,
+                    acc, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr,
+                    shift_ptr, S, scale_log2, D, M, WHICH * 64,
                 )  # fmt: skip
                 if skipped_ptr is not None:
                     gl.atomic_add(skipped_ptr + done, gl.sum(skipped, 0), sem="relaxed")
             done = block
             done_head = head
-            if PV_IN_8_BITS:
-                has_total = False
-                spanned = 0
         # not between the products above: ptxas would let the second wait for the first.
         acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
         if GATE is not None:
@@ -857,26 +775,6 @@ def _load_chunks(
             for half in gl.static_range(HALVES):
                 piece = pieces.index((stage * HALVES + half) * CHUNKS + start + c)
                 _tma_load(desc, [head, four[c], half * 64], bar, piece)
-
-
-@gluon.jit
-def _load_values(
-    desc, pieces, bar, head, rows, stage, slot, CHUNKS: gl.constexpr, HALVES: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, BITS: gl.constexpr,
-):  # fmt: skip
-    """``_load_chunks`` of values; 8-bit ones lie as ``quantize_v`` puts them."""
-    if BITS == 16:
-        _load_chunks(desc, pieces, bar, head, rows, stage, slot, CHUNKS, HALVES)
-    else:
-        WIDTH: gl.constexpr = N if N < V_GROUP else V_GROUP
-        for c in gl.static_range(CHUNKS):
-            row = _scalar(rows.index(slot * CHUNKS + c))
-            # a dead chunk starts at S: TMA wants multiples of 16 bytes.
-            row = (row + WIDTH - 1) // WIDTH * WIDTH
-            for part in gl.static_range(N // WIDTH):
-                piece = pieces.index((stage * CHUNKS + c) * (N // WIDTH) + part)
-                group = row // V_GROUP + part
-                _tma_load(desc, [head, group * D, row % V_GROUP], bar, piece)
 
 
 @triton.constexpr_function
@@ -1022,8 +920,7 @@ def _produce(
     QK_HALVES: gl.constexpr = HALVES if QK_BITS == 16 else 1
     R: gl.constexpr = 128 // M
     BOX: gl.constexpr = M if M < 64 else 64
-    V_BITS: gl.constexpr = v_desc.dtype.primitive_bitwidth
-    V_BYTES: gl.constexpr = BN * DP * V_BITS // 8
+    V_BYTES: gl.constexpr = BN * DP * 2
     K_BYTES: gl.constexpr = BN * DP * QK_BITS // 8
     Q_BYTES: gl.constexpr = 128 * DP * QK_BITS // 8
     TMA: gl.constexpr = N >= 8
@@ -1098,9 +995,7 @@ def _produce(
             mbarrier.expect(bar, K_BYTES + V_BYTES)
             _load_chunks(k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, QK_HALVES)
             slot = slot ^ 1
-            _load_values(
-                v_desc, v_pieces, bar, v_head, chunk_rows, stage, slot, CHUNKS, HALVES, N, D, V_BITS
-            )
+            _load_chunks(v_desc, v_pieces, bar, v_head, chunk_rows, stage, slot, CHUNKS, HALVES)
             v_head = head
         else:
             _copy_tokens(k_from, k_pieces.index(stage), k_tokens, D, K_LAYOUT)
@@ -1174,10 +1069,7 @@ def _produce(
                     k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, QK_HALVES
                 )
                 slot = slot ^ 1
-                _load_values(
-                    v_desc, v_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, HALVES, N, D,
-                    V_BITS,
-                )  # fmt: skip
+                _load_chunks(v_desc, v_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, HALVES)
             else:
                 _copy_tokens(k_from, k_pieces.index(stage), k_tokens, D, K_LAYOUT)
                 _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
@@ -1197,10 +1089,9 @@ def _produce(
     if TMA:
         mbarrier.expect(full.index(stage), V_BYTES)
         slot = slot ^ 1
-        _load_values(
-            v_desc, v_pieces, full.index(stage), v_head, chunk_rows, stage, slot, CHUNKS, HALVES,
-            N, D, V_BITS,
-        )  # fmt: skip
+        _load_chunks(
+            v_desc, v_pieces, full.index(stage), v_head, chunk_rows, stage, slot, CHUNKS, HALVES
+        )
     else:
         _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
@@ -1227,7 +1118,6 @@ def gather_attention_kernel(
     q_scale_ptr,
     k_scale_ptr,
     shift_ptr,
-    v_scale_ptr,
     threshold_ptr,
     kept_ptr,
     skipped_ptr,
@@ -1272,12 +1162,6 @@ def gather_attention_kernel(
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     PIECES: gl.constexpr = BN // GATE_KEYS
-    # 8-bit values: the tensor cores want neighbouring keys side by side.
-    V_BITS: gl.constexpr = v_desc.dtype.primitive_bitwidth
-    V_WIDTH: gl.constexpr = 32 if N <= 32 else V_GROUP
-    V_ROWS: gl.constexpr = gl.NVMMASharedLayout(V_WIDTH, 8, rank=2)
-    V_BOXES: gl.constexpr = gl.NVMMASharedLayout(V_WIDTH, 8, rank=3)
-
     q_pieces = gl.allocate_shared_memory(
         q_desc.dtype, [128 // BOX * (DP // QK_BOX), 1, BOX, QK_BOX], QK_BOXES
     )
@@ -1291,16 +1175,9 @@ def gather_attention_kernel(
         K_PIECES: gl.constexpr = STAGES * (DP // QK_BOX) * (BN // N)
         k_pieces = gl.allocate_shared_memory(k_desc.dtype, [K_PIECES, 1, N, QK_BOX], QK_BOXES)
         k_stages = _view(k_pieces, [STAGES, BN, DP], QK_ROWS)
-        if V_BITS == 16:
-            PIECES_OF_V: gl.constexpr = STAGES * HALVES * (BN // N)
-            v_pieces = gl.allocate_shared_memory(v_desc.dtype, [PIECES_OF_V, 1, N, 64], BOXES)
-            v_stages = _view(v_pieces, [STAGES, BN, DP], ROWS)
-        else:
-            PIECES_OF_V: gl.constexpr = STAGES * (BN // V_WIDTH)
-            v_pieces = gl.allocate_shared_memory(
-                v_desc.dtype, [PIECES_OF_V, 1, DP, V_WIDTH], V_BOXES
-            )
-            v_stages = _view(v_pieces, [STAGES, DP, BN], V_ROWS)
+        PIECES_OF_V: gl.constexpr = STAGES * HALVES * (BN // N)
+        v_pieces = gl.allocate_shared_memory(v_desc.dtype, [PIECES_OF_V, 1, N, 64], BOXES)
+        v_stages = _view(v_pieces, [STAGES, BN, DP], ROWS)
     rows = gl.allocate_shared_memory(gl.int32, [2, BN // N], ONE)
     q_rows = gl.allocate_shared_memory(gl.int32, [128 // M], ONE)
     record = gl.allocate_shared_memory(gl.int32, [4, 1], ONE)
@@ -1322,12 +1199,6 @@ def gather_attention_kernel(
         kept_words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], ONE)
     else:
         kept_words: gl.constexpr = None
-    if V_BITS == 8:
-        # eights of columns, so that the rows of a warp lie in different banks.
-        TOTALS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        totals = gl.allocate_shared_memory(gl.float32, [2, 64, DP], TOTALS)
-    else:
-        totals: gl.constexpr = None
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -1345,18 +1216,18 @@ def gather_attention_kernel(
             (
                 _consume,
                 (
-                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, totals,
+                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes,
                     k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
-                    v_scale_ptr, skipped_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC, GATE,
+                    skipped_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC, GATE,
                     GATE_ROWS, PIECES,
                 ),
             ),
             (
                 _consume,
                 (
-                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes, totals,
+                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes,
                     k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
-                    v_scale_ptr, skipped_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC, GATE,
+                    skipped_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC, GATE,
                     GATE_ROWS, PIECES,
                 ),
             ),
@@ -1394,16 +1265,13 @@ class Config:
 STAGE_BYTES = 224 * 1024
 
 
-def config(keys: int, padded_dim: int, *, key_bytes: int = 2, value_bytes: int = 2) -> Config:
+def config(keys: int, padded_dim: int, *, key_bytes: int = 2) -> Config:
     """The fastest measured for key chunks of ``keys`` tokens and numbers of so many bytes."""
     # as many stages as shared memory holds beside the queries.
     queries = BLOCK_ROWS * padded_dim * key_bytes
     # and, of 8 bits, a scale for every key at most.
     scales = 4 if key_bytes == 1 else 0
-    totals = BLOCK_ROWS * padded_dim * 4 if value_bytes == 1 else 0
-    stages = (STAGE_BYTES - queries - totals) // (
-        KEY_GROUP * (padded_dim * (key_bytes + value_bytes) + scales)
-    )
+    stages = (STAGE_BYTES - queries) // (KEY_GROUP * (padded_dim * (key_bytes + 2) + scales))
     if keys == 1:
         return Config(stages, consumer_registers=208, producer_registers=88)
     return Config(stages, consumer_registers=232, producer_registers=40)
@@ -1430,21 +1298,6 @@ def _boxes(x: Tensor, rows: int, padded_dim: int) -> TensorDescriptor:
         [tokens * dim, dim, 1],
         [1, rows, columns],
         layout,
-    )
-
-
-def value_box(keys: int, padded_dim: int) -> tuple[list[int], gl.NVMMASharedLayout]:
-    """A TMA box of 8-bit values and how it lies in shared memory."""
-    width = min(keys, VALUES_TOGETHER)
-    return [1, padded_dim, width], gl.NVMMASharedLayout(width, 8, rank=3)
-
-
-def _value_boxes(v: Tensor, keys: int, padded_dim: int) -> TensorDescriptor:
-    """Boxes of some tokens and all dimensions of one head of what ``quantize_v`` gives."""
-    batch, heads, groups, dim, each = v.shape
-    box, layout = value_box(keys, padded_dim)
-    return TensorDescriptor(
-        v, [batch * heads, groups * dim, each], [groups * dim * each, each, 1], box, layout
     )
 
 
@@ -1481,7 +1334,7 @@ def gluon_attention(
     """Launch the kernel; see ``sparse_attention`` for the arguments.
 
     Raises:
-        ValueError: a tile that the kernel does not have, or 8-bit values that it cannot take.
+        ValueError: a tile that the kernel does not have.
     """
     rows, keys = tile
     if rows not in (16, 32, 64, 128) or keys not in (1, 8, 16, 32, 64, 128):
@@ -1503,12 +1356,8 @@ def gluon_attention(
             skipped.zero_()
     if quantized is not None:
         q, k = quantized.q, quantized.k
-    values = None if quantized is None else quantized.values
-    if values is not None and (gate is not None or keys < SHORTEST_CHUNK_OF_VALUES):
-        raise ValueError("8-bit values want chunks of 32 keys or more, and no gate")
-    q, k = _dense(q), _dense(k)
-    v = _dense(v if values is None else values.v)
-    c = config(keys, padded, key_bytes=k.element_size(), value_bytes=v.element_size())
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    c = config(keys, padded, key_bytes=k.element_size())
     # a chunk of one token is gathered by pointers, without boxes.
     box = keys if keys >= 8 else 8
     programs = min(_multiprocessors(q.device.index), blocks * batch * heads)
@@ -1517,7 +1366,7 @@ def gluon_attention(
         gather_attention_kernel[(programs,)](
             _boxes(q, min(rows, 64), padded),
             _boxes(k, box, padded),
-            _boxes(v, box, padded) if values is None else _value_boxes(v, keys, padded),
+            _boxes(v, box, padded),
             k,
             v,
             out,
@@ -1528,7 +1377,6 @@ def gluon_attention(
             None if quantized is None else quantized.q_scale,
             None if quantized is None else quantized.k_scale,
             None if quantized is None else quantized.shift,
-            None if values is None else values.scale,
             thresholds,
             kept,
             skipped,

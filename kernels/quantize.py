@@ -33,64 +33,11 @@ FOUR_BITS: Final[dict[str, tuple[torch.dtype, float]]] = {
 }
 """Types that 4-bit numbers ride in; e4m3 holds whole numbers up to 16 exactly."""
 
-PRODUCTS: Final[dict[str, tuple[str, bool]]] = {
-    "int8": ("int8", False),
-    "fp8": ("fp8", False),
-    "int8+fp8": ("int8", True),
-}
-"""What a call can have in 8 bits: the format of q·k, and whether the product with V is in fp8."""
-
-SHORTEST_CHUNK_OF_VALUES: Final = 32
-"""Key chunks of fewer tokens, and calls with a gate, keep the product with V in 16 bits."""
-
-V_GROUP: Final = 64
-"""Tokens whose 8-bit values lie together, dimension by dimension."""
-
 ROWS_AT_ONCE: Final = 128
 """Runs divide this: what a program of the quantisation kernel reads together."""
 
 # a run of zeros has a scale too, and scales stay away from fp32's subnormal numbers.
 SMALLEST: Final = 1.0e-12
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantizedV:
-    """Values in e4m3 as tensor cores want them: dimension by dimension, tokens side by side.
-
-    Attributes:
-        v: float8_e4m3fn ``[B, H, ceil(S / 64), D, 64]``. Places of a group's last dimension hold
-            its tokens in ``place_order``; those past the end are zeros.
-        scale: what a dimension of a head is multiplied by, fp32 ``[B, H, D]``.
-        tokens: S.
-    """
-
-    v: Tensor
-    scale: Tensor
-    tokens: int
-
-    def to(self, device: torch.device | str) -> QuantizedV:
-        """The same numbers on ``device``."""
-        return replace(self, v=self.v.to(device), scale=self.scale.to(device))
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Values ``[B, H, S, D]`` as the product sees them, in ``dtype``."""
-        # indexing knows no 8-bit floats.
-        wide = self.v.to(dtype)
-        groups = torch.empty_like(wide)
-        groups[..., place_order(wide.device)] = wide
-        x = groups.mT.flatten(2, 3)[:, :, : self.tokens]
-        return x * self.scale.to(dtype).unsqueeze(2)
-
-
-def place_order(device: torch.device) -> Tensor:
-    """Which token of a group of 64 stands at each place.
-
-    A thread that holds scores of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16 has, as an operand
-    of 8 bits, places 4t to 4t + 3: with the values in that order the sum over tokens is the same,
-    and no weight changes threads.
-    """
-    token = torch.arange(V_GROUP, device=device).view(-1, 2, 4, 2)
-    return token.transpose(1, 2).flatten()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +53,6 @@ class QuantizedQK:
         shift: q·mean(k), unscaled, fp32 ``[B, H, S]``.
         q_run: queries that share a scale.
         k_run: keys that share a scale.
-        values: values in 8 bits too, or None.
     """
 
     kind: str
@@ -117,19 +63,12 @@ class QuantizedQK:
     shift: Tensor
     q_run: int
     k_run: int
-    values: QuantizedV | None = None
 
     def to(self, device: torch.device | str) -> QuantizedQK:
         """The same numbers on ``device``."""
         tensors = (self.q, self.k, self.q_scale, self.k_scale, self.shift)
         q, k, q_scale, k_scale, shift = (x.to(device) for x in tensors)
-        values = None if self.values is None else self.values.to(device)
-        return replace(self, q=q, k=k, q_scale=q_scale, k_scale=k_scale, shift=shift, values=values)
-
-    @property
-    def product(self) -> str:
-        """Its name in ``PRODUCTS``."""
-        return self.kind if self.values is None else f"{self.kind}+fp8"
+        return replace(self, q=q, k=k, q_scale=q_scale, k_scale=k_scale, shift=shift)
 
     def dequantized(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Queries and smoothed keys as the 8-bit product sees them, in ``dtype``."""
@@ -146,12 +85,6 @@ def check_format(kind: str) -> None:
     """Raise a ``ValueError`` unless ``kind`` names an 8-bit format."""
     if kind not in FORMATS:
         raise ValueError(f"unknown 8-bit format {kind!r}. Hint: choose from {', '.join(FORMATS)}.")
-
-
-def check_product(name: str) -> None:
-    """Raise a ``ValueError`` unless ``name`` says what a call has in 8 bits."""
-    if name not in PRODUCTS:
-        raise ValueError(f"unknown 8-bit format {name!r}. Hint: choose from {', '.join(PRODUCTS)}.")
 
 
 def check_run(name: str, run: int) -> None:
@@ -284,34 +217,6 @@ def quantize_runs(
         runs = (runs + 0.5).floor()
     rounded = runs.to(dtype).flatten(2, 3)[:, :, :tokens].contiguous()
     return rounded, (largest / top).float(), product
-
-
-def quantize_v(v: Tensor, *, order: Tensor | None = None) -> QuantizedV:
-    """Round values to e4m3, each dimension of a head with a scale of its own.
-
-    Args:
-        v: values ``[B, H, S, D]``, any strides.
-        order: ``[S]`` token numbers, as ``quantize_qk`` takes them.
-    """
-    # the largest is one of the numbers: nothing is rounded.
-    largest = torch.linalg.vector_norm(v, torch.inf, dim=2).float().clamp_min(SMALLEST)
-    scale = largest / FORMATS["fp8"][1]
-    if v.is_cuda:
-        from .triton_quantize import triton_quantize_values
-
-        return QuantizedV(triton_quantize_values(v, scale, order), scale, v.shape[2])
-    return QuantizedV(quantize_values(v, scale, order), scale, v.shape[2])
-
-
-def quantize_values(v: Tensor, scale: Tensor, order: Tensor | None) -> Tensor:
-    """``QuantizedV.v`` in plain torch: what the kernel is tested against."""
-    if order is not None:
-        v = v.index_select(2, order)
-    wide = torch.promote_types(v.dtype, torch.float32)
-    x = v.to(wide) * (1 / scale).to(wide).unsqueeze(2)
-    x = torch.nn.functional.pad(x, (0, 0, 0, -v.shape[2] % V_GROUP))
-    groups = x.view(*x.shape[:2], -1, V_GROUP, x.shape[3]).mT[..., place_order(v.device)]
-    return groups.to(torch.float8_e4m3fn).contiguous()
 
 
 def _quantize_on_gpu(

@@ -60,8 +60,6 @@ def reference_attention(
     if quantized is not None:
         q, k = quantized.dequantized(work)
         shift = quantized.shift.to(work)
-        if quantized.values is not None:
-            v = quantized.values.dequantized(work)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
             at = (slice(b, b + 1), slice(h, h + 1))

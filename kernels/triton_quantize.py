@@ -22,7 +22,6 @@ from .quantize import (
     FOUR_BITS,
     ROWS_AT_ONCE,
     SMALLEST,
-    V_GROUP,
     QuantizedQK,
     check_format,
     check_run,
@@ -222,70 +221,3 @@ def quantize_and_pool(
         k8, k_scale, _ = triton_quantize_runs(k, kind, k_run, order, mean, None, k_means)
     assert shift is not None
     return QuantizedQK(kind, q8, k8, q_scale, k_scale, shift, tile[0], k_run), q_means, k_means
-
-
-@triton.jit
-def quantize_values_kernel(
-    v_ptr,
-    out_ptr,
-    scale_ptr,
-    order_ptr,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    H,
-    S,
-    GROUPS,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Turn and round one group of one head's values; ``v`` has a last stride of 1."""
-    group = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    place = tl.arange(0, GROUP)
-    # the token at each place: see ``place_order``.
-    within = place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2
-    off_s = group * GROUP + within
-    off_d = tl.arange(0, BLOCK_D)
-    alive = off_s < S
-    dim_alive = off_d < D
-    token = off_s
-    if order_ptr is not None:
-        token = tl.load(order_ptr + off_s, mask=alive, other=0)
-    base = v_ptr + (head // H) * stride_vb + (head % H) * stride_vh
-    off_v = token.to(tl.int64)[:, None] * stride_vs + off_d[None, :]
-    v = tl.load(base + off_v, mask=alive[:, None] & dim_alive[None, :], other=0.0).to(tl.float32)
-    scale = tl.load(scale_ptr + head * D + off_d, mask=dim_alive, other=1.0)
-    v *= tl.div_rn(1.0, scale)[None, :]
-    off_out = ((head * GROUPS + group) * D + off_d)[:, None] * GROUP + place[None, :]
-    rounded = tl.trans(v.to(out_ptr.dtype.element_ty))
-    tl.store(out_ptr + off_out, rounded, mask=dim_alive[:, None])
-
-
-def triton_quantize_values(v: Tensor, scale: Tensor, order: Tensor | None) -> Tensor:
-    """Launch the kernel; see ``quantize_values`` for arguments and answer."""
-    batch, heads, tokens, dim = v.shape
-    if v.stride(3) != 1:
-        v = v.contiguous()
-    groups = -(-tokens // V_GROUP)
-    out = torch.empty(
-        batch, heads, groups, dim, V_GROUP, dtype=torch.float8_e4m3fn, device=v.device
-    )
-    # triton launches on the current device, which need not be the one that holds the tensors.
-    with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]
-        quantize_values_kernel[(groups, batch * heads)](
-            v,
-            out,
-            scale,
-            order,
-            *v.stride()[:3],
-            heads,
-            tokens,
-            groups,
-            D=dim,
-            BLOCK_D=triton.next_power_of_2(dim),
-            GROUP=V_GROUP,
-            num_warps=4,
-        )
-    return out

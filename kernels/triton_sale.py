@@ -6,10 +6,9 @@ words of a row of the mask, X columns of the second product.
 An element passes where q4·k4 + offset_j / q_scale_i >= least_i / k_scale_b. All of it is made by
 tensor cores: beside the product of 4-bit numbers goes one of X columns in bf16, whose factors hold
 1 / q_scale and -least of a row, offset and 1 / k_scale of a key, each in two halves of 8 bits. What
-is left of the comparison is the sign of a sum, and a tile fails if the bitwise *and* of its sums is
-negative: half an instruction for an element, where adding, taking a maximum and comparing take
-more than the products do. Threads look at the elements they hold, collect bits of 32 key tiles, and
-only then agree with one another.
+is left of the comparison is the sign of a sum, and a tile fails if its largest is negative: one
+instruction for an element, where adding and scaling as well take more than the products do. Threads
+look at the elements they hold, collect bits of 32 key tiles, and only then agree with one another.
 
 The 4-bit numbers ride in fp8 where tensor cores have it, else in fp16: their sums, whole numbers
 below 2^13, come out exact and in fp32, which the second product goes on from.

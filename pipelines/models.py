@@ -47,6 +47,7 @@ _CARD_SETTINGS: Final = (
     "order",
     "dense_steps",
     "dense_layers",
+    "method_options",
 )
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _LIBRARIES: Final = ("diffusers", "transformers")

@@ -41,7 +41,7 @@ from vidsparse.kernels import (
     triton_sale,
 )
 from vidsparse.kernels.gates import KEY_GROUP
-from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST, V_GROUP
+from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
 
 # shared memory a block can opt in to, in KiB, by compute capability (CUDA programming guide).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
@@ -111,8 +111,6 @@ def variants(
             for kind in ("int8", "fp8") if cc >= 89 else ("int8",):
                 yield quantization(cc, head_dim, kind)
             yield quantization(cc, head_dim, "int8", pooled=16)
-            if cc >= 89:
-                yield quantized_values(cc, head_dim)
         yield from planning(cc, head_dims, every=every)
 
 
@@ -125,20 +123,6 @@ def gluon_extras(cc: int, head_dim: int) -> Iterator[Variant]:
         cc, head_dim, (16, 16), "bf16", gate="relative", gate_rows=128, gate_keys=128
     )
     yield gluon_attention(cc, head_dim, (128, 1), "bf16", gate="absolute", gate_rows=32)
-    yield gluon_attention(cc, head_dim, (128, 64), "bf16", quantize="int8", values=True)
-
-
-def quantized_values(cc: int, head_dim: int) -> Variant:
-    """Rounding values to 8 bits, turned and in another order."""
-    return _variant(
-        cc,
-        f"quantise values D={head_dim}",
-        triton_quantize.quantize_values_kernel,
-        _pointers(v="bf16", out="fp8e4nv", scale="fp32", order="i64"),
-        {"D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "GROUP": V_GROUP},
-        4,
-        aligned=tuple(f"stride_v{d}" for d in "bhs"),
-    )
 
 
 def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Variant:
@@ -273,14 +257,11 @@ def gluon_attention(
     gate_rows: int = 64,
     gate_keys: int = 64,
     quantize: str | None = None,
-    values: bool = False,
 ) -> Variant:
-    """The Gluon kernel of attention; ``values``: in 8 bits."""
+    """The Gluon kernel of attention."""
     rows, keys = tile
     padded = 64 if head_dim == 64 else 128
-    config = gluon_hopper.config(
-        keys, padded, key_bytes=1 if quantize else 2, value_bytes=1 if values else 2
-    )
+    config = gluon_hopper.config(keys, padded, key_bytes=1 if quantize else 2)
     operand = EIGHT_BITS[quantize] if quantize else dtype
     boxes = {
         "q": (min(rows, 64), operand),
@@ -291,9 +272,6 @@ def gluon_attention(
     for name, (box, kind) in boxes.items():
         columns, layout = gluon_hopper.boxes_layout(padded, 16 if kind == dtype else 8)
         descriptors[f"{name}_desc"] = f"tensordesc<{kind}[1, {box}, {columns}],{layout!r}>"
-    if values:
-        shape, layout = gluon_hopper.value_box(keys, padded)
-        descriptors["v_desc"] = f"tensordesc<fp8e4nv{shape},{layout!r}>"
     pointers = _attention_pointers(tile, dtype, aligned) | _pointers(k=operand, counter="i32")
     constants = {
         "D": head_dim,
@@ -313,14 +291,9 @@ def gluon_attention(
     }
     kept = {"kept": "i32"} if gate == "absolute" else {}
     _ask(pointers, constants, quantize, gate, kept)
-    if values:
-        pointers |= _pointers(v="fp8e4nv", v_scale="fp32")
-    else:
-        constants["v_scale_ptr"] = None
     return _variant(
         cc,
         f"gluon {_call(head_dim, tile, dtype, aligned)}{_extra(gate, quantize)}"
-        + (" fp8 values" if values else "")
         + (f" of {gate_rows}x{gate_keys}" if gate else ""),
         gluon_hopper.gather_attention_kernel,
         descriptors | pointers,

@@ -438,6 +438,7 @@ def test_the_first_page_is_ready_within_eight_seconds(tmp_path: Path) -> None:
                 process.terminate()
         assert page.status_code == 200
         assert process.returncode == 0
+    print("seconds to the first page:", seconds)
     # other work on the machine is not the page's: the best of three.
     assert min(seconds) <= 8, seconds
 
@@ -446,21 +447,30 @@ def test_the_first_page_is_ready_within_eight_seconds(tmp_path: Path) -> None:
 def test_a_generation_from_the_page_costs_little_more_than_the_command_line_s(
     tmp_path: Path,
 ) -> None:
-
     asked = {"prompt": "a red ball", "steps": 8, "frames": 17, "width": 128, "height": 128}
-    with served("shapes", tmp_path / "out") as (_desk, url):
+    with served("shapes", tmp_path / "out") as (_, url):
         client = _client(url)
-        client.predict(api_name="/generate", **asked)
         loaded = load("shapes", device="cpu")
-        request = GenerateRequest(model="shapes", **asked)
-        shares = []
-        for seed in range(9):
+
+        def by_page() -> float:
             began = time.perf_counter()
-            made = generate(loaded, request)
+            client.predict(api_name="/generate", **asked)
+            return time.perf_counter() - began
+
+        def by_command() -> float:
+            # what the command does for each prompt once the model is loaded.
+            began = time.perf_counter()
+            made = generate(loaded, GenerateRequest(model="shapes", **asked))
             write_video(made.frames, tmp_path / "direct.mp4", 16)
             (tmp_path / "direct.json").write_text(json.dumps(made.record), encoding="utf-8")
-            direct = time.perf_counter() - began
-            began = time.perf_counter()
-            client.predict(api_name="/generate", seed=seed, **asked)
-            shares.append((time.perf_counter() - began) / direct)
-    assert statistics.median(shares) <= 1.05, shares
+            return time.perf_counter() - began
+
+        by_page(), by_command()
+        shares = []
+        for number in range(10):
+            # who goes first takes turns: a machine that slows down favours neither.
+            pair = (by_page, by_command) if number % 2 else (by_command, by_page)
+            seconds = {side: side() for side in pair}
+            shares.append(seconds[by_page] / seconds[by_command])
+    print(f"page over command: median {statistics.median(shares):.3f} of", sorted(shares))
+    assert statistics.median(shares) <= 1.05
