@@ -229,7 +229,8 @@ def eight_bits_that_pay(
         ValueError: as ``choose``.
     """
     plain = choose(implementation, device, dtype, head_dim, gate=gate)
-    if plain not in _FASTER_IN_8_BITS:
+    # with little to multiply for each score the softmax sets the pace, and scales are in its way.
+    if plain not in _FASTER_IN_8_BITS or head_dim <= 64:
         return None
     able = support(plain, device, dtype, head_dim, gate=gate, quantize="int8") is None
     return "int8" if able else None

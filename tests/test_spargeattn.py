@@ -139,7 +139,7 @@ def test_every_order_gives_dense_attention_at_full_numbers(order: str) -> None:
     torch.testing.assert_close(permutation.apply(got), straight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", ["int8", "fp8"])
+@pytest.mark.parametrize("bits", ["int8", "fp8", "int8+fp8"])
 def test_8_bits_change_the_output_a_little(bits: str) -> None:
     q, k, v = random_qkv(GRID.tokens, 64, torch.float32)
     method = SpargeAttn(tau=0.7, theta=-1)
@@ -165,13 +165,14 @@ def test_8_bits_pay_where_the_kernel_that_runs_has_them(monkeypatch: pytest.Monk
                 dispatch._REASONS, name, lambda _d, _t, _h, _g, q, name=name: reason(name, q)
             )
 
-    def answer(implementation: str = "auto") -> str | None:
-        return eight_bits_that_pay(implementation, "cpu", torch.float16, 64)
+    def answer(implementation: str = "auto", head_dim: int = 128) -> str | None:
+        return eight_bits_that_pay(implementation, "cpu", torch.float16, head_dim)
 
     only("torch")
     assert answer() is None
     only("triton", "torch")
     assert (answer(), answer("torch")) == ("int8", None)
+    assert answer(head_dim=64) is None
     # a faster kernel without 8 bits is not given up for a slower one that has them.
     only("gluon", "triton", "torch")
     assert (answer(), answer("triton")) == (None, "int8")

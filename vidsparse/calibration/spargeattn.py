@@ -16,7 +16,7 @@ from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
 from vidsparse.errors import OptionError
 from vidsparse.kernels.dispatch import eight_bits_that_pay
 from vidsparse.kernels.gates import RelativeGate, skipped_pieces
-from vidsparse.kernels.quantize import quantize_qk
+from vidsparse.kernels.quantize import PRODUCTS, quantize_qk
 from vidsparse.masks import tile_sizes
 from vidsparse.methods import Numbers, SpargeAttn
 from vidsparse.methods.base import option
@@ -39,8 +39,8 @@ class SpargeCalibrator(Calibrator):
     """The pair (tau, theta) that keeps least with every L1 seen under l1, then lambda under l2.
 
     L1 = sum|O - O'| / sum|O| of one head in one call. A head that no pair satisfies keeps all, and
-    one that no lambda satisfies has no gate (-inf). Where q·k will run in 8 bits, errors are those
-    of the rounded products.
+    one that no lambda satisfies has no gate (-inf). Where q·k will run in 8 bits, errors of the
+    second stage are those of the rounded products.
 
     Raises:
         OptionError: l2 below l1, numbers out of range, or a tile the gate's pieces do not divide.
@@ -208,7 +208,7 @@ class SpargeCalibrator(Calibrator):
             kind = eight_bits_that_pay("auto", q.device, q.dtype, q.shape[-1], gate=gate)
         if kind is None:
             return q, k
-        eight = quantize_qk(q, k, kind, q_run=self._method.tile[0])
+        eight = quantize_qk(q, k, PRODUCTS[kind][0], q_run=self._method.tile[0])
         # without the mean key, which adds the same to all scores of a row.
         return eight.dequantized(torch.float32)
 
