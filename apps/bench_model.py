@@ -680,7 +680,7 @@ Examples:
     multiple=True,
     default=(EXACT,),
     show_default=True,
-    type=click.Choice((EXACT, "int8", "fp8", "int8+fp8")),
+    type=click.Choice((EXACT, "int8", "fp8")),
     help="8-bit products: q·k, or q·k and the one with V; repeat for several.",
 )
 @click.option("--implementation", default="auto", show_default=True)

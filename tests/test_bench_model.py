@@ -28,7 +28,7 @@ from vidsparse.apps.model_shapes import MODEL_SHAPES
 from vidsparse.attention import AttentionEngine
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels import sparse_attention
-from vidsparse.kernels.quantize import PRODUCTS
+from vidsparse.kernels.quantize import FORMATS
 from vidsparse.methods import make_method
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
@@ -161,10 +161,10 @@ def test_rows_are_kept_and_only_missing_ones_measured(tmp_path: Path) -> None:
     again = bench(*SMALL, "--device", "cpu", "--json", str(file))
     assert "measured already" in again.output
     assert json.loads(file.read_text())["rows"] == first
-    eight = ("--quantize", "int8", "--quantize", "int8+fp8")
+    eight = ("--quantize", "int8", "--quantize", "fp8")
     more = measured(file, *SMALL, "--quantize", "none", *eight)
     assert more[0] == first[0]
-    assert [row["impl"] for row in more] == ["torch", "torch int8", "torch int8+fp8"]
+    assert [row["impl"] for row in more] == ["torch", "torch int8", "torch fp8"]
     other = measured(file, *SMALL, "--computed", "0.7")
     assert len(other) == 4
     tiles = measured(file, *SMALL, "--tile", "16x16", "--tile", "32x32")
@@ -174,7 +174,7 @@ def test_rows_are_kept_and_only_missing_ones_measured(tmp_path: Path) -> None:
 def test_every_8_bit_product_of_the_kernels_is_offered() -> None:
     (kind,) = (p.type for p in bench_model.model.params if p.name == "quantize")
     assert isinstance(kind, click.Choice)
-    assert set(kind.choices) == {"none", *PRODUCTS}
+    assert set(kind.choices) == {"none", *FORMATS}
 
 
 @pytest.mark.usefixtures("tiny")
