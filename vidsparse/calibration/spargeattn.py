@@ -16,7 +16,7 @@ from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
 from vidsparse.errors import OptionError
 from vidsparse.kernels.dispatch import eight_bits_that_pay
 from vidsparse.kernels.gates import RelativeGate, skipped_pieces
-from vidsparse.kernels.quantize import PRODUCTS, quantize_qk
+from vidsparse.kernels.quantize import quantize_qk
 from vidsparse.masks import tile_sizes
 from vidsparse.methods import Numbers, SpargeAttn
 from vidsparse.methods.base import option
@@ -208,7 +208,7 @@ class SpargeCalibrator(Calibrator):
             kind = eight_bits_that_pay("auto", q.device, q.dtype, q.shape[-1], gate=gate)
         if kind is None:
             return q, k
-        eight = quantize_qk(q, k, PRODUCTS[kind][0], q_run=self._method.tile[0])
+        eight = quantize_qk(q, k, kind, q_run=self._method.tile[0])
         # without the mean key, which adds the same to all scores of a row.
         return eight.dequantized(torch.float32)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vidsparse.plan import SparsePlan
     from vidsparse.site import CallSite
 
-QUANTIZE: Final = ("auto", "int8", "int8+fp8", "fp8", "none")
+QUANTIZE: Final = ("auto", "int8", "fp8", "none")
 """What a ``quantize`` option can be."""
 
 
@@ -219,7 +219,7 @@ def eight_bit_option() -> Any:
         "auto",
         flag="--quantize",
         metavar="FORMAT",
-        help="q·k in int8 or fp8, int8+fp8: p·v in fp8 too; auto: int8 where it is faster; none",
+        help="q·k in int8, fp8 or none; auto: int8 where the kernels are faster for it",
         convert=str,
     )
 
