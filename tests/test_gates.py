@@ -362,3 +362,16 @@ def test_a_counter_that_does_not_fit_is_refused(wrong: Tensor) -> None:
     work = random_work(200, (64, 16))
     with pytest.raises(ValueError, match="skipped must be int32"):
         sparse_attention(q, k, v, *work.tensors, tile=work.tile, skipped=wrong)
+
+
+def test_auto_leaves_gates_to_the_kernel_whose_gates_are_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vidsparse.kernels import dispatch
+
+    for name in ("gluon", "triton"):
+        monkeypatch.setitem(dispatch._REASONS, name, lambda *_: None)
+    gate = RelativeGate(-4.0)
+    assert dispatch.choose("auto", "cpu", torch.bfloat16, 128) == "gluon"
+    assert dispatch.choose("auto", "cpu", torch.bfloat16, 128, gate=gate) == "triton"
+    assert dispatch.choose("gluon", "cpu", torch.bfloat16, 128, gate=gate) == "gluon"
