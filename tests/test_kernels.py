@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -303,13 +304,28 @@ def test_gluon_is_for_hopper_and_first_there(
     assert choose("auto", "cuda", dtype, dim) == chosen
 
 
-@pytest.mark.parametrize("version", ["3.5.1", "2.3.0"])
-def test_gluon_needs_a_triton_that_has_it(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+@pytest.mark.parametrize("version", ["3.5.1", "4.0.0"])
+def test_a_triton_without_what_gluon_imports_is_named(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     triton = pytest.importorskip("triton")
+    import vidsparse.kernels
+    from vidsparse.kernels import dispatch
+
+    # as where gluon's modules are not there, or have other names.
+    monkeypatch.setitem(sys.modules, "vidsparse.kernels.gluon_hopper", None)
+    monkeypatch.delattr(vidsparse.kernels, "gluon_hopper", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton, "__version__", version)
-    assert support("gluon", "cuda", torch.float16, 64) == "needs triton 3.6 or newer"
+    dispatch._gluon_fault.cache_clear()
+    try:
+        reason = support("gluon", "cuda", torch.float16, 64)
+    finally:
+        # what was found out for this version is not true of the real one.
+        dispatch._gluon_fault.cache_clear()
+    assert reason is not None
+    assert f"Triton 3.6 and 3.7, and Triton {version} differs" in reason
 
 
 def test_gluon_refuses_tiles_and_blocks_that_it_has_no_kernel_for() -> None:
