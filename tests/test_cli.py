@@ -482,7 +482,13 @@ def test_ctrl_c_keeps_finished_videos_and_leaves_no_partial_file(
     command = [sys.executable, "-m", "vidsparse", "generate", "many.txt", "--out", "o"]
     command += ["--model", str(tiny_model), *SMALL]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell that puts the tests in the background has them ignore this signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("o/*/0002-*.json")):

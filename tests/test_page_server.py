@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import re
 import statistics
@@ -32,6 +33,11 @@ from vidsparse.pipelines.video import read_video, write_video
 
 TINY = {"steps": 4, "frames": 9, "width": 64, "height": 64}
 MOST = {"steps": 6, "frames": 17, "side": 96, "prompts": 2, "settings": 2}
+
+timing = pytest.mark.skipif(
+    not os.environ.get("VIDSPARSE_TIMINGS"),
+    reason="a timing, for a quiet machine: set VIDSPARSE_TIMINGS=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -417,6 +423,7 @@ def _inputs(caller: Caller, function: int, whole: bool = False) -> list[Any]:
 # ---- bars ----
 
 
+@timing
 @pytest.mark.slow
 def test_the_first_page_is_ready_within_eight_seconds(tmp_path: Path) -> None:
     import httpx2
@@ -443,11 +450,13 @@ def test_the_first_page_is_ready_within_eight_seconds(tmp_path: Path) -> None:
     assert min(seconds) <= 8, seconds
 
 
+@timing
 @pytest.mark.slow
 def test_a_generation_from_the_page_costs_little_more_than_the_command_line_s(
     tmp_path: Path,
 ) -> None:
-    asked = {"prompt": "a red ball", "steps": 8, "frames": 17, "width": 128, "height": 128}
+    # the model's own size; fewer steps than a visitor would ask for, so the page weighs more.
+    asked = {"prompt": "a red ball", "steps": 6, "frames": 33, "width": 256, "height": 256}
     with served("shapes", tmp_path / "out") as (_, url):
         client = _client(url)
         # the page's own loading comes first: two threads cannot load at once.
@@ -469,7 +478,7 @@ def test_a_generation_from_the_page_costs_little_more_than_the_command_line_s(
 
         by_page(), by_command()
         shares = []
-        for number in range(10):
+        for number in range(6):
             # who goes first takes turns: a machine that slows down favours neither.
             pair = (by_page, by_command) if number % 2 else (by_command, by_page)
             seconds = {side: side() for side in pair}
