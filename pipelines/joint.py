@@ -6,6 +6,7 @@ the session cuts off; no mask is looked at or built here.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -27,16 +28,16 @@ def _heads(
     return query, key, value
 
 
-class JointSparseProcessor(SparseProcessor):
+class JointSparseProcessor(SparseProcessor, ABC):
     """Stands in for the stock processors of joint attention; same call signature.
 
     Text has projections and norms of its own where the module has them (``add_q_proj`` and so on),
     and shares those of the video where it has none.
     """
 
+    @abstractmethod
     def pair_angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the video tokens' channel pairs, ``[S, H or 1, D / 2]``."""
-        raise NotImplementedError
 
     def __call__(
         self,

@@ -451,11 +451,11 @@ def cases(device: str) -> Iterator[Case]:
     yield from engine_cases(device)
 
 
-def main() -> None:
+def try_all(cases: Iterator[Case]) -> None:
     """Try all cases in the interpreter; print ``{name: what went wrong or null}``."""
     torch.set_num_threads(1)
     answers: dict[str, str | None] = {}
-    for name, body in cases(INTERPRETER):
+    for name, body in cases:
         try:
             body()
             answers[name] = None
@@ -464,11 +464,16 @@ def main() -> None:
     print(json.dumps(answers))
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[str, str | None]:
-    done = run(str(HERE / "test_triton_planning.py"), TRITON_INTERPRET="1")
+def answers_of(file: str) -> dict[str, str | None]:
+    """What ``try_all`` prints when ``file`` runs as a script, with triton interpreting."""
+    done = run(str(HERE / file), TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str | None]:
+    return answers_of("test_triton_planning.py")
 
 
 @pytest.mark.parametrize("name", [name for name, _ in cases(INTERPRETER)])
@@ -538,4 +543,4 @@ class TestOnGpu:
 
 
 if __name__ == "__main__":
-    main()
+    try_all(cases(INTERPRETER))
