@@ -190,9 +190,14 @@ def test_guidance_that_is_a_component_is_set_for_the_call_alone(
 def test_cancelling_works_without_a_callback_of_the_pipeline(
     opened: Opened,
 ) -> None:
-    loaded = opened("hunyuan15")
+    loaded, steps = opened("hunyuan15"), []
     with pytest.raises(GenerationCancelled, match="after step 1 of 3"):
-        generate(loaded, a_request(), cancel=lambda: True)
+        generate(
+            loaded,
+            a_request(),
+            progress=lambda step, *_: steps.append(step),
+            cancel=lambda: bool(steps),
+        )
     assert "step" not in vars(loaded.pipe.scheduler)
     assert generate(loaded, a_request()).record["notes"] == []
 
