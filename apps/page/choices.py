@@ -60,15 +60,14 @@ class Choices:
         model, method, preset = (
             self._form.controls[name] for name in ("model", "method", "preset")
         )
-        # not change: what the page itself puts there should not be answered by defaults. And not
-        # input, which comes twice.
+        # not change: what the page itself puts there should not be answered by defaults. Nor
+        # select, which the keyboard does not cause.
         events = [
-            (model.select, self.choose_model, [model, method]),
-            (method.select, self.choose_method, [model, method]),
-            (preset.select, self.choose_preset, [model, method, preset]),
+            (model.input, self.choose_model, [model]),
+            (method.input, self.choose_method, [model, method]),
+            (preset.input, self.choose_preset, [model, method, preset]),
         ]
         if len(self._host.models) > 1:
-            # calls may name what fits any model; a visitor sees what fits the first.
             events.append((page.load, self.choose_method, [model, method]))
         for trigger, work, inputs in events:
             trigger(
@@ -79,17 +78,14 @@ class Choices:
                 api_visibility="private",
             )
 
-    def choose_model(self, name: Any, method: Any) -> dict[Any, Any]:
+    def choose_model(self, name: Any) -> dict[Any, Any]:
         """Another model: its own settings, and what it takes."""
+        # not asked for the method: gradio tells of one choice twice, and would hold that method the
+        # second time against choices that the first has taken away.
         model = self._model(name)
-        if method not in offered(self._host.presets_of(model)):
-            method = DEFAULT_METHOD
-        made = self._first_preset(model, method)
         values = self._form.defaults_of(model)
-        if made is not None:
-            values |= self._form.values_of_preset(made)
         return {
-            **self.updates(model, method, made, values),
+            **self.updates(model, DEFAULT_METHOD, None, values),
             **self._pictures(model),
             self._form.examples: gr.update(
                 samples=examples_of(model), visible=bool(model.example_prompts)
@@ -98,20 +94,20 @@ class Choices:
 
     def choose_method(self, name: Any, method: Any) -> dict[Any, Any]:
         """Another method: no preset, unless it does nothing without."""
-        model = self._model(name)
+        model, method = self._model(name), self._method(method)
         made = self._first_preset(model, method)
         return self.updates(model, method, made, self._values(made))
 
     def choose_preset(self, name: Any, method: Any, preset: Any) -> dict[Any, Any]:
         """A preset, which brings its method, or none."""
-        model = self._model(name)
+        model, method = self._model(name), self._method(method)
         try:
             made = self._host.preset(preset, model) if preset else None
         except OptionError as error:
             raise toast(error) from error
         if made is not None:
             method = made.preset.method
-        elif method in METHODS and needs_preset(method):
+        elif needs_preset(method):
             # its numbers cannot be written by hand.
             method = DEFAULT_METHOD
         return self.updates(model, method, made, self._values(made))
@@ -129,12 +125,10 @@ class Choices:
         }
 
     def updates(
-        self, model: ModelRef, method: Any, preset: HostPreset | None, values: Mapping[str, Any]
+        self, model: ModelRef, method: str, preset: HostPreset | None, values: Mapping[str, Any]
     ) -> dict[Any, Any]:
         """What can be chosen and what is shown; ``values`` are put into the controls on the way."""
         form = self._form
-        if method not in form.groups:
-            raise toast(OptionError(f"unknown method {method!r}"))
         presets = self._host.presets_of(model)
         facts: dict[str, dict[str, Any]] = {
             name: {"value": value} for name, value in values.items() if name in form.controls
@@ -182,9 +176,14 @@ class Choices:
         except OptionError as error:
             raise toast(error) from error
 
-    def _first_preset(self, model: ModelRef, method: Any) -> HostPreset | None:
+    def _method(self, name: Any) -> str:
+        if not isinstance(name, str) or name not in self._form.groups:
+            raise toast(OptionError(f"unknown method {name!r}"))
+        return name
+
+    def _first_preset(self, model: ModelRef, method: str) -> HostPreset | None:
         """The preset to begin with, for methods that do nothing without."""
-        if method not in METHODS or not needs_preset(method):
+        if not needs_preset(method):
             return None
         fitting = self._host.presets_of(model)
         return next((each for each in fitting if each.preset.method == method), None)

@@ -151,8 +151,7 @@ class Form:
                     elem_id="method",
                 ),
             )
-            # every preset of the page at first, so that the interface takes them all; the page
-            # asks for those of its model when it opens.
+            # what fits any model, so that calls may name it; the page asks for its model's own.
             self._add(
                 "preset",
                 gr.Dropdown(
