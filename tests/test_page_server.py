@@ -179,16 +179,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
 def richer(
     model: str, pictures: str, preset: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Any, str]]:
-    """A page with a preset and a second model, whose copies are removed every second."""
-    from vidsparse.apps.page import build
-
+    """A page with a preset and a second model."""
     out = tmp_path_factory.mktemp("richer") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "CLEAN_EVERY", 1)
-        patch.setattr(build, "CLEAN_AFTER", 1)
-        offered = {"models": (model, pictures), "presets": (str(preset),)}
-        with served(**offered, out=out, upload=1, **MOST) as running:
-            yield running
+    with served((model, pictures), out, (str(preset),), upload=1, **MOST) as running:
+        yield running
 
 
 def test_a_preset_makes_the_command_line_s_video(
@@ -248,8 +242,21 @@ def test_a_video_between_two_pictures(
     assert sorted(record["images"]) == ["image"]
 
 
-def test_a_page_that_runs_long_keeps_no_copies(richer: tuple[Any, str]) -> None:
-    desk, url = richer
+@pytest.fixture
+def cleaned(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, str]]:
+    """A page that forgets its copies after five seconds."""
+    from vidsparse.apps.page import build
+
+    monkeypatch.setattr(build, "CLEAN_EVERY", 1)
+    monkeypatch.setattr(build, "CLEAN_AFTER", 5)
+    with served((model,), tmp_path / "out", upload=1, **MOST) as running:
+        yield running
+
+
+def test_a_page_that_runs_long_keeps_no_copies(cleaned: tuple[Any, str]) -> None:
+    desk, url = cleaned
     copies = desk.host.folder / "gradio"
     caller = Caller(url, "stays")
     function = caller.function("generate")
@@ -278,7 +285,7 @@ def test_a_page_that_runs_long_keeps_no_copies(richer: tuple[Any, str]) -> None:
         and len(fn["inputs"]) == 0 and len(fn["outputs"]) == 5
     )  # fmt: skip
     body = {
-        "data": [], "fn_index": select, "session_hash": "stays", "event_data": {"index": 0},
+        "data": [], "fn_index": select, "session_hash": "stays", "event_data": {"index": 0, "value": None},
     }  # fmt: skip
     event = caller.http.post("gradio_api/queue/join", json=body).json()["event_id"]
     (answer,) = caller.ends({event}).values()

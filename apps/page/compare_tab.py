@@ -203,8 +203,11 @@ class CompareTab:
             return
         visit.cell = record
         order = "rowmajor" if record.order == "rowmajor" else "hilbert"
+        done = "Recorded"
+        if record.step != at:
+            done = f"Recorded step {record.step + 1}, whose plan serves step {at + 1}"
         yield {
-            self.cell_status: draw.status(job.snapshot(), "Recorded"),
+            self.cell_status: draw.status(job.snapshot(), done),
             self.cell_controls: gr.update(visible=True),
             self.head: gr.update(maximum=max(2, record.heads), value=1),
             self.order: order,

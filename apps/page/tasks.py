@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,13 +130,18 @@ def record_cell(
 ) -> Callable[[Workbench, Job], CellRecord]:
     """A job that runs the request up to ``step`` and records the call of ``layer`` in it.
 
-    It raises UnsupportedError where that call makes no plan.
+    Where that step uses the plan of one before, that one is recorded. It raises UnsupportedError
+    where the call is dense.
     """
 
     def work(bench: Workbench, job: Job) -> CellRecord:
         from vidsparse.probe import CellProbe
+        from vidsparse.schedule import Schedule
 
-        probe = CellProbe(step, layer)
+        fitted = bench.fit(request)
+        schedule = Schedule(**{each.name: getattr(fitted, each.name) for each in fields(Schedule)})
+        assert fitted.steps is not None
+        probe = CellProbe(schedule.plan_step(step, fitted.steps), layer)
 
         def attach(handle: SparseHandle) -> None:
             handle.probe(probe)
@@ -154,8 +159,8 @@ def record_cell(
             job.check()
         if probe.record is None:
             raise UnsupportedError(
-                f"step {step + 1}, layer {layer + 1} made no plan: it was dense, or reused the "
-                "plan of a step before. Hint: choose a cell that is not dense, with reuse 1."
+                f"step {step + 1}, layer {layer + 1} made no plan. "
+                "Hint: choose a cell that is not dense."
             )
         return probe.record
 
