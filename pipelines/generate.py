@@ -242,6 +242,10 @@ def _fit(request: GenerateRequest, loaded: LoadedPipeline) -> GenerateRequest:
             f"{made}. Hint: load it again."
         )
     check_takes(loaded.ref, image=loaded.takes_image, last_image=request.last_image is not None)
+    if loaded.takes_image and request.last_image is None and loaded.ref.needs_last_image:
+        raise OptionError(
+            f"{loaded.ref.name} makes videos between two images. Hint: add --last-image FILE."
+        )
     own = {name: getattr(loaded, name) for name in ("device", "dtype", "offload", "lora")}
     request = replace(request, **own, compile=loaded.compile, model=loaded.ref.name)
     return resolve(request, loaded.defaults)

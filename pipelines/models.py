@@ -92,6 +92,11 @@ class ModelRef:
     vocabulary: tuple[str, ...] = ()
     example_prompts: tuple[str, ...] = ()
 
+    @property
+    def needs_last_image(self) -> bool:
+        """Whether it works between two images only, as Wan 2.1's model that embeds both at once."""
+        return any(each.get("pos_embed_seq_len") is not None for each in self.transformers)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedPipeline:

@@ -161,6 +161,8 @@ def test_the_first_and_the_last_frame(tmp_path: Path) -> None:
     both = generate(loaded, a_request(image=first, last_image=last))
     assert set(both.record["images"]) == {"image", "last_image"}
     same = generate(loaded, a_request(image=first, last_image=first))
+    with pytest.raises(OptionError, match="makes videos between two images"):
+        generate(loaded, a_request(image=first))
     assert not np.array_equal(both.frames, same.frames)
 
 

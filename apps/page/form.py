@@ -292,6 +292,8 @@ class Form:
         own |= {name: str(path) for name, path in images.items() if takes(model)[name]}
         if "image" not in own and needs_image(model):
             raise OptionError(f"{model.name} starts from a picture. Hint: upload its first frame.")
+        if "last_image" not in own and model.needs_last_image:
+            raise OptionError(f"{model.name} ends with a picture. Hint: upload its last frame.")
         request = GenerateRequest(
             prompt=values.get("prompt") or "",
             negative_prompt=values.get("negative_prompt") or "",
