@@ -32,7 +32,8 @@ class Case:
         kept: share of key chunks in a tile's list. For ``PLANNING`` it is what top-p finds.
         skew: list lengths are spread evenly over ``kept * (1 - skew)`` to ``kept * (1 + skew)``.
         merge: how tiles form blocks.
-        quantize: ``int8`` or ``fp8`` q·k; rounding counts as part of the kernel's time.
+        quantize: ``int8`` or ``fp8`` q·k. Rounding counts as part of the kernel's time, or of the
+            plan's where one pass rounds and pools.
         implementations: those to time; empty for all that run.
     """
 

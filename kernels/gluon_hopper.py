@@ -99,6 +99,8 @@ def _exp2(x):
 # final division undoes it exactly, and weights up to 256 fit all dtypes.
 BEHIND = gl.constexpr(8.0)
 RESCALED_AT_ONCE = 32
+PARTS = gl.constexpr(1)
+MAGIC = gl.constexpr(1)
 
 
 def _rescale_source(registers: int) -> str:
@@ -133,6 +135,34 @@ def _rescaled(acc, factor):
         dtype=gl.float32,
         is_pure=True,
         pack=_RESCALED_AT_ONCE,
+    )
+
+
+# of two rows: their largest scores as each of four threads sees them become the rows' maxima, where
+# a thread of the warp is that far above. Else no thread asks another.
+_RAISE = gl.constexpr(
+    "{ .reg .pred p; .reg .pred q; .reg .f32 a; .reg .f32 b; .reg .f32 x; .reg .f32 y; "
+    ".reg .f32 t; mov.f32 x, $2; mov.f32 y, $3; "
+    "add.f32 a, $4, 0f41000000; add.f32 b, $5, 0f41000000; "
+    "setp.gt.f32 p, x, a; setp.gt.or.f32 p, y, b, p; "
+    "vote.sync.any.pred q, p, 0xffffffff; mov.f32 $0, $4; mov.f32 $1, $5; @!q bra.uni same; "
+    "shfl.sync.bfly.b32 t, x, 1, 31, 0xffffffff; max.f32 x, x, t; "
+    "shfl.sync.bfly.b32 t, y, 1, 31, 0xffffffff; max.f32 y, y, t; "
+    "shfl.sync.bfly.b32 t, x, 2, 31, 0xffffffff; max.f32 x, x, t; "
+    "shfl.sync.bfly.b32 t, y, 2, 31, 0xffffffff; max.f32 y, y, t; "
+    "setp.gt.f32 p, x, a; selp.f32 $0, x, $4, p; setp.gt.f32 q, y, b; selp.f32 $1, y, $5, q; "
+    "same: }"
+)
+
+
+@gluon.jit
+def _raised(largest, row_max):
+    """Maxima of rows, moved where what a thread holds of a row is ``BEHIND`` above.
+
+    Both ``[rows, 4]``, an entry for each of the four threads that share a row.
+    """
+    return gl.inline_asm_elementwise(
+        _RAISE, "=f,=f,f,f,f,f", [largest, row_max], dtype=gl.float32, is_pure=True, pack=2
     )
 
 
@@ -206,6 +236,19 @@ def _row_vector(x, like):
         return x[:, :, None, None, None]
 
 
+@triton.constexpr_function
+def _by_thread(layout):
+    """Layout of the rows and threads of what ``_by_run`` gives in ``layout``."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout)))
+
+
+@gluon.jit
+def _thread_vector(x, like):
+    """A number for each row and thread, to be broadcast along the others of ``_by_run``."""
+    layout: gl.constexpr = _by_thread(like.type.layout)
+    return gl.convert_layout(x, layout)[:, None, None, :, None]
+
+
 @gluon.jit
 def _row_sums(weights):
     """Sums of a row, of which each of the four threads that share it keeps its own."""
@@ -246,6 +289,8 @@ def _store(
     row = tile * M + place % M
     alive = (tile >= 0) & (row < S)
     sums = gl.convert_layout(gl.sum(sums, 1), BY_ROW)
+    if len(row_max.shape) == 2:
+        row_max = gl.max(row_max, 1)
     row_max = gl.convert_layout(row_max, BY_ROW)
     # a row without keys: zeros and -inf, whatever its weights of zero were multiplied with.
     has_keys = sums > 0
@@ -451,25 +496,91 @@ def _weighed(scores, factor, subtracted, sums, rescale, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _soften(
-    scores, first, keys, row_max, sums, row_scale, k_scale_memory, dtype: gl.constexpr,
-    WEIGHTS: gl.constexpr,
+def _halves(x):
+    """The first and the second half of the columns."""
+    x = x.reshape([x.shape[0], 2, x.shape[1] // 2])
+    return gl.split(x.permute((0, 2, 1)))
+
+
+@gluon.jit
+def _joined(first, second, layout: gl.constexpr):
+    x = gl.join(first, second).permute((0, 2, 1))
+    return gl.convert_layout(x.reshape([x.shape[0], x.shape[1] * x.shape[2]]), layout)
+
+
+@gluon.jit
+def _weights_of(
+    scores, row_max, row_scale, k_scale, OFFSET: gl.constexpr
 ):  # fmt: skip
-    """Weights of a step's scores, and what its rows carry on."""
+    """Weights of some keys, and the rows' maxima with them in it."""
+    runs: gl.constexpr = 1 if k_scale is None else k_scale.shape[0]
+    scores = _by_run(scores, runs)
+    largest = gl.max(gl.max(scores, 4), 2)
+    if OFFSET != 0:
+        largest = largest - OFFSET
+    factor = row_scale
+    if len(row_scale.shape) == 0:
+        largest = largest * row_scale
+    else:
+        PAIR: gl.constexpr = _first_two(scores.type.layout, 5)
+        scale = gl.convert_layout(row_scale, gl.SliceLayout(1, PAIR))[:, None]
+        if k_scale is not None:
+            scale = scale * gl.convert_layout(k_scale, gl.SliceLayout(0, PAIR))[None, :]
+        largest_scale = gl.convert_layout(scale, gl.SliceLayout(2, largest.type.layout))
+        largest = largest * largest_scale[:, :, None]
+        factor = scale[:, :, None, None, None]
+    largest = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
+    new_max = _raised(largest, row_max)
+    subtracted = _thread_vector(new_max, scores)
+    if OFFSET != 0:
+        subtracted = subtracted + factor * OFFSET
+    fresh = _exp2(scores * factor - subtracted)
+    return fresh, new_max
+
+
+@gluon.jit
+def _sums_of(fresh, like):
+    """What each thread holds of its rows, summed."""
+    return gl.convert_layout(gl.sum(gl.sum(gl.sum(fresh, 4), 2), 1), like.type.layout)
+
+
+@gluon.jit
+def _soften(
+    scores, first, keys, row_max, sums, row_scale, k_scale, RUNS: gl.constexpr,
+    OFFSET: gl.constexpr, dtype: gl.constexpr, WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Weights of a step's scores, and what its rows carry on; OFFSET is in every score."""
     SCORES: gl.constexpr = scores.type.layout
+    rows: gl.constexpr = scores.shape[0]
+    BN: gl.constexpr = scores.shape[1]
     if first:
         scores = _mask(scores, keys)
     old_max = gl.where(first, -1.0e30, row_max)
-    scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, None, 1)
-    step_max = largest
-    if len(largest.shape) == 2:
-        step_max = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
-    new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
-    rescale = _exp2(old_max - new_max)
-    fresh, new_sums = _weighed(
-        scores, factor, _row_vector(new_max, scores), gl.where(first, 0.0, sums), rescale, SCORES
-    )  # fmt: skip
-    return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, new_sums
+    offset: gl.constexpr = OFFSET if RUNS <= BN // 8 else 0
+    if RUNS > BN // 8:
+        scores = (scores - OFFSET) * k_scale[None, :]
+        k_scale = None
+    sums = gl.where(first, 0.0, sums)
+    if PARTS == 2:
+        left, right = _halves(scores)
+        k_left = k_scale
+        k_right = k_scale
+        if k_scale is not None:
+            k_left, k_right = gl.split(k_scale.reshape([2, RUNS // 2]).permute((1, 0)))
+        left, left_max = _weights_of(left, old_max, row_scale, k_left, offset)
+        right, new_max = _weights_of(right, left_max, row_scale, k_right, offset)
+        left = _rescaled(left, _thread_vector(_exp2(left_max - new_max), left))
+        rescale = _exp2(old_max - new_max)
+        sums = sums * rescale + _sums_of(left, sums) + _sums_of(right, sums)
+        fresh = _joined(
+            left.reshape([rows, BN // 2]).to(dtype), right.reshape([rows, BN // 2]).to(dtype), SCORES
+        )
+    else:
+        fresh, new_max = _weights_of(scores, old_max, row_scale, k_scale, offset)
+        rescale = _exp2(old_max - new_max)
+        sums = sums * rescale + _sums_of(fresh, sums)
+        fresh = gl.convert_layout(fresh.reshape([rows, BN]), SCORES).to(dtype)
+    return gl.convert_layout(fresh, WEIGHTS), new_max, rescale, sums
 
 
 @gluon.jit
@@ -580,13 +691,20 @@ def _consume(
     q = q_memory.index(WHICH)
     nothing = gl.full([64, BN], 0.0, gl.float32, SCORES)
     no_scores = nothing
+    OFFSET: gl.constexpr = 12582912 if MAGIC == 1 and k_stages.dtype.is_int() else 0
     if k_stages.dtype.is_int():
-        no_scores = gl.full([64, BN], 0, gl.int32, SCORES)
+        no_scores = gl.full([64, BN], 0x4B400000 if OFFSET != 0 else 0, gl.int32, SCORES)
 
+    RUNS: gl.constexpr = 1 if k_scales is None else k_scales.shape[1]
+    # scales of runs are few, and read while the products run: the barrier that triton puts before
+    # costs nothing there.
+    EARLY: gl.constexpr = k_scales is not None and RUNS <= BN // 8
     # the block before the first: no weights, and a result that is not stored.
     acc = gl.full([64, DP], 0.0, gl.float32, OUTPUT)
-    row_max = gl.full([64], 0.0, gl.float32, BY_ROW)
     sums = _row_sums(nothing)
+    row_max = sums
+    if GATE is not None:
+        row_max = gl.full([64], 0.0, gl.float32, BY_ROW)
     weights = gl.convert_layout(nothing.to(dtype), WEIGHTS)
     done = -1
     done_head = 0
@@ -628,17 +746,24 @@ def _consume(
             kept_memory = kept_words.index(stage)
         k = k_stages.index(stage).permute((1, 0))
         v = v_stages.index(stage)
-        pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+        k_scale = None
+        pending = warpgroup_mma(q, k, no_scores, use_acc=OFFSET != 0, is_async=True)
         if GATE is None:
             # the sum over a block begins with the values of its first step, one step later. Zeros
             # assigned in the branch below would be 64 moves a step.
             pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
+            if EARLY:
+                k_scale = k_scales.index(stage).load(gl.BlockedLayout([RUNS], [32], [4], [0]))
             scores = warpgroup_mma_wait(1, deps=[pending])
             if last:
                 mbarrier.arrive(q_empty)
+            if RUNS > BN // 8:
+                k_scale = k_scales.index(stage).load(gl.SliceLayout(0, SCORES))
+            if OFFSET != 0:
+                scores = scores.to(gl.float32, bitcast=True)
             fresh, new_max, rescale, new_sums = _soften(
-                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory, dtype,
-                WEIGHTS,
+                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale, RUNS,
+                OFFSET, dtype, WEIGHTS,
             )  # fmt: skip
             next_block, next_head, left, next_keys, next_row_scale, _, q_phase = _next_block(
                 last, block, head, left, keys, row_scale, row_scale, q_phase, q_full, record,
@@ -648,6 +773,8 @@ def _consume(
         elif opened != 0:
             pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[pending])
+            if OFFSET != 0:
+                scores = scores.to(gl.float32, bitcast=True) - OFFSET
             if last:
                 mbarrier.arrive(q_empty)
             fresh, new_max, rescale, new_sums, gated = _soften_gated(
@@ -667,6 +794,8 @@ def _consume(
             # alone, ptxas lets every product wait for the one before. And with the scores' product
             # in both copies, ptxas 12.9 takes the address of other keys in the second.
             scores = warpgroup_mma_wait(0, deps=[pending])
+            if OFFSET != 0:
+                scores = scores.to(gl.float32, bitcast=True) - OFFSET
             if last:
                 mbarrier.arrive(q_empty)
             fresh, new_max, rescale, new_sums, gated = _soften_gated(
@@ -692,7 +821,12 @@ def _consume(
             done = block
             done_head = head
         # not between the products above: ptxas would let the second wait for the first.
-        acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
+        if GATE is None:
+            threads = _by_run(acc, 1)
+            threads = _rescaled(threads, _thread_vector(rescale, threads))
+            acc = gl.convert_layout(threads.reshape([64, DP]), OUTPUT)
+        else:
+            acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
         if GATE is not None:
             if GATE == "relative":
                 # decided late: the weights are in the sum, and in the next step's product only if

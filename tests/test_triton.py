@@ -243,6 +243,7 @@ def interpreted_quantized() -> Iterator[tuple[str, Callable[[], None]]]:
 
         return body
 
+    yield "mean of strided keys", check_mean
     for tile, judged in (((16, 16), False), ((128, 64), True), ((1, 128), False)):
         yield (
             f"quantise and pool {tile} judged {judged}",
@@ -252,6 +253,14 @@ def interpreted_quantized() -> Iterator[tuple[str, Callable[[], None]]]:
         for kind in ("int8", "fp8"):
             order = run < 64 and kind == "int8"
             yield f"quantise {kind} runs of {run}", rounding(kind, run, order)
+
+
+def check_mean(device: str = "cpu") -> None:
+    """Hold the mean of a kernel to torch's, over more tokens than one program adds up."""
+    from vidsparse.kernels.triton_quantize import triton_mean
+
+    x = strided(random_qkv(1100, 96, torch.float16, batch=2)[0].to(device)) + 3
+    torch.testing.assert_close(triton_mean(x), x.double().mean(2).float(), rtol=1e-5, atol=1e-5)
 
 
 def check_pooled(kind: str, tile: tuple[int, int], *, judged: bool, device: str = "cpu") -> None:
