@@ -31,9 +31,9 @@ from .quantize import (
 from .triton_pool import Pooled, room_for_means, store_means
 
 # rows of a program and tokens that one of the means adds up.
-MEAN_ROWS = 64
+MEAN_ROWS = 32
 MEAN_TOKENS = 512
-MEAN_WARPS = 8
+MEAN_WARPS = 4
 
 
 @triton.jit
@@ -177,13 +177,13 @@ def quantize_kernel(
     tl.store(out_ptr + off_out, x.to(out_ptr.dtype.element_ty), mask=both)
 
 
-def block(run: int) -> tuple[int, int, int | None]:
-    """Rows of a program that does not cut runs of ``run``, its warps, and registers of a thread.
+def block(run: int) -> tuple[int, int]:
+    """Rows of a program that does not cut runs of ``run``, and its warps.
 
-    Two programs or more of a multiprocessor take turns: one loads while the other looks for the
+    Few rows and warps: many programs of a multiprocessor then load while others look for the
     largest.
     """
-    return (64, 8, None) if run <= 64 else (ROWS_AT_ONCE, 16, 64)
+    return (64, 2) if run <= 64 else (ROWS_AT_ONCE, 4)
 
 
 def triton_quantize_runs(
@@ -209,7 +209,7 @@ def triton_quantize_runs(
     product = None
     if multiply is not None:
         product = torch.empty(batch, heads, tokens, dtype=torch.float32, device=x.device)
-    rows, warps, registers = block(max(run, 1 if means is None else means.size))
+    rows, warps = block(max(run, 1 if means is None else means.size))
     grid = (triton.cdiv(tokens, rows), batch * heads)
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
@@ -239,7 +239,6 @@ def triton_quantize_runs(
             INTEGER=whole_numbers(kind),
             N=1 if means is None else means.size,
             num_warps=warps,
-            maxnreg=registers,
         )
     return out, scale, product
 

@@ -71,7 +71,6 @@ class Variant:
     warps: int
     source: type = ASTSource
     stages: int | None = None
-    registers: int | None = None
 
     def __str__(self) -> str:
         return f"sm_{self.cc} {self.name}"
@@ -131,7 +130,7 @@ def gluon_extras(cc: int, head_dim: int) -> Iterator[Variant]:
 def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Variant:
     """Rounding to 8 bits, smoothed and in another order; ``pooled``: tokens that are averaged."""
     wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
-    rows, warps, registers = triton_quantize.block(max(64, pooled))
+    rows, warps = triton_quantize.block(max(64, pooled))
     means = _pointers(high="fp16", low="fp16", mean_scale="fp32", similarity="fp32")
     return _variant(
         cc,
@@ -151,7 +150,6 @@ def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Varia
         },
         warps,
         aligned=tuple(f"stride_x{d}" for d in "bhs"),
-        registers=registers,
     )
 
 
@@ -219,15 +217,12 @@ def _variant(
     aligned: tuple[str, ...] = (),
     source: type = ASTSource,
     stages: int | None = None,
-    registers: int | None = None,
 ) -> Variant:
     """A variant whose other arguments, those that are not constants, are 32-bit integers."""
     types = dict.fromkeys((p.name for p in kernel.params if not p.is_constexpr), "i32")
     types = {n: t for n, t in types.items() if n not in constants}
     types |= pointers | dict.fromkeys(floats, "fp32")
-    return Variant(
-        cc, name, kernel, types, constants, frozenset(aligned), warps, source, stages, registers
-    )
+    return Variant(cc, name, kernel, types, constants, frozenset(aligned), warps, source, stages)
 
 
 def attention(
@@ -648,8 +643,7 @@ def compile_variant(variant: Variant) -> Usage:
         source,
         target=GPUTarget("cuda", variant.cc, 32),
         options={"num_warps": variant.warps}
-        | ({"num_stages": variant.stages} if variant.stages else {})
-        | ({"maxnreg": variant.registers} if variant.registers else {}),
+        | ({"num_stages": variant.stages} if variant.stages else {}),
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

@@ -305,11 +305,18 @@ def check_rounding(
     torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
     near = 1e-5 * expected_product.abs().max().item()
     torch.testing.assert_close(product, expected_product, rtol=1e-4, atol=near)
-    # neighbours in int8 and in fp8's ordered bits.
+    # neighbours in int8 and in fp8's ordered bits, and both as near as can be told in fp32: numbers
+    # of few bits have many ties.
     a, b = (t.view(torch.int8).int() for t in (x8, expected))
-    off = (a - b).abs()
-    assert int(off.max()) <= 1
-    assert off.float().mean() <= 1e-4
+    off = a != b
+    assert int((a - b).abs().max()) <= 1
+    assert off.float().mean() <= 1e-2
+    exact = x.double() if order is None else x[:, :, order].double()
+    if subtract is not None:
+        exact = exact - subtract.double().unsqueeze(2)
+    exact = exact / expected_scale.double().repeat_interleave(run, 2)[:, :, : x.shape[2], None]
+    middle = (x8.double() + expected.double()) / 2
+    assert bool((exact - middle)[off].abs().le(1e-5 + 1e-5 * middle[off].abs()).all())
 
 
 CASES = [name for name, _ in interpreted_cases()]
