@@ -112,6 +112,9 @@ def prepare_study(
                 method="dense",
                 width=width,
                 height=height,
+                dense_layers=0,
+                dense_last_layers=0,
+                reuse=1,
                 **{
                     name: options[name]
                     for name in (
@@ -309,6 +312,7 @@ class Study:
                 **method.options(),
                 "order": order,
                 "reuse": configuration.reuse,
+                "dense_ends": configuration.dense_ends,
                 "dense_steps": self._requests[0].dense_steps,
             },
             "selected": spread([record["selected"] for record in records]).mean,
@@ -343,6 +347,8 @@ class Study:
                 method_options=options,
                 order=order,
                 reuse=configuration.reuse,
+                dense_layers=configuration.dense_ends,
+                dense_last_layers=configuration.dense_ends,
             )
             for request in self._requests
         ]
