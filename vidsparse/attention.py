@@ -231,9 +231,9 @@ class AttentionEngine:
         # a gate is of this very step, also where the plan is not.
         gate = self.method.gate(q, site, plan)
         quantized = made.quantized
-        kind = quantized.kind if quantized else self._eight_bits(self.method.quantize, q, gate)
+        bits = quantized.kind if quantized else self._eight_bits(self.method.quantize, q, gate)
         cell.implementation = self.implementation_for(
-            q.device, q.dtype, q.shape[-1], gate=gate, quantize=kind
+            q.device, q.dtype, q.shape[-1], gate=gate, quantize=bits
         )
         skipped = None if gate is None else torch.empty_like(plan.kv_count)
         out, _ = self.kernel(
@@ -246,7 +246,7 @@ class AttentionEngine:
             tile=plan.tile,
             implementation=cell.implementation,
             gate=gate,
-            quantize=quantized or kind,
+            quantize=quantized or bits,
             skipped=skipped,
         )
         cell.selected, cell.computed = plan.selected, plan.computed
