@@ -91,7 +91,9 @@ def models() -> None:
         _write(
             f"defaults: {defaults.frames} frames ({defaults.frame_factor}k+1) of "
             f"{defaults.width}x{defaults.height}, {defaults.steps} steps; "
-            f"dense steps {defaults.dense_steps}, dense layers {defaults.dense_layers}, "
+            f"dense steps {defaults.dense_steps}, "
+            f"dense layers {defaults.dense_layers} first and {defaults.dense_last_layers} last, "
+            f"a plan for {defaults.reuse} step{'s' if defaults.reuse > 1 else ''}, "
             f"{defaults.order} order, {method} with {options} ({defaults.source})",
             _INDENT * 3,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -64,6 +65,9 @@ class LazyGroup(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run, print errors as one sentence, and leave with the exit code of ``console``."""
         session = Session()
+        # while PyTorch's threads wait for each other, their core is free for what they wait for.
+        # Read when torch is imported, which no command has done yet.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         kwargs.update(standalone_mode=False, obj=session)
         kwargs.setdefault("prog_name", "vidsparse")
         sys.exit(run(session, lambda: super(LazyGroup, self).main(*args, **kwargs)))

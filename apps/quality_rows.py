@@ -71,7 +71,10 @@ QUALITY_CELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
 
 _CELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "method": lambda row: str(row["method"]),
-    **{name: option_text(name) for name in ("tile", "top_p", "merge", "order", "reuse")},
+    **{
+        name: option_text(name)
+        for name in ("tile", "top_p", "merge", "order", "reuse", "dense_ends")
+    },
     "set to": knob_text,
     **QUALITY_CELLS,
     "Sim-q": _number("sim_q", ".3f"),
@@ -85,6 +88,6 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "merging": ("tile", "top_p", "merge", *_QUALITY),
     "orders": ("method", "order", "top_p", "Sim-q", "Sim-k", "L1", "sparsity", *_QUALITY),
     "equal": ("method", "tile", "set to", "order", *_QUALITY),
-    "defaults": ("top_p", "reuse", "order", *_QUALITY),
+    "defaults": ("top_p", "reuse", "dense_ends", "order", *_QUALITY),
     "curves": ("method", "tile", "set to", "order", *_QUALITY),
 }

@@ -15,8 +15,8 @@
 - ``strides``: XAttention's strides.
 - ``selections``: XAttention's threshold, top-ratio and top-k at one selected density.
 - ``calibration``: methods with their paper's one number for all heads, and calibrated.
-- ``defaults``: what a model's defaults are chosen from: FG-Attn in the model's own order, ``top_p``
-  and the steps that a plan serves.
+- ``defaults``: what a model's defaults are chosen from: FG-Attn in its own order, ``top_p``,
+  the steps that a plan serves, and the first and last layer dense or not.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ class Configuration:
         order: token order; None is the model's own.
         aim: what the knob is to be set for, or None.
         reuse: steps that a plan serves.
+        dense_ends: layers kept dense at each end of the transformer.
         knob: the number that is set where there is an aim; None is the method's own of ``KNOBS``.
         calibrated: whether the numbers of each layer and head come from a preset.
     """
@@ -133,6 +134,7 @@ class Configuration:
     order: str | None = "hilbert"
     aim: Aim | None = None
     reuse: int = 1
+    dense_ends: int = 0
     knob: Knob | None = None
     calibrated: bool = False
 
@@ -148,13 +150,13 @@ class Configuration:
             self.calibrated,
         )
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
-        theirs = {"reuse": 1, **row["options"]}
+        theirs = {"reuse": 1, "dense_ends": 0, **row["options"]}
         # a method that selects in another way leaves its usual number out.
         if self.knob is not None and theirs.get(self.knob.name) is None:
             return False
         return (
             same
-            and theirs["reuse"] == self.reuse
+            and (theirs["reuse"], theirs["dense_ends"]) == (self.reuse, self.dense_ends)
             and all(theirs.get(name) == value for name, value in mine.items())
         )
 
@@ -164,6 +166,7 @@ class Configuration:
         words += [str(word) for word in (self.aim, self.order) if word is not None]
         words += ["calibrated"] if self.calibrated else []
         words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
+        words += [f"dense ends={self.dense_ends}"] if self.dense_ends else []
         return f"{self.study}: {' '.join([self.method, *words])}"
 
 
@@ -254,11 +257,12 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 )
     if "defaults" in studies:
         for top_p in DEFAULT_TOP_P:
-            for reuse in REUSED:
+            for reuse, ends in (*((reuse, 0) for reuse in REUSED), (2, 1)):
                 yield Configuration(
                     study="defaults",
                     method="fg-attn",
                     options={"top_p": top_p},
                     order=None,
                     reuse=reuse,
+                    dense_ends=ends,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -101,12 +102,16 @@ def held_out_prompts() -> tuple[str, ...]:
 
 
 def calibration_prompts(count: int) -> tuple[str, ...]:
-    """Prompts to calibrate with: scenes as training draws them, none of the held-out ones."""
+    """Prompts to calibrate with: one body, as in the held-out scenes, and none of those."""
     from vidsparse.apps.small_model.text import caption
     from vidsparse.apps.small_model.world import sample_scene
 
     rng = random.Random(CALIBRATION_SEED)
-    return tuple(caption(sample_scene(rng)) for _ in range(count))
+    scenes = (sample_scene(rng) for _ in itertools.count())
+    return tuple(
+        caption(one)
+        for one in itertools.islice((scene for scene in scenes if len(scene.bodies) == 1), count)
+    )
 
 
 def prepare_study(
@@ -136,6 +141,9 @@ def prepare_study(
                 method="dense",
                 width=width,
                 height=height,
+                dense_layers=0,
+                dense_last_layers=0,
+                reuse=1,
                 **{
                     name: options[name]
                     for name in (
@@ -340,6 +348,7 @@ class Study:
                 **{name: None for name in method.options() if name in settled},
                 "order": order,
                 "reuse": configuration.reuse,
+                "dense_ends": configuration.dense_ends,
                 "dense_steps": self._requests[0].dense_steps,
             },
             "selected": spread([record["selected"] for record in records]).mean,
@@ -379,6 +388,8 @@ class Study:
                 order=order,
                 reuse=configuration.reuse,
                 preset=preset,
+                dense_layers=configuration.dense_ends,
+                dense_last_layers=configuration.dense_ends,
             )
             for request in self._requests
         ]

@@ -5,8 +5,8 @@ measured at S = 8,192 with 4 heads of 64 at 30 % on two cores:
 
 - whole chunks are gathered by ``index_select`` over a ``[chunks, N * D]`` view (fancy indexing of
   tokens loses everything that sparsity won);
-- blocks of 256 rows together go in one call, which saves calls and gives both cores a block; more
-  at a time leave the cache;
+- blocks of 256 rows together go in one call, which saves calls; more at a time leave the cache;
+- every thread has blocks of its own (``threads`` says why);
 - neighbours in a longest-first plan have nearly equal lengths, so padding a batch costs little.
 
 Blocks that keep every chunk are not gathered at all: they go to the dense kernel together.
@@ -26,8 +26,12 @@ from torch import Tensor
 
 from .gates import AbsoluteGate, Gate, kept_pieces, skipped_pairs
 from .quantize import QuantizedQK
+from .threads import in_threads
 
 ROWS_AT_ONCE = 256
+
+# more leave less for a thread to wait for at the end of a call, and cost a few operations each.
+PIECES_A_THREAD = 4
 
 
 def _has_flash(device: torch.device) -> bool:
@@ -89,33 +93,11 @@ def _attend_gated(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """``[S, D]`` as ``[ceil(S / size), size * D]``, zero-padded."""
-    padding = -x.shape[0] % size
+    """``[B, H, S, D]`` as ``[B * H, ceil(S / size), size * D]``, zero-padded."""
+    padding = -x.shape[2] % size
     if padding:
         x = F.pad(x, (0, 0, 0, padding))
-    return x.reshape(-1, size * x.shape[1])
-
-
-def _padded_lists(
-    counts: list[int], kv_index: Tensor, keys: int, last: int, short: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Key lists that are safe to read in full, and what hides their dead tokens.
-
-    Chunk numbers ``[G, C]``, 0 past the end of a list, and a bias ``[G, 1, 1, C * keys]``: -inf on
-    the tokens of such chunks and on the ``short`` tokens that the ``last`` chunk lacks. Made once a
-    head: a dozen small operations for each batch would cost as much as its gather.
-    """
-    place = torch.arange(kv_index.shape[-1], device=kv_index.device)
-    beyond = place >= torch.tensor(counts, device=kv_index.device).unsqueeze(1)
-    # index_select takes no 16-bit numbers.
-    chosen = kv_index.masked_fill(beyond, 0).to(torch.int32)
-    dead = beyond.unsqueeze(-1).expand(-1, -1, keys)
-    if short:
-        missing = torch.arange(keys, device=kv_index.device) >= keys - short
-        dead = dead | ((chosen == last).unsqueeze(-1) & missing)
-    bias = torch.zeros(dead.shape, dtype=dtype, device=kv_index.device)
-    bias.masked_fill_(dead, -torch.inf)
-    return chosen, bias.view(len(counts), 1, 1, -1)
+    return x.reshape(x.shape[0] * x.shape[1], -1, size * x.shape[3])
 
 
 def gather_attention(
@@ -134,8 +116,7 @@ def gather_attention(
 ) -> tuple[Tensor, Tensor]:
     """Gather and attend, a few blocks at a time; see ``sparse_attention`` for the arguments."""
     batch, heads, tokens = q.shape[:3]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+    dtype = q.dtype
     if quantized is not None:
         q, k = quantized.dequantized(torch.float32)
         v = v.float()
@@ -149,132 +130,245 @@ def gather_attention(
                 thresholds = thresholds - quantized.shift * scale
             if gate.keep is not None:
                 kept = kept_pieces(gate.keep, kv_count, tile[1], gate.keys)
-    counts = kv_count.tolist()
-    for b in range(batch):
-        for h in range(heads):
-            pieces = None
-            if gate is not None and thresholds is not None:
-                pieces = _Pieces(gate, thresholds[b, h], None if kept is None else kept[b, h])
-            out[b, h], lse[b, h], count = _one_head(
-                q[b, h],
-                k[b, h],
-                v[b, h],
-                q_tiles[b, h],
-                counts[b][h],
-                kv_index[b, h],
-                tile=tile,
-                scale=scale,
-                pieces=pieces,
+    call = _prepare(q, k, v, q_tiles, kv_count, kv_index, tile, scale)
+    counts = kv_count.flatten(0, 1).tolist()
+    on_cpu = q.device.type == "cpu"
+    share = kv_count.sum().item() / (PIECES_A_THREAD * torch.get_num_threads())
+    spans = [
+        _Span(head, blocks, counts[head][blocks])
+        for head in range(len(counts))
+        for blocks in _spans(counts[head], call.at_once, share if on_cpu else float("inf"))
+    ]
+
+    def attend(span: _Span) -> tuple[Tensor, Tensor]:
+        pieces = None
+        if gate is not None and thresholds is not None:
+            pieces = _Pieces(
+                gate,
+                thresholds.flatten(0, 1)[span.head],
+                None if kept is None else kept.flatten(0, 1)[span.head, span.blocks],
+                q_tiles.flatten(0, 1)[span.head, span.blocks],
             )
-            if skipped is not None:
-                skipped[b, h] = count
+        o, s, count = _attend_span(call, span, pieces)
+        if skipped is not None:
+            skipped[(*divmod(span.head, heads), span.blocks)] = count
+        return o, s
+
+    if on_cpu:
+        answers = in_threads(attend, spans, weights=[sum(span.counts) for span in spans])
+    else:
+        answers = [attend(span) for span in spans]
+    out, lse = _take_home(answers, q_tiles, tile, tokens)
+    out = out.view(batch, heads, -1, q.shape[3])[:, :, :tokens].to(dtype).contiguous()
+    lse = lse.view(batch, heads, -1)[:, :, :tokens].contiguous()
     if quantized is not None:
         lse += quantized.shift * scale
     return out, lse
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """A gate for one head: thresholds of its tokens ``[S]``, pieces that stay ``[G, pieces]``."""
+class _Call:
+    """What the spans of a call read. Heads of all batch entries are counted through.
 
-    gate: Gate
-    thresholds: Tensor
-    kept: Tensor | None
+    ``q`` ``[heads, G, 1, block rows, D]``; ``k_chunks`` and ``v_chunks`` ``[heads, chunks,
+    keys * D]``; ``chosen``, chunk numbers ``[heads, G, C]`` that are safe to read in full: 0 past
+    the end of a list; ``ends`` ``[C + 1, C * keys]``: row C - c hides all but the first c chunks.
+    """
+
+    q: Tensor
+    k_chunks: Tensor
+    v_chunks: Tensor
+    chosen: Tensor
+    ends: Tensor
+    tokens: int
+    tile: tuple[int, int]
+    scale: float
+    at_once: int
 
 
-def _one_head(
+def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     q_tiles: Tensor,
-    counts: list[int],
+    kv_count: Tensor,
     kv_index: Tensor,
-    *,
     tile: tuple[int, int],
     scale: float,
-    pieces: _Pieces | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One head: ``[S, D]`` tensors, ``q_tiles`` ``[G, R]``.
+) -> _Call:
+    """For all heads at once: a thread that calls PyTorch keeps the others from calling it."""
+    rows, keys = tile
+    batch, heads, blocks, per_block = q_tiles.shape
+    tiles = _chunks(q, rows)
+    # places without a tile read the last tile once more; what they compute is not kept.
+    members = torch.where(q_tiles < 0, tiles.shape[1] - 1, q_tiles).long().flatten(0, 1).flatten(1)
+    first = torch.arange(batch * heads, device=q.device).unsqueeze(1) * tiles.shape[1]
+    grouped = tiles.flatten(0, 1).index_select(0, (members + first).flatten())
+    places = kv_index.shape[-1]
+    beyond = torch.arange(places, device=q.device) >= kv_count.unsqueeze(-1)
+    # index_select takes no 16-bit numbers.
+    chosen = kv_index.masked_fill(beyond, 0).to(torch.int32)
+    end = torch.zeros(2 * places * keys, dtype=q.dtype, device=q.device)
+    end[places * keys :] = -torch.inf
+    return _Call(
+        grouped.view(batch * heads, blocks, 1, per_block * rows, q.shape[3]),
+        _chunks(k, keys),
+        _chunks(v, keys),
+        chosen.flatten(0, 1),
+        end.unfold(0, max(1, places * keys), keys) if places else end.view(1, 0),
+        q.shape[2],
+        tile,
+        scale,
+        max(1, ROWS_AT_ONCE // (per_block * rows)),
+    )
 
-    Output ``[S, D]``, log-sum-exp ``[S]``, pairs that the gate skipped in every block ``[G]``.
+
+def _take_home(
+    answers: list[tuple[Tensor, Tensor]], q_tiles: Tensor, tile: tuple[int, int], tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps of all spans, from blocks to tiles: ``[heads * tiles, ...]``."""
+    rows = tile[0]
+    tiles = -(-tokens // rows)
+    heads = q_tiles.shape[0] * q_tiles.shape[1]
+    result, sums = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    result, sums = result.view(heads * q_tiles[0, 0].numel(), -1), sums.view(-1, rows)
+    first = torch.arange(heads, device=q_tiles.device).unsqueeze(1) * tiles
+    home = (q_tiles.reshape(heads, -1) + first).flatten()
+    there = q_tiles.flatten() >= 0
+    if not there.all():
+        home, result, sums = home[there], result[there], sums[there]
+    out = result.new_empty(heads * tiles, result.shape[1]).index_copy_(0, home, result)
+    return out, sums.new_empty(heads * tiles, rows).index_copy_(0, home, sums)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Neighbouring blocks of one head, with the lengths of their lists."""
+
+    head: int
+    blocks: slice
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A span's gate: thresholds of the head's tokens ``[S]``, pieces that stay ``[G, pieces]``.
+
+    ``q_tiles`` ``[G, R]`` are the tiles of its blocks, -1 where there is none.
     """
-    (tokens, dim), (rows, keys) = q.shape, tile
-    blocks, per_block = q_tiles.shape
-    block_rows = per_block * rows
-    # places without a tile read the last tile once more; what they compute is not copied out.
-    members = torch.where(q_tiles < 0, -(-tokens // rows) - 1, q_tiles).flatten()
-    grouped = _chunks(q, rows).index_select(0, members).view(blocks, 1, block_rows, dim)
-    result = torch.empty_like(grouped)
-    sums = torch.empty(blocks, block_rows, dtype=torch.float32, device=q.device)
-    k_chunks, v_chunks = _chunks(k, keys), _chunks(v, keys)
-    last = k_chunks.shape[0] - 1
-    short = (last + 1) * keys - tokens
+
+    gate: Gate
+    thresholds: Tensor
+    kept: Tensor | None
+    q_tiles: Tensor
+
+
+def _spans(counts: list[int], per_batch: int, share: float) -> list[slice]:
+    """A head's blocks in spans of whole batches that attend about ``share`` chunks each."""
+    spans, first, work = [], 0, 0
+    for g in range(0, len(counts), per_batch):
+        work += sum(counts[g : g + per_batch])
+        end = min(g + per_batch, len(counts))
+        if work >= share or end == len(counts):
+            spans.append(slice(first, end))
+            first, work = end, 0
+    return spans
+
+
+def _attend_span(call: _Call, span: _Span, pieces: _Pieces | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output ``[G, 1, R, D]``, log-sum-exp ``[G, R]``, pairs that the gate skipped ``[G]``."""
+    (rows, keys), counts = call.tile, span.counts
+    q, chosen = call.q[span.head, span.blocks], call.chosen[span.head, span.blocks]
+    k_chunks, v_chunks = call.k_chunks[span.head], call.v_chunks[span.head]
+    blocks, _, block_rows, dim = q.shape
+    device = q.device
+    last = len(k_chunks) - 1
+    short = (last + 1) * keys - call.tokens
+    outs, sums = [], []
+    skipped = torch.zeros(blocks if pieces is not None else 0, dtype=torch.int32, device=device)
 
     full = 0
-    if _has_flash(q.device) and pieces is None:
+    if _has_flash(device) and pieces is None:
         # else the scores of all these rows would be held at once.
         while full < blocks and counts[full] == last + 1:
             full += 1
     if full:
         # [1, 1, full * rows, D]: a view, since the blocks lie one behind the other.
-        whole = grouped[:full].view(1, 1, full * block_rows, dim)
-        o, s = _attend(whole, k.contiguous()[None, None], v.contiguous()[None, None], None, scale)
-        result[:full] = o.reshape(full, 1, block_rows, dim)
-        sums[:full] = s.reshape(full, block_rows)
+        whole = q[:full].view(1, 1, full * block_rows, dim)
+        k, v = (x.view(1, 1, -1, dim)[:, :, : call.tokens] for x in (k_chunks, v_chunks))
+        o, s = _attend(whole, k, v, None, call.scale)
+        outs.append(o.view(full, 1, block_rows, dim))
+        sums.append(s.view(full, block_rows))
 
     # written anew by every batch of blocks: fresh memory for each would spend more time in page
     # faults than in copying.
-    at_once = max(1, ROWS_AT_ONCE // block_rows)
-    most = at_once * max(counts[full:], default=0)
+    most = call.at_once * max(counts[full:], default=0)
     k_room, v_room = k_chunks.new_empty(2, most, k_chunks.shape[1])
-    chosen, bias = _padded_lists(counts, kv_index, keys, last, short, q.dtype)
-    skipped = torch.zeros(blocks, dtype=torch.int32, device=q.device)
     if pieces is not None:
-        token = members.long().unsqueeze(1) * rows + torch.arange(rows, device=q.device)
-        alive = ((token < tokens) & (q_tiles.view(-1, 1) >= 0)).view(blocks, block_rows)
-        thresholds = pieces.thresholds[token.clamp_max(tokens - 1)].view(blocks, block_rows)
-        lengths = (bias == 0).flatten(1).sum(1)
-    for g in range(full, blocks, at_once):
-        batch = slice(g, min(g + at_once, blocks))
-        length = max(counts[batch])
+        token = pieces.q_tiles.long().view(-1, 1) * rows + torch.arange(rows, device=device)
+        alive = ((token >= 0) & (token < call.tokens)).view(blocks, block_rows)
+        at = token.clamp(0, call.tokens - 1)
+        thresholds = pieces.thresholds[at].view(blocks, block_rows)
+    for g in range(full, blocks, call.at_once):
+        batch = slice(g, min(g + call.at_once, blocks))
+        length, n = max(counts[batch]), batch.stop - g
         if length == 0:
-            result[batch] = 0
-            sums[batch] = -torch.inf
+            outs.append(q.new_zeros(n, 1, block_rows, dim))
+            sums.append(q.new_full((n, block_rows), -torch.inf, dtype=torch.float32))
             continue
-        n = batch.stop - g
-        flat = chosen[batch, :length].reshape(-1)
+        lists = chosen[batch, :length]
+        flat = lists.reshape(-1)
         kk = torch.index_select(k_chunks, 0, flat, out=k_room[: len(flat)])
         vv = torch.index_select(v_chunks, 0, flat, out=v_room[: len(flat)])
         kk, vv = (x.view(n, 1, length * keys, dim) for x in (kk, vv))
         aligned = short == 0 and min(counts[batch]) == length
-        mask = None if aligned else bias[batch, :, :, : length * keys]
+        mask = None if aligned else _hidden(call, counts[batch], lists, last, short)
         if pieces is not None:
-            kept = None if pieces.kept is None else pieces.kept[batch]
             o, s, skipped[batch] = _attend_gated(
-                grouped[batch],
+                q[batch],
                 kk,
                 vv,
                 mask,
-                scale,
+                call.scale,
                 pieces.gate,
-                lengths[batch],
+                _lengths(counts[batch], lists, keys, last, short),
                 thresholds[batch],
                 alive[batch],
-                kept,
+                None if pieces.kept is None else pieces.kept[batch],
             )
         else:
-            o, s = _attend(grouped[batch], kk, vv, mask, scale)
-        result[batch] = o
-        sums[batch] = s.flatten(1)
+            o, s = _attend(q[batch], kk, vv, mask, call.scale)
+        s = s.flatten(1)
         if min(counts[batch]) == 0:
             # an empty block beside one with keys is all masked, which is no softmax.
-            empty = [i for i in range(g, batch.stop) if counts[i] == 0]
-            result[empty] = 0
-            sums[empty] = -torch.inf
+            empty = [i for i, count in enumerate(counts[batch]) if count == 0]
+            o[empty] = 0
+            s[empty] = -torch.inf
+        outs.append(o)
+        sums.append(s)
+    return torch.cat(outs), torch.cat(sums), skipped
 
-    # tiles back to their places; absent ones land in an extra tile that is cut off.
-    tiles = -(-tokens // rows)
-    home = torch.where(q_tiles < 0, tiles, q_tiles).flatten().long()
-    out = q.new_empty(tiles + 1, rows * dim).index_copy_(0, home, result.view(-1, rows * dim))
-    lse = sums.new_empty(tiles + 1, rows).index_copy_(0, home, sums.view(-1, rows))
-    return out.view(-1, dim)[:tokens], lse.view(-1)[:tokens], skipped
+
+def _hidden(call: _Call, counts: list[int], lists: Tensor, last: int, short: int) -> Tensor:
+    """A bias ``[n, 1, 1, length * keys]`` of -inf on tokens that are not there.
+
+    They are those past a list's end, and the ``short`` tokens that the ``last`` chunk lacks.
+    """
+    keys, places = call.tile[1], call.chosen.shape[-1]
+    length = lists.shape[1]
+    row = torch.tensor([places - count for count in counts], device=lists.device)
+    bias = call.ends[:, : length * keys].index_select(0, row)
+    if short:
+        missing = torch.arange(keys, device=lists.device) >= keys - short
+        lacking = (lists == last).unsqueeze(-1) & missing
+        bias = bias.masked_fill_(lacking.flatten(1), -torch.inf)
+    return bias.view(len(counts), 1, 1, -1)
+
+
+def _lengths(counts: list[int], lists: Tensor, keys: int, last: int, short: int) -> Tensor:
+    """Tokens of each list ``[n]``; only the last chunk lacks any, and it is a list's last."""
+    ends = [max(count - 1, 0) for count in counts]
+    at = torch.tensor(ends, device=lists.device).unsqueeze(1)
+    lacks = (lists.gather(1, at).squeeze(1) == last) * short
+    count = torch.tensor(counts, device=lists.device)
+    return count * keys - lacks * (count > 0)

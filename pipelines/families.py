@@ -24,6 +24,8 @@ class Defaults:
         order: token order that sparse attention cuts its tiles in.
         dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
         dense_layers: first layers kept dense.
+        dense_last_layers: last layers kept dense.
+        reuse: steps that a plan serves.
         method_options: options of methods by their names, where they differ from the methods' own.
         source: where these settings of sparse attention come from.
     """
@@ -40,6 +42,8 @@ class Defaults:
     order: str = "hilbert"
     dense_steps: int | float
     dense_layers: int | float = 0
+    dense_last_layers: int | float = 0
+    reuse: int = 1
     method_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     source: str
 

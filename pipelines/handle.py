@@ -101,8 +101,8 @@ def sparsify(
     dense_steps: int | float | None = None,
     dense_last_steps: int | float = 0,
     dense_layers: int | float | None = None,
-    dense_last_layers: int | float = 0,
-    reuse: int = 1,
+    dense_last_layers: int | float | None = None,
+    reuse: int | None = None,
     implementation: str = "auto",
     check_finite: bool = False,
     **method_options: Any,
@@ -162,12 +162,15 @@ def sparsify(
         )
     transformers = transformers_of(pipe, adapter)
     sites = [_checked_modules(transformer, adapter) for transformer in transformers]
+    asked = {
+        "dense_steps": dense_steps,
+        "dense_layers": dense_layers,
+        "dense_last_layers": dense_last_layers,
+        "reuse": reuse,
+    }
     schedule = Schedule(
-        dense_steps=defaults.dense_steps if dense_steps is None else dense_steps,
         dense_last_steps=dense_last_steps,
-        dense_layers=defaults.dense_layers if dense_layers is None else dense_layers,
-        dense_last_layers=dense_last_layers,
-        reuse=reuse,
+        **{k: getattr(defaults, k) if v is None else v for k, v in asked.items()},
     )
     engines = tuple(
         AttentionEngine(

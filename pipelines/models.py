@@ -47,6 +47,8 @@ _CARD_SETTINGS: Final = (
     "order",
     "dense_steps",
     "dense_layers",
+    "dense_last_layers",
+    "reuse",
     "method_options",
 )
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")

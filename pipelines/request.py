@@ -34,9 +34,10 @@ MAX_PROMPT: Final = 10_000
 class GenerateRequest:
     """What to generate and how.
 
-    ``None`` leaves a setting to the model (``order``, ``dense_steps``, ``dense_layers``, ``steps``,
-    ``frames``, ``width``, ``height``, ``fps``, ``guidance``) or to the machine (``device``,
-    ``dtype``); ``resolve`` fills it in, and the method's options that are not given.
+    ``None`` leaves a setting to the model (``order``, ``dense_steps``, ``dense_layers``,
+    ``dense_last_layers``, ``reuse``, ``steps``, ``frames``, ``width``, ``height``, ``fps``,
+    ``guidance``) or to the machine (``device``, ``dtype``); ``resolve`` fills it in, and the
+    method's options that are not given.
 
     Args:
         prompt: what to show, at most 10,000 characters.
@@ -84,8 +85,8 @@ class GenerateRequest:
     dense_steps: int | float | None = None
     dense_last_steps: int | float = 0
     dense_layers: int | float | None = None
-    dense_last_layers: int | float = 0
-    reuse: int = 1
+    dense_last_layers: int | float | None = None
+    reuse: int | None = None
     steps: int | None = None
     frames: int | None = None
     width: int | None = None
@@ -184,7 +185,10 @@ def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
     from vidsparse.methods import make_method
     from vidsparse.presets import load_preset
 
-    names = ("order", "dense_steps", "dense_layers", "steps", "frames", "fps", "guidance")
+    names = (
+        "order", "dense_steps", "dense_layers", "dense_last_layers", "reuse", "steps", "frames",
+        "fps", "guidance",
+    )  # fmt: skip
     values = {
         name: getattr(defaults, name) if getattr(request, name) is None else getattr(request, name)
         for name in names

@@ -115,6 +115,24 @@ def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_threads_that_wait_leave_their_core() -> None:
+    # it must stand in the environment before torch is imported, and a user's own choice stays.
+    code = (
+        "import os, sys\n"
+        "from vidsparse.apps.cli import main\n"
+        "try:\n"
+        "    main(['--version'])\n"
+        "except SystemExit:\n"
+        "    print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for own, policy in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment | own
+        )
+        assert done.stdout.splitlines()[-1] == f"{policy} False"
+
+
 def test_module_and_version() -> None:
     command = [sys.executable, "-m", "vidsparse", "--version"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -509,6 +509,8 @@ def test_the_record_says_how_the_video_was_made(loaded: LoadedPipeline) -> None:
         **a_request(dense_steps=1).options(),
         "method_options": make_method("fg-attn").options(),
         "dense_layers": 0,
+        "dense_last_layers": 0,
+        "reuse": 1,
         "model": loaded.ref.name,
         "order": "columnmajor",
         "frames": 5,

@@ -369,19 +369,23 @@ def test_sparse_settings_are_the_familys_unless_asked_for(
 
 def test_a_card_may_bring_sparse_settings(folders: Callable[[str], Path], tmp_path: Path) -> None:
     TINY["wan"].build().save_pretrained(tmp_path)
-    card = {"dense_steps": 2, "dense_layers": 1, "order": "rowmajor"}
+    card = {
+        "dense_steps": 2, "dense_layers": 1, "dense_last_layers": 2, "reuse": 3,
+        "order": "rowmajor",
+    }  # fmt: skip
     (tmp_path / "vidsparse.json").write_text(json.dumps(card))
     request = resolve(a_request(), resolve_model(tmp_path).defaults)
-    assert (request.dense_steps, request.dense_layers, request.order) == (2, 1, "rowmajor")
+    assert {name: getattr(request, name) for name in card} == card
 
 
 def test_a_family_may_set_options_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     from vidsparse.pipelines import wan
 
     defaults = replace(wan.WAN.defaults, method_options={"fg-attn": {"top_p": 0.5}}, dense_layers=1)
+    defaults = replace(defaults, dense_last_layers=1, reuse=2)
     request = resolve(GenerateRequest(prompt=""), defaults)
     assert request.method_options["top_p"] == 0.5
-    assert request.dense_layers == 1
+    assert (request.dense_layers, request.dense_last_layers, request.reuse) == (1, 1, 2)
     other = resolve(GenerateRequest(prompt="", method_options={"top_p": 0.7}), defaults)
     assert other.method_options["top_p"] == 0.7
     assert "top_p" not in resolve(GenerateRequest(prompt="", method="dense"), defaults).options()
@@ -390,10 +394,12 @@ def test_a_family_may_set_options_of_methods(monkeypatch: pytest.MonkeyPatch) ->
     pipe = TINY["wan"].build()
     with sparsify(pipe) as handle:
         assert handle.method.options()["top_p"] == 0.5
-        assert handle.engine.schedule.dense_layers == 1
-    with sparsify(pipe, top_p=0.7, dense_layers=0) as handle:
+        schedule = handle.engine.schedule
+        assert (schedule.dense_layers, schedule.dense_last_layers, schedule.reuse) == (1, 1, 2)
+    own = {"dense_layers": 0, "dense_last_layers": 0, "reuse": 1}
+    with sparsify(pipe, top_p=0.7, **own) as handle:
         assert handle.method.options()["top_p"] == 0.7
-        assert handle.engine.schedule.dense_layers == 0
+        assert {name: getattr(handle.engine.schedule, name) for name in own} == own
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

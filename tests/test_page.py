@@ -291,7 +291,7 @@ def _command_line(**changes: Any) -> GenerateRequest:
         "negative_prompt": "", "preset": None, "image": None, "last_image": None, "seed": 0,
         "fps": None, "lora": None, "method": "fg-attn",
         "order": None, "dense_steps": None, "dense_last_steps": 0, "dense_layers": None,
-        "dense_last_layers": 0, "reuse": 1, "device": "cpu", "dtype": None, "offload": "none",
+        "dense_last_layers": None, "reuse": None, "device": "cpu", "dtype": None, "offload": "none",
         "compile": False, "implementation": "auto",
     }  # fmt: skip
     request = build_request("a red ball", {**options, **changes})

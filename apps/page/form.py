@@ -190,7 +190,7 @@ class Form:
                         min_width=110,
                     ),
                 )
-                self._add("reuse", _number("Steps a plan serves", 1))
+                self._add("reuse", _number("Steps a plan serves", model.defaults.reuse))
             self._add(
                 "implementation",
                 gr.Dropdown(["auto", *IMPLEMENTATIONS], value="auto", label="Kernel"),
@@ -235,7 +235,6 @@ class Form:
         own |= {name: _read_amount(name, values.get(name)) for name in _AMOUNTS}
         own |= {name: number(name, values.get(name)) for name in ("guidance", "fps")}
         own["seed"] = own["seed"] or 0
-        own["reuse"] = 1 if own["reuse"] is None else own["reuse"]
         if image is None and needs_image(model):
             raise OptionError(f"{model.name} starts from a picture. Hint: upload its first frame.")
         if image is not None and takes_image(model):
@@ -280,7 +279,8 @@ class Form:
             ("height", limits.side, defaults.size_factor, 0),
         ):
             values[name] = min(values[name], (most - first) // unit * unit + first)
-        for name in ("dense_steps", "dense_layers"):
+        values["reuse"] = defaults.reuse
+        for name in ("dense_steps", "dense_layers", "dense_last_layers"):
             values[name] = str(getattr(defaults, name))
         for method in self.groups:
             # what the model does not say is the method's own default.
