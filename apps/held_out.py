@@ -149,7 +149,7 @@ def recall_rows(
             "case": case,
             "tokens": calls[0].q.shape[2],
             "recall": (both / exact).item(),
-            "recall_judged": (both_judged / exact_judged.clamp_min(1)).item(),
+            "recall_judged": (both_judged / exact_judged).item() if exact_judged else None,
             "selected": (exact / tiles).item(),
         }
 
