@@ -86,6 +86,18 @@ def outcome(
     return (out - dense).abs().sum((2, 3)) / dense.abs().sum((2, 3)), engine
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_a_gpu_sees_what_the_cpu_sees(name: str) -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        calibrator = CALIBRATORS[name](method=make_method(name), extent=extent())
+        run(calibrator, [tuple(x.to(device) for x in call(seed)) for seed in (0, 1)])
+        found[device] = calibrator.state()
+        assert {table.device.type for table in calibrator.tables().values()} == {"cpu"}
+    torch.testing.assert_close(found["cuda"], found["cpu"], atol=2e-3, rtol=2e-3)
+
+
 # ---- what calibrators measure with ----
 
 
