@@ -337,9 +337,11 @@ def test_xattention_lowers_thresholds_while_the_mean_error_allows() -> None:
     )
     numbers = run(calibrator, calls)
     results = [outcome(method.with_numbers(numbers), *one) for one in calls]
-    mean = torch.stack([errors for errors, _ in results]).mean().item()
+    of_heads = torch.cat([errors for errors, _ in results]).mean(0)
+    mean = of_heads.mean().item()
     measured = calibrator.measured()
-    assert mean <= 0.2 + 1e-4
+    # not one head for the sake of the other either.
+    assert of_heads.max() <= 0.2 + 1e-4
     assert measured["error"] == pytest.approx(mean, abs=1e-3)
     assert measured["selected"] < measured["selected_before"]
     adjusted = torch.log(numbers.tables["tau"] / 0.9) / torch.log(torch.tensor(0.9))
