@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -26,6 +26,8 @@ from vidsparse.presets import Preset, load_preset
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
 from vidsparse.trace import Trace, TraceSummary
+
+Amount = TypeVar("Amount", int, int | float)
 
 
 class SparseHandle:
@@ -162,15 +164,12 @@ def sparsify(
         )
     transformers = transformers_of(pipe, adapter)
     sites = [_checked_modules(transformer, adapter) for transformer in transformers]
-    asked = {
-        "dense_steps": dense_steps,
-        "dense_layers": dense_layers,
-        "dense_last_layers": dense_last_layers,
-        "reuse": reuse,
-    }
     schedule = Schedule(
+        dense_steps=_given(dense_steps, defaults.dense_steps),
         dense_last_steps=dense_last_steps,
-        **{k: getattr(defaults, k) if v is None else v for k, v in asked.items()},
+        dense_layers=_given(dense_layers, defaults.dense_layers),
+        dense_last_layers=_given(dense_last_layers, defaults.dense_last_layers),
+        reuse=_given(reuse, defaults.reuse),
     )
     engines = tuple(
         AttentionEngine(
@@ -189,6 +188,10 @@ def sparsify(
         session.attach(part, transformer, modules)
     logger.info("%s on %d layers of %s", method.name, session.layers, type(pipe).__name__)
     return SparseHandle(method, session)
+
+
+def _given(asked: Amount | None, default: Amount) -> Amount:
+    return default if asked is None else asked
 
 
 def restore(pipe: Any) -> bool:
