@@ -57,7 +57,7 @@ def _calibration(row: Row) -> str:
     """The methods that can do without calibration; none for the others."""
     if row["method"] not in CALIBRATED:
         return ""
-    return f"{row['method']}, {'calibrated' if row['calibrated'] else 'one number'}"
+    return f"{row['method']}, {'calibrated' if row.get('calibrated') else 'one number'}"
 
 
 _LINES: Final[Mapping[str, tuple[tuple[str, ...], Label]]] = {

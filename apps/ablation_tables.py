@@ -47,7 +47,7 @@ def _number(name: str, spec: str) -> Cell:
 
 
 def _percent(name: str, spec: str = ".1%") -> Cell:
-    return lambda row: format(row[name], spec)
+    return lambda row: "-" if row[name] is None else format(row[name], spec)
 
 
 _METHOD_CELLS: Final[Mapping[str, Cell]] = {

@@ -83,11 +83,15 @@ def draw_bars(rows: Sequence[Row], path: Path, axis: str, columns: Mapping[str, 
             width = 0.8 / len(columns)
             for place, (name, column) in enumerate(columns.items()):
                 left = [x - 0.4 + width * (place + 0.5) for x in range(len(of_size))]
-                heights = [row[column] for row in of_size]
+                heights = [row[column] or 0 for row in of_size]
                 panel.bar(left, heights, width, label=name, color=_COLOURS[place])
             cases = [row["case"] for row in of_size]
             panel.set_xticks(range(len(cases)), cases, rotation=30, ha="right", fontsize=8)
             panel.set_ylabel(axis)
+            # small bars beside large ones would not be seen.
+            heights = [row[column] for row in of_size for column in columns.values() if row[column]]
+            if heights and max(heights) > 50 * min(heights):
+                panel.set_yscale("log")
             panel.grid(axis="y", alpha=0.25)
             if size is not None:
                 panel.set_title(size, fontsize=10)
