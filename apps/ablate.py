@@ -85,7 +85,7 @@ def ablate(
     videos = quality_file(Path(out))
     single = RowFile(Path(calls), "vidsparse-ablations/1", "ablations")
     if limit_rows is None or limit_rows > 0:
-        for size, frames in _sizes(options):
+        for size, frames in sizes_of(options):
             one = {**options, "size": size, "frames": frames}
             study = prepare_study(session, prompts_file, videos, one)
             study.run_missing(
@@ -112,8 +112,8 @@ def ablate(
     click.echo(calls)
 
 
-def _sizes(options: Mapping[str, Any]) -> Sequence[tuple[tuple[int, int] | None, int | None]]:
-    """Sizes and frames to study."""
+def sizes_of(options: Mapping[str, Any]) -> Sequence[tuple[tuple[int, int] | None, int | None]]:
+    """Sizes and frames to study: those asked for, or both that the bundled model was trained at."""
     asked = options["size"], options["frames"]
     return TRAINED if options["model"] == BUNDLED and asked == (None, None) else (asked,)
 

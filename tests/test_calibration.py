@@ -87,6 +87,7 @@ def outcome(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", CALIBRATORS)
 def test_a_gpu_sees_what_the_cpu_sees(name: str) -> None:
     found = {}
@@ -264,6 +265,27 @@ def test_bsfas_density_is_predicted_to_the_block(text: int) -> None:
     predicted = calibrator.measured()["predicted_density"]["0.3"]
     assert 1 - skipped == pytest.approx(predicted, abs=0.01)
     assert 0.3 < predicted < 0.7
+
+
+def test_bsfas_density_is_what_the_means_so_far_keep() -> None:
+    calls = [call(0, spread=1.0), call(1, spread=2.0)]
+    method = Bsfa(keep=0.3)
+    calibrator = BsfaCalibrator(
+        method=method, extent=extent(), fractions=(0.3,), groups=1, per_group=1
+    )
+    ((step,),) = (one.steps for one in calibrator.passes)
+    kept = []
+    for q, k, v in calls:
+        calibrator.observe(0, q, k, v, site(step))
+        numbers = Numbers(calibrator.tables(), (GRID.frames, GRID.height, GRID.width))
+        _, engine = outcome(method.with_numbers(numbers), q, k, v, step)
+        skipped = engine.trace.summary().skipped
+        assert skipped is not None
+        kept.append(1 - skipped)
+    predicted = calibrator.measured()["predicted_density"]["0.3"]
+    # the second call met a mean of two, and counts twice.
+    assert predicted == pytest.approx((kept[0] + 2 * kept[1]) / 3, abs=1e-3)
+    assert abs(kept[0] - kept[1]) > 0.02
 
 
 def test_block_maxima_of_a_short_sequence() -> None:
