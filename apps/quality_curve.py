@@ -76,6 +76,9 @@ def draw_bars(rows: Sequence[Row], path: Path, axis: str, columns: Mapping[str, 
         OutputError: the file cannot be written.
     """
     sizes = list(dict.fromkeys(row.get("size") for row in rows))
+    shown = [row[column] for row in rows for column in columns.values() if row[column]]
+    # small bars beside large ones would not be seen.
+    log = bool(shown) and max(shown) > 100 * min(shown) > 0
 
     def draw(panels: Any) -> None:
         for panel, size in zip(panels[0], sizes, strict=True):
@@ -88,9 +91,7 @@ def draw_bars(rows: Sequence[Row], path: Path, axis: str, columns: Mapping[str, 
             cases = [row["case"] for row in of_size]
             panel.set_xticks(range(len(cases)), cases, rotation=30, ha="right", fontsize=8)
             panel.set_ylabel(axis)
-            # small bars beside large ones would not be seen.
-            heights = [row[column] for row in of_size for column in columns.values() if row[column]]
-            if heights and max(heights) > 50 * min(heights):
+            if log:
                 panel.set_yscale("log")
             panel.grid(axis="y", alpha=0.25)
             if size is not None:
