@@ -448,9 +448,14 @@ class Study:
         )
 
     def preset(self, method: str) -> Preset:
-        """The calibrated numbers of ``method``, from the folder of presets or made now."""
+        """The calibrated numbers of ``method``, from the folder of presets or made now.
+
+        Raises:
+            OptionError: what lies there cannot be read, or was made for another model.
+        """
         from vidsparse.calibration import CALIBRATORS
         from vidsparse.pipelines.calibrate import calibrate
+        from vidsparse.pipelines.handle import transformer_configs
         from vidsparse.presets import load_preset, preset_files
 
         if method not in self._calibrated:
@@ -467,7 +472,9 @@ class Study:
                         path,
                         progress=progress,
                     )
-            self._calibrated[method] = load_preset(path)
+            preset = load_preset(path)
+            preset.check_model(transformer_configs(self._loaded.pipe), self._loaded.weights_hash)
+            self._calibrated[method] = preset
         return self._calibrated[method]
 
     @property

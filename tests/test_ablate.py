@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 from tiny_pipelines import save_tiny_wan
 
-from vidsparse.apps import call_ablations
+from vidsparse.apps import call_ablations, quality_study
 from vidsparse.apps.ablate import sizes_of
 from vidsparse.apps.call_ablations import judge_rows
 from vidsparse.apps.cli import main
@@ -78,8 +78,15 @@ def test_rows_are_measured_once_and_put_into_the_page(tiny_model: Path, tmp_path
 
 
 def test_calibrated_methods_are_held_to_their_word_on_other_prompts(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wanted: list[int] = []
+
+    def few(count: int) -> tuple[str, ...]:
+        wanted.append(count)
+        return ("a green ring", "a red ball")
+
+    monkeypatch.setattr(quality_study, "calibration_prompts", few)
     only = ("sale-recall", "held-out", "bsfa-density", "calibration")
     flags = [word for name in only for word in ("--only", name)]
     presets = tmp_path / "presets"
@@ -93,9 +100,10 @@ def test_calibrated_methods_are_held_to_their_word_on_other_prompts(
     ]
     for path in files[::2]:
         measured = json.loads(path.read_text(encoding="utf-8"))["measured"]
-        assert measured["prompts"] in (5, 16)
+        assert measured["prompts"] == 2
         # noise that no video of the study starts from.
         assert measured["seed"] == 1000
+    assert sorted(wanted) == [5, 5, 5, 16]
     videos = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["method"], row["calibrated"]) for row in videos] == [
         (name, calibrated)
@@ -133,6 +141,15 @@ def test_calibrated_methods_are_held_to_their_word_on_other_prompts(
     assert "6 of 6 rows are there already" in again.stderr
     assert "Calibrating" not in again.stderr
     assert {path: path.stat().st_mtime_ns for path in files} == made
+
+    # numbers of another model are not taken for this one's.
+    document = json.loads(files[0].read_text(encoding="utf-8"))
+    document["model"]["weights_hash"] = "another"
+    files[0].write_text(json.dumps(document), encoding="utf-8")
+    (tmp_path / "c.json").unlink()
+    refused = _ablate(tiny_model, tmp_path, "--only", "bsfa-density", "--presets", str(presets))
+    assert refused.exit_code == 2
+    assert "other weights" in refused.stderr
 
 
 def test_masks_over_length_belong_to_no_size(
@@ -176,6 +193,14 @@ def test_recall_is_the_share_of_full_precisions_tiles() -> None:
     # nothing is judged where the local area is everything.
     (row,) = recall_rows([call], {"a": Sale(tau=tau, local=4096)}, "rowmajor")
     assert (row["recall"], row["recall_judged"]) == (1, None)
+
+
+def test_calibration_keeps_off_the_held_out_prompts() -> None:
+    prompts = quality_study.calibration_prompts(16)
+    assert len(set(prompts)) == 16
+    assert not set(prompts) & set(quality_study.held_out_prompts())
+    # those of five are the first of those of sixteen.
+    assert quality_study.calibration_prompts(5) == prompts[:5]
 
 
 def test_errors_are_counted_by_video_and_by_head() -> None:
