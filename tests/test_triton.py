@@ -42,7 +42,7 @@ from vidsparse.kernels.quantize import quantize_runs
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
-# hundreds of interpreted cases in one process: a machine that is busy with other work is no failure.
+# hundreds of cases in one process: that other work keeps the machine busy is no failure of theirs.
 PATIENCE = 1200
 pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
