@@ -42,6 +42,10 @@ from vidsparse.kernels.quantize import quantize_runs
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+# hundreds of cases in one process: that other work keeps the machine busy is no failure of theirs.
+PATIENCE = 1200
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
+
 HERE = Path(__file__).parent
 CHUNKS = [1, 8, 16, 32, 64, 128]
 HEAD_DIMS = [64, 96, 128]
@@ -343,7 +347,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         env={**clean, **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
     )
 
 

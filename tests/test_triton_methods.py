@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from test_triton import PATIENCE
 from test_triton_planning import (
     answers_of,
     by_kernels,
@@ -35,6 +36,7 @@ from vidsparse.order import token_order
 from vidsparse.site import CallSite
 
 pytest.importorskip("triton", reason="Triton is not installed here")
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
 INTERPRETER = "cpu"
 

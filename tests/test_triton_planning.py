@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_triton import run
+from test_triton import PATIENCE, run
 from torch import Tensor
 
 from vidsparse.grid import TokenGrid
@@ -31,6 +31,7 @@ from vidsparse.plan import SparsePlan, make_plan, make_plan_of_bits
 from vidsparse.site import CallSite
 
 pytest.importorskip("triton", reason="Triton is not installed here")
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
 HERE = Path(__file__).parent
 INTERPRETER = "cpu"
