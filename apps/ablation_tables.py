@@ -21,17 +21,18 @@ def tables(videos: Sequence[Row], calls: Sequence[Row]) -> dict[str, str]:
     """
     found = {}
     for name, (studies, columns) in _OF_VIDEOS.items():
-        rows = [row for row in videos if row["study"] in studies]
-        if rows:
-            found[name] = _table(rows, {"size": _text("size"), **columns})
+        found[name] = _table([row for row in videos if row["study"] in studies], columns)
     for name, columns in _OF_CALLS.items():
-        rows = [row for row in calls if row["ablation"] == name]
-        if rows:
-            found[name] = _table(rows, {"size": _text("size"), **columns})
-    return found
+        found[name] = _table([row for row in calls if row["ablation"] == name], columns)
+    return {name: table for name, table in found.items() if table is not None}
 
 
-def _table(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:
+def _table(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str | None:
+    if not rows:
+        return None
+    if "size" in rows[0]:
+        columns = {"size": _text("size"), **columns}
+        rows = sorted(rows, key=lambda row: str(row["size"]))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
     return "\n".join(lines)
@@ -43,6 +44,10 @@ def _text(name: str) -> Cell:
 
 def _number(name: str, spec: str) -> Cell:
     return lambda row: format_number(row.get(name), spec)
+
+
+def _percent(name: str, spec: str = ".1%") -> Cell:
+    return lambda row: "-" if row[name] is None else format(row[name], spec)
 
 
 _METHOD_CELLS: Final[Mapping[str, Cell]] = {
@@ -97,6 +102,7 @@ _OF_VIDEOS: Final[Mapping[str, tuple[tuple[str, ...], Mapping[str, Cell]]]] = {
         },
     ),
     "equal": (("equal",), _METHOD_CELLS),
+    "calibration": (("calibration",), _METHOD_CELLS),
     "curves": (("curves",), _METHOD_CELLS),
 }
 
@@ -111,5 +117,35 @@ _OF_CALLS: Final[Mapping[str, Mapping[str, Cell]]] = {
         "filtered": _text("filtered"),
         "L1 filtered, with": _number("l1_filtered_with", ".4f"),
         "L1 filtered, without": _number("l1_filtered_without", ".4f"),
+    },
+    "sale-recall": {
+        "tokens": _text("tokens"),
+        "threshold": _text("case"),
+        "recall": _percent("recall"),
+        "recall of judged tiles": _percent("recall_judged"),
+        "selected in full precision": _number("selected", ".3f"),
+    },
+    "held-out": {
+        "method": _text("case"),
+        "bound": _number("bound", ".2f"),
+        "calls": _text("calls"),
+        "calls under it": _percent("calls_under"),
+        "heads under it": _percent("heads_under"),
+        "L1": _number("l1", ".4f"),
+        "worst call": _number("l1_worst", ".3f"),
+        "selected": _number("selected", ".3f"),
+        "computed": _number("computed", ".3f"),
+    },
+    "bsfa-density": {
+        "keep": _text("case"),
+        "predicted": _number("predicted", ".3f"),
+        "measured": _number("measured", ".3f"),
+        "apart, points": lambda row: f"{100 * row['gap']:+.1f}",
+    },
+    "lengths": {
+        "tokens": lambda row: f"{int(row['case']):,}",
+        "mask ms": _number("mask_ms", ".3f"),
+        "dense ms": lambda row: f"{row['dense_ms']:.2f} ({row['dense_impl']})",
+        "overhead": _percent("share", ".2%"),
     },
 }

@@ -32,7 +32,8 @@ class Case:
         kept: share of key chunks in a tile's list. For ``PLANNING`` it is what top-p finds.
         skew: list lengths are spread evenly over ``kept * (1 - skew)`` to ``kept * (1 + skew)``.
         merge: how tiles form blocks.
-        quantize: ``int8`` or ``fp8`` q·k; rounding counts as part of the kernel's time.
+        quantize: ``int8`` or ``fp8`` q·k. Rounding counts as part of the kernel's time, or of the
+            plan's where one pass rounds and pools.
         implementations: those to time; empty for all that run.
     """
 
@@ -72,15 +73,16 @@ def _suite() -> Iterator[Case]:
         yield other
         if other.counts == KERNEL and not other.skew:
             yield replace(other, seq_len=other.seq_len - SMALL_SHIFT)
-    yield replace(
-        first,
-        counts=WHOLE,
-        tile=(128, 64),
-        seq_len=longer[0],
-        heads=longer[1],
-        quantize="int8",
-        implementations=("gluon", "triton"),
-    )
+    for kind in ("int8", "fp8"):
+        yield replace(
+            first,
+            counts=WHOLE,
+            tile=(128, 64),
+            seq_len=longer[0],
+            heads=longer[1],
+            quantize=kind,
+            implementations=("gluon", "triton"),
+        )
     yield replace(
         first, counts=PLANNING, tile=(16, 16), seq_len=75_600, heads=40, merge="xor-window"
     )

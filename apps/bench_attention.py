@@ -30,6 +30,7 @@ from vidsparse.apps.attention_peers import Peer, dense_offers, ready, sparse_off
 if TYPE_CHECKING:
     import torch
 
+    from vidsparse.kernels import QuantizedQK
     from vidsparse.plan import SparsePlan
 
 # SageAttention's 8-bit scores on normal inputs; anything far beyond is a broken kernel.
@@ -41,8 +42,9 @@ class Row:
     """One case of one implementation against one dense kernel; times are medians in milliseconds.
 
     ``case`` names what the ratio counts: ``ratio`` is ``dense_ms`` over the sum of ``ms`` (the
-    kernel), ``plan_ms`` (grouping and lists; on a GPU selection too, where it counts) and
-    ``mask_ms`` (selection), of which those that the case leaves out are None. ``kept`` is the
+    kernel), ``plan_ms`` (grouping and lists) and ``mask_ms`` (selection), of which those that the
+    case leaves out are None. On a GPU ``plan_ms`` holds the selection too, where it counts, and
+    rounding to 8 bits: all that the whole call takes beyond its kernel. ``kept`` is the
     computed density, ``kept_tflops`` 4·D operations per computed pair over ``ms``. ``error`` is
     relative to fp64, ||out - ref|| / ||ref||, over sampled blocks.
     """
@@ -150,18 +152,20 @@ class Bench:
     def _kernels(self, case: Case) -> list[Row]:
         import torch
 
-        from vidsparse.attention import plan_attention
+        from vidsparse.attention import order_and_plan, plan_attention
         from vidsparse.grid import TokenGrid
         from vidsparse.kernels import block_rows, choose, plans_on_device, sparse_attention
         from vidsparse.masks import pack_bits, tile_sizes
         from vidsparse.methods import FgAttn
+        from vidsparse.order import token_order
         from vidsparse.plan import make_plan, make_plan_of_bits
         from vidsparse.site import CallSite
 
         shape = (1, case.heads, case.seq_len, case.head_dim)
         q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in "qkv")
         mask = random_mask(case, self.device)
-        method = FgAttn(tile=case.tile, merge=case.merge)
+        # of random q and k all tiles weigh nearly the same: lists are as long as the random ones.
+        method = FgAttn(tile=case.tile, merge=case.merge, top_p=min(case.kept, 0.9))
 
         # where kernels plan, they do so from bits: what the kernel that selects hands on.
         by_kernels = plans_on_device(self.device, self.dtype, case.head_dim)
@@ -178,12 +182,21 @@ class Bench:
 
         plan = make()
         kv_index = plan.kv_index
+        grid = TokenGrid(1, 1, case.seq_len)
+        site, order = CallSite(0, 0, 0.0, grid), token_order("rowmajor", grid, self.device)
+        whole = case.counts == WHOLE and by_kernels
+        rounded = None
+        if whole and case.quantize:
+            rounded = order_and_plan(method, q, k, site, order, case.quantize).quantized
         runners = []
+        whole_calls: dict[str, Callable[[], Any]] = {}
         for asked in case.implementations or ("auto",):
             where = (self.device, self.dtype, case.head_dim)
             name = _chosen(choose, asked, *where, quantize=case.quantize)
 
-            def kernel(name: str = name) -> torch.Tensor:
+            def kernel(
+                name: str = name, quantize: str | QuantizedQK | None = rounded or case.quantize
+            ) -> torch.Tensor:
                 return sparse_attention(
                     q,
                     k,
@@ -193,9 +206,20 @@ class Bench:
                     kv_index,
                     tile=case.tile,
                     implementation=name,
-                    quantize=case.quantize,
+                    quantize=quantize,
                 )[0]
 
+            def all_of_it(kernel: Callable[..., torch.Tensor] = kernel) -> None:
+                # the same lists whatever is selected: what selecting costs does not depend on it.
+                if case.quantize is None:
+                    rounded, made = None, plan_attention(method, q, k, site)
+                else:
+                    ordered = order_and_plan(method, q, k, site, order, case.quantize)
+                    rounded, made = ordered.quantized, ordered.plan
+                made.kv_index  # noqa: B018
+                kernel(quantize=rounded)
+
+            whole_calls[f"whole {name}"] = all_of_it
             runners.append(Peer(name, kernel, exact=case.quantize is None))
         ours = {one.name for one in runners}
         if self.peers:
@@ -213,14 +237,13 @@ class Bench:
         calls: dict[str, Callable[[], Any]] = {one.name: one.call for one in runners}
         calls |= {f"dense {one.name}": one.call for one in dense}
         with_plan, with_mask = case.counts in (WITH_PLAN, WHOLE), case.counts == WHOLE
-        site = CallSite(0, 0, 0.0, TokenGrid(1, 1, case.seq_len))
         if with_plan:
             calls["plan"] = lambda: make().kv_index
             calls |= {f"plan {one.name}": one.plan for one in runners if one.plan is not None}
-        if with_mask and by_kernels:
-            # selection and plan as one, on the same q and k: what they cost does not depend on
-            # what they select.
-            calls["plan"] = lambda: plan_attention(method, q, k, site).kv_index
+        if whole:
+            # launches of a few microseconds each: their own cost is that of a whole call, in which
+            # the GPU is never ahead of what launches them.
+            calls |= whole_calls
         elif with_mask:
             calls["mask"] = lambda: method.select(q, k, site)
         ms = time_together(calls, self.device, self.repeats)
@@ -230,6 +253,8 @@ class Bench:
         for one in runners:
             if one.name in ours:
                 computed, plan_ms = kept, ms.get("plan")
+                if whole:
+                    plan_ms = ms[f"whole {one.name}"] - ms[one.name]
             else:
                 computed, plan_ms = plan.selected.mean().item(), ms.get(f"plan {one.name}")
             mask_ms = ms.get("mask")

@@ -1,17 +1,33 @@
-"""Ablations on single attention calls of a dense run, where a video would hide what happened."""
+"""Ablations on single attention calls, where a video would hide what happened."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final
 
+from vidsparse.apps.held_out import DensityMeter, ErrorMeter, Meter, recall_rows
 from vidsparse.order import ORDERS
 
 if TYPE_CHECKING:
+    from vidsparse.apps.quality_study import Study
     from vidsparse.statistics import RecordedCall
 
 # SpargeAttn's Table 10 looks at the cases whose L1 the judge changes by more than this.
 FILTER_L1: Final = 0.05
+
+# what each calibrated method's errors are bounded by: a setting of its calibrator.
+BOUNDS: Final[Mapping[str, str]] = {"spargeattn": "l2", "xattention": "error", "sale": "error"}
+
+# a threshold at which the small model keeps about a third of the pairs.
+HIGHER_TAU: Final = 0.02
+
+LENGTHS: Final[Mapping[str, tuple[int, ...]]] = {
+    "cuda": (8_192, 16_384, 32_768, 65_536, 131_072),
+    "cpu": (2_048, 4_096, 8_192, 16_384),
+}
+"""Sequence lengths by device; the GPU's are the paper's."""
 
 
 def judge_rows(calls: Sequence[RecordedCall]) -> Iterator[dict[str, Any]]:
@@ -50,7 +66,108 @@ def judge_rows(calls: Sequence[RecordedCall]) -> Iterator[dict[str, Any]]:
         yield row
 
 
-CALL_ABLATIONS: Final[
-    Mapping[str, Callable[[Sequence[RecordedCall]], Iterator[dict[str, Any]]]]
-] = {"judge-l1": judge_rows}
-"""By name; each row has a ``case`` that tells it from the others."""
+def length_rows(device: str) -> Iterator[dict[str, Any]]:
+    """SpargeAttn's mask against dense attention, over the length of the sequence (Table 3)."""
+    import torch
+
+    from vidsparse.apps.bench_masks import measure
+
+    where = torch.device(device)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    for seq_len in LENGTHS[where.type]:
+        rows = measure(("spargeattn",), seq_len, 8, 128, dtype, where, 3, _ignore)
+        row = next(row for row in rows if not row.options)
+        yield {
+            "case": str(seq_len),
+            "mask_ms": row.mask_ms,
+            "dense_ms": row.dense_ms,
+            "dense_impl": row.dense_impl,
+            "share": row.share,
+            "selected": row.selected,
+        }
+
+
+def _ignore(text: str) -> None:
+    """Nobody needs to know which dense attention is absent."""
+
+
+def held_out_rows(study: Study) -> Iterator[dict[str, Any]]:
+    """Errors on held-out prompts, with the paper's numbers and with calibrated ones."""
+    from vidsparse.methods import SparseMethod, make_method
+
+    meters = []
+    for name, bound in BOUNDS.items():
+        preset = study.preset(name)
+        plain = make_method(name)
+        assert isinstance(plain, SparseMethod)
+        for words, method in (("one number", plain), ("calibrated", preset.make_method())):
+            meters.append(
+                ErrorMeter(
+                    case=f"{name}, {words}",
+                    method=method,
+                    order=study.order,
+                    bound=preset.measured["settings"][bound],
+                )
+            )
+    yield from _watched(study, meters)
+
+
+def density_rows(study: Study) -> Iterator[dict[str, Any]]:
+    """BSFA's predicted and measured density on held-out prompts, for every fraction stored."""
+    preset = study.preset("bsfa")
+    yield from _watched(
+        study,
+        [
+            DensityMeter(
+                method=preset.make_method(keep=float(keep)), order=study.order, predicted=predicted
+            )
+            for keep, predicted in preset.measured["predicted_density"].items()
+        ],
+    )
+
+
+def sale_recall_rows(study: Study) -> Iterator[dict[str, Any]]:
+    """SALE's recall (Table 5) at the paper's threshold, at calibrated ones, and at a higher one."""
+    from vidsparse.methods import Sale
+
+    thresholds = {f"tau {tau:g}": Sale(tau=tau) for tau in (Sale().tau, HIGHER_TAU)}
+    calibrated = {"calibrated": study.preset("sale").make_method()}
+    yield from recall_rows(study.recorded, {**thresholds, **calibrated}, study.order)
+
+
+def _watched(study: Study, meters: Sequence[Meter]) -> Iterator[dict[str, Any]]:
+    def see(call: RecordedCall) -> None:
+        for meter in meters:
+            meter.see(call)
+
+    study.watch(see)
+    yield from (meter.row() for meter in meters)
+
+
+class Calls(Enum):
+    """The calls that an ablation looks at."""
+
+    RECORDED = auto()
+    """Of a few of the study's prompts."""
+    WATCHED = auto()
+    """Of all of them."""
+    MADE_UP = auto()
+    """Of no model: they belong to the device alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallAblation:
+    """Rows about attention calls; each has a ``case`` that tells it from the others."""
+
+    calls: Calls
+    rows: Callable[[Study], Iterator[dict[str, Any]]]
+
+
+CALL_ABLATIONS: Final[Mapping[str, CallAblation]] = {
+    "judge-l1": CallAblation(Calls.RECORDED, lambda study: judge_rows(study.recorded)),
+    "sale-recall": CallAblation(Calls.RECORDED, sale_recall_rows),
+    "held-out": CallAblation(Calls.WATCHED, held_out_rows),
+    "bsfa-density": CallAblation(Calls.WATCHED, density_rows),
+    "lengths": CallAblation(Calls.MADE_UP, lambda study: length_rows(study.device)),
+}
+"""By name."""

@@ -169,7 +169,7 @@ def planned_to_order(
 
     Args:
         engine: the engine of a sparse pipeline; as it was when the block has ended.
-        watch: counts the kernel alone, rounding to 8 bits included.
+        watch: counts the kernel alone, and rounding to 8 bits where planning has not done it.
         density: share of query-key pairs that the kernel computes.
         skew: lists are from ``density * (1 - skew)`` to ``density * (1 + skew)`` long.
         quantize: 8-bit format of q·k, or None.
@@ -180,20 +180,24 @@ def planned_to_order(
     # ones are alike to a kernel.
     plans: dict[Any, SparsePlan] = {}
 
-    def plan(method: Any, q: Tensor, k: Tensor, site: Any, order: Any) -> Any:
-        q, k, real = planner(method, q, k, site, order)
+    def plan(method: Any, q: Tensor, k: Tensor, site: Any, order: Any, _: str | None) -> Any:
+        made = planner(method, q, k, site, order, quantize)
         key = (tuple(q.shape), site.grid)
         if key not in plans:
             plans[key] = random_plan(q, site.grid.video, method.tile, density, skew)
-        seen.real.append(real.computed)
+        seen.real.append(made.plan.computed)
         seen.tokens = max(seen.tokens, q.shape[2])
-        return q, k, plans[key]
+        return replace(made, plan=plans[key])
 
     def timed(q: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.implementation = engine.implementation_for(
             q.device, q.dtype, q.shape[-1], quantize=quantize
         )
-        chosen = {"implementation": seen.implementation, "quantize": quantize}
+        # in 8 bits already, where planning has rounded them.
+        chosen = {
+            "implementation": seen.implementation,
+            "quantize": kwargs["quantize"] or quantize,
+        }
         with watch.span():
             return kernel(q, *args, **{**kwargs, **chosen})
 

@@ -44,10 +44,13 @@ def option_text(name: str) -> Callable[[Mapping[str, Any]], str]:
 
 def knob_text(row: Mapping[str, Any]) -> str:
     """The table cell that says how a method selects: its knob, or what stands in its place."""
-    names = (KNOBS[row["method"]].name, "topk", "blocks")
-    return ", ".join(
+    knob = KNOBS.get(row["method"])
+    names = ("keep", "topk", "blocks") if knob is None else (knob.name, "topk", "blocks")
+    words = ["calibrated"] if row.get("calibrated") else []
+    words += [
         f"{name} {row['options'][name]:g}" for name in names if row["options"].get(name) is not None
-    )
+    ]
+    return ", ".join(words)
 
 
 def _number(name: str, spec: str) -> Callable[[Mapping[str, Any]], str]:

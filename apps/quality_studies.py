@@ -8,11 +8,13 @@ The first steps are dense in all of them, as many as the model's family asks for
   the same density; SpargeAttn's numbers are the same for all, as in its Tables 4 and 9.
 - ``equal``: methods at the same selected density, in the order that is the model's own.
 - ``curves``: every method over a range of computed densities, in the order that is the model's own.
+  BSFA, which cannot do without, is calibrated.
 - ``judge``: SpargeAttn with and without its judge of self-similarity.
 - ``stages``: SpargeAttn's two stages, M_g that selects blocks and M_pv that gates values, and both.
 - ``patterns``: XAttention's antidiagonals, diagonals and random elements.
 - ``strides``: XAttention's strides.
 - ``selections``: XAttention's threshold, top-ratio and top-k at one selected density.
+- ``calibration``: methods with their paper's one number for all heads, and calibrated.
 - ``defaults``: what a model's defaults are chosen from: FG-Attn in its own order, ``top_p``,
   the steps that a plan serves, and the first and last layer dense or not.
 """
@@ -26,7 +28,7 @@ from typing import Any, Final
 from vidsparse.order import ORDERS
 
 STUDIES: Final = ("tiles", "merging", "orders", "equal", "curves", "defaults")
-ABLATIONS: Final = ("judge", "stages", "patterns", "strides", "selections")
+ABLATIONS: Final = ("judge", "stages", "patterns", "strides", "selections", "calibration")
 
 TILES: Final = ("16x16", "32x32", "64x64", "128x128")
 TOP_P: Final = (0.5, 0.65, 0.8, 0.9, 0.95)
@@ -40,6 +42,9 @@ EQUAL_SELECTED: Final = 0.35
 DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
 REUSED: Final = (1, 2, 4)
 CURVE_COMPUTED: Final = (0.25, 0.4, 0.55, 0.7)
+CURVE_KEEP: Final = (0.1, 0.2, 0.3, 0.5)
+CALIBRATED: Final = ("spargeattn", "xattention", "sale")
+"""Methods that can do with calibrated numbers and without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,7 @@ class Configuration:
         reuse: steps that a plan serves.
         dense_ends: layers kept dense at each end of the transformer.
         knob: the number that is set where there is an aim; None is the method's own of ``KNOBS``.
+        calibrated: whether the numbers of each layer and head come from a preset.
     """
 
     study: str
@@ -130,16 +136,18 @@ class Configuration:
     reuse: int = 1
     dense_ends: int = 0
     knob: Knob | None = None
+    calibrated: bool = False
 
     def describes(self, row: Mapping[str, Any]) -> bool:
         """Whether ``row`` was measured with this configuration, whatever the knob was set to."""
         aim = Aim(row.get("aim", "computed"), row["target"]) if row["target"] else None
         own = row.get("own_order", False)
-        same = (row["study"], row["method"], aim, own) == (
+        same = (row["study"], row["method"], aim, own, row.get("calibrated", False)) == (
             self.study,
             self.method,
             self.aim,
             self.order is None,
+            self.calibrated,
         )
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
         theirs = {"reuse": 1, "dense_ends": 0, **row["options"]}
@@ -156,6 +164,7 @@ class Configuration:
         words = [f"{name}={value}" for name, value in self.options.items()]
         words += [f"by {self.knob.name}"] if self.knob is not None else []
         words += [str(word) for word in (self.aim, self.order) if word is not None]
+        words += ["calibrated"] if self.calibrated else []
         words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
         words += [f"dense ends={self.dense_ends}"] if self.dense_ends else []
         return f"{self.study}: {' '.join([self.method, *words])}"
@@ -196,6 +205,10 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 # a curve needs points that lie apart, not at exact places.
                 aim = Aim("computed", value, tolerance=0.05)
                 yield Configuration(study="curves", method=method, options=own, order=None, aim=aim)
+        for keep in CURVE_KEEP:
+            yield Configuration(
+                study="curves", method="bsfa", options={"keep": keep}, order=None, calibrated=True
+            )
     if "judge" in studies:
         for its_order in (None, "random"):
             for theta in (0.3, -1.0):
@@ -232,6 +245,16 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 aim=Aim("selected", EQUAL_SELECTED, tolerance=0.05),
                 knob=knob,
             )
+    if "calibration" in studies:
+        for calibrated in (False, True):
+            for method in CALIBRATED:
+                yield Configuration(
+                    study="calibration",
+                    method=method,
+                    options={},
+                    order=None,
+                    calibrated=calibrated,
+                )
     if "defaults" in studies:
         for top_p in DEFAULT_TOP_P:
             for reuse, ends in (*((reuse, 0) for reuse in REUSED), (2, 1)):

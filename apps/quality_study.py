@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +19,7 @@ import click
 
 from vidsparse.apps.console import Session
 from vidsparse.apps.options import pixel_size
-from vidsparse.apps.progress import step_bar
+from vidsparse.apps.progress import plain_bar, step_bar
 from vidsparse.apps.prompts import read_prompts
 from vidsparse.apps.quality_studies import KNOBS, Aim, Configuration
 from vidsparse.apps.row_file import Row, RowFile
@@ -26,16 +28,23 @@ from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread
 from vidsparse.report import format_number, format_share, format_spread
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vidsparse.methods import SparseMethod
     from vidsparse.pipelines.generate import Generated
     from vidsparse.pipelines.models import LoadedPipeline
     from vidsparse.pipelines.request import GenerateRequest
+    from vidsparse.presets import Preset
+    from vidsparse.site import CallSite
     from vidsparse.statistics import RecordedCall
 
 # prompts whose attention calls are kept for statistics and calibration, and how many steps of the
 # sparse part they are taken from: every layer of these is 24 calls on the bundled model.
 RECORDED_PROMPTS = 2
 RECORDED_STEPS = 3
+
+# scenes that presets are calibrated on, and the noise they start from: not the study's own.
+CALIBRATION_SEED = 1000
 
 AIM_TRIALS = 3
 
@@ -66,6 +75,13 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
         show_default=True,
         help="Take SSIM on every N-th frame; PSNR is always taken on all.",
     ),
+    click.option(
+        "--presets",
+        metavar="FOLDER",
+        default="presets",
+        show_default=True,
+        help="Where calibrated methods' presets lie; those that are missing are made.",
+    ),
     click.option("--commit", metavar="ID", help="The code measured.  [default: git's HEAD]"),
 )
 
@@ -83,6 +99,19 @@ def held_out_prompts() -> tuple[str, ...]:
     from vidsparse.apps.small_model.world import held_out_scenes
 
     return tuple(caption(scene) for scene in held_out_scenes())
+
+
+def calibration_prompts(count: int) -> tuple[str, ...]:
+    """Prompts to calibrate with: one body, as in the held-out scenes, and none of those."""
+    from vidsparse.apps.small_model.text import caption
+    from vidsparse.apps.small_model.world import sample_scene
+
+    rng = random.Random(CALIBRATION_SEED)
+    scenes = (sample_scene(rng) for _ in itertools.count())
+    return tuple(
+        caption(one)
+        for one in itertools.islice((scene for scene in scenes if len(scene.bodies) == 1), count)
+    )
 
 
 def prepare_study(
@@ -132,6 +161,7 @@ def prepare_study(
         requests=requests,
         batch=options["batch"],
         ssim_every=options["ssim_every"],
+        presets=Path(options["presets"]),
         commit=options["commit"] or _commit(),
     )
 
@@ -174,6 +204,7 @@ class Study:
         requests: Sequence[GenerateRequest],
         batch: int,
         ssim_every: int,
+        presets: Path,
         commit: str,
     ) -> None:
         self._session = session
@@ -181,6 +212,8 @@ class Study:
         self._requests = requests
         self._batch = batch
         self._ssim_every = ssim_every
+        self._presets = presets
+        self._calibrated: dict[str, Preset] = {}
         self.commit = commit
 
     def known(self, configuration: Configuration) -> bool:
@@ -308,11 +341,14 @@ class Study:
         else:
             options, made = self._aimed(configuration, configuration.aim, order, label)
         method: Any = make_method(configuration.method, **options)
+        settled = self.preset(configuration.method).tables if configuration.calibrated else {}
         records = [one.record for one in made]
         row = {
             "method": configuration.method,
             "options": {
                 **method.options(),
+                # each head has its own.
+                **{name: None for name in method.options() if name in settled},
                 "order": order,
                 "reuse": configuration.reuse,
                 "dense_ends": configuration.dense_ends,
@@ -325,6 +361,7 @@ class Study:
             "implementation": records[0]["implementation"],
             "study": configuration.study,
             "own_order": configuration.order is None,
+            "calibrated": configuration.calibrated,
             "aim": configuration.aim and configuration.aim.density,
             "target": configuration.aim and configuration.aim.value,
         }
@@ -343,6 +380,9 @@ class Study:
         order: str,
         label: str,
     ) -> list[Generated]:
+        preset = None
+        if configuration.calibrated:
+            preset = self.preset(configuration.method).source
         requests = [
             replace(
                 request,
@@ -350,6 +390,7 @@ class Study:
                 method_options=options,
                 order=order,
                 reuse=configuration.reuse,
+                preset=preset,
                 dense_layers=configuration.dense_ends,
                 dense_last_layers=configuration.dense_ends,
             )
@@ -409,6 +450,48 @@ class Study:
             f"SSIM {format_number(ssim.mean, '.4f')}, {row['seconds']:.1f} s"
         )
 
+    def preset(self, method: str) -> Preset:
+        """The calibrated numbers of ``method``, from the folder of presets or made now.
+
+        Raises:
+            OptionError: what lies there cannot be read, or was made for another model.
+        """
+        from vidsparse.calibration import CALIBRATORS
+        from vidsparse.pipelines.calibrate import calibrate
+        from vidsparse.pipelines.handle import transformer_configs
+        from vidsparse.presets import load_preset, preset_files
+
+        if method not in self._calibrated:
+            first = self._requests[0]
+            name = f"{Path(first.model).name}-{method}-{first.width}x{first.height}x{first.frames}"
+            path = self._presets / f"{name}-{first.steps}"
+            if not preset_files(path)[0].exists():
+                self._session.say(f"Calibrating {method} ...")
+                with plain_bar(self._session, f"Calibrating {method}") as progress:
+                    calibrate(
+                        self._loaded,
+                        replace(first, method=method, method_options={}, seed=CALIBRATION_SEED),
+                        calibration_prompts(CALIBRATORS[method].samples),
+                        path,
+                        progress=progress,
+                    )
+            preset = load_preset(path)
+            preset.check_model(transformer_configs(self._loaded.pipe), self._loaded.weights_hash)
+            self._calibrated[method] = preset
+        return self._calibrated[method]
+
+    @property
+    def order(self) -> str:
+        """The model's own token order."""
+        order = self._requests[0].order
+        assert order is not None
+        return order
+
+    @property
+    def device(self) -> str:
+        """Where the model runs."""
+        return self._loaded.device
+
     @property
     def recorded_prompts(self) -> int:
         """How many prompts ``recorded`` is of."""
@@ -417,21 +500,14 @@ class Study:
     @cached_property
     def recorded(self) -> list[RecordedCall]:
         """Attention inputs of a dense run, the same for every order; made once."""
-        import torch
-
         from vidsparse.pipelines import sparsify
-        from vidsparse.pipelines.quiet import quiet_hosts
         from vidsparse.statistics import record_calls
 
-        requests = self._requests[:RECORDED_PROMPTS]
-        steps = requests[0].steps
-        assert steps is not None
+        window = self._sparse_steps()
         # the middles of equal parts of the sparse steps.
         share = [(2 * part + 1) / (2 * RECORDED_STEPS) for part in range(RECORDED_STEPS)]
-        begin = min(steps - 1, -(-24 * steps // 100))
-        chosen = {begin + int(part * (steps - begin)) for part in share}
+        chosen = {window[int(part * len(window))] for part in share}
         with (
-            quiet_hosts(),
             sparsify(self._loaded.pipe, "dense") as handle,
             record_calls(
                 handle.engine,
@@ -440,19 +516,53 @@ class Study:
                 rows=RECORDED_PROMPTS,
             ) as calls,
         ):
-            # every call is dense, and decoding is left out.
+            self._denoise(self._requests[:RECORDED_PROMPTS])
+        return calls
+
+    def watch(self, see: Callable[[RecordedCall], None]) -> None:
+        """Show ``see`` the calls of every second sparse step of a dense run of all prompts.
+
+        They are as they come, both guidance branches, and none is kept.
+        """
+        from vidsparse.pipelines import sparsify
+        from vidsparse.statistics import RecordedCall
+
+        steps = set(self._sparse_steps()[::2])
+
+        def look(q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
+            if site.step in steps:
+                see(RecordedCall(q=q, k=k, v=v, site=site))
+
+        with sparsify(self._loaded.pipe, "dense") as handle:
+            for engine in handle.engines:
+                engine.observer = look
+            for start in range(0, len(self._requests), self._batch):
+                self._denoise(self._requests[start : start + self._batch])
+
+    def _sparse_steps(self) -> range:
+        steps = self._requests[0].steps
+        assert steps is not None
+        return range(min(steps - 1, -(-24 * steps // 100)), steps)
+
+    def _denoise(self, requests: Sequence[GenerateRequest]) -> None:
+        """Run the pipeline as it is on ``requests`` at once; decoding is left out."""
+        import torch
+
+        from vidsparse.pipelines.quiet import quiet_hosts
+
+        first = requests[0]
+        with quiet_hosts():
             self._loaded.pipe(
                 prompt=[request.prompt for request in requests],
                 negative_prompt=[request.negative_prompt for request in requests],
-                num_frames=requests[0].frames,
-                width=requests[0].width,
-                height=requests[0].height,
-                num_inference_steps=steps,
-                guidance_scale=requests[0].guidance,
+                num_frames=first.frames,
+                width=first.width,
+                height=first.height,
+                num_inference_steps=first.steps,
+                guidance_scale=first.guidance,
                 generator=[torch.Generator().manual_seed(one.seed) for one in requests],
                 output_type="latent",
             )
-        return calls
 
     def _turn_knob(self, configuration: Configuration, aim: Aim, order: str) -> dict[str, Any]:
         """The configuration's options with the knob that meets ``aim`` on the recorded calls."""

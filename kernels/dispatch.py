@@ -202,9 +202,7 @@ def choose(
         return support(name, device, dtype, head_dim, gate=gate, quantize=quantize)
 
     if implementation == "auto":
-        able = [name for name in IMPLEMENTATIONS if reason_of(name) is None]
-        # gluon's gates have passed only a part of their tests on a GPU: they run when asked for.
-        return next(name for name in able if gate is None or name != "gluon")
+        return next(name for name in IMPLEMENTATIONS if reason_of(name) is None)
     reason = reason_of(implementation)
     if reason is not None:
         raise ValueError(

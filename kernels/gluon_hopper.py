@@ -42,6 +42,7 @@ q_empty  both consumers                producer, before the next block      q an
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cache
 
@@ -62,7 +63,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gates import KEY_GROUP, AbsoluteGate, Gate, kept_pieces
 from .quantize import QuantizedQK
-from .triton_gather import LOG2_E, gate_kind, heads_together
+from .triton_gather import LOG2_E, gate_kind, heads_together, tables
 
 BLOCK_ROWS = 128
 # triton 3.9 renames these.
@@ -136,6 +137,62 @@ def _rescaled(acc, factor):
     )
 
 
+def _raise_source() -> str:
+    """PTX: for two rows, what a thread has seen of their scores ($2, $3) and their maxima ($4, $5).
+
+    Only where some thread of the warp is ``BEHIND`` above do the four threads of a row tell each
+    other.
+    """
+    behind = "0f" + struct.pack(">f", BEHIND.value).hex()
+    both = "".join(
+        f"shfl.sync.bfly.b32 t, {x}, {distance}, 31, 0xffffffff; max.f32 {x}, {x}, t; "
+        for distance in (1, 2)
+        for x in "xy"
+    )
+    return (
+        "{ .reg .pred p; .reg .pred q; .reg .f32 a; .reg .f32 b; .reg .f32 x; .reg .f32 y; "
+        f".reg .f32 t; mov.f32 x, $2; mov.f32 y, $3; add.f32 a, $4, {behind}; "
+        f"add.f32 b, $5, {behind}; setp.gt.f32 p, x, a; setp.gt.or.f32 p, y, b, p; "
+        "vote.sync.any.pred q, p, 0xffffffff; mov.f32 $0, $4; mov.f32 $1, $5; @!q bra.uni same; "
+        f"{both}"
+        "setp.gt.f32 p, x, a; selp.f32 $0, x, $4, p; "
+        "setp.gt.f32 q, y, b; selp.f32 $1, y, $5, q; same: }"
+    )
+
+
+_RAISE = gl.constexpr(_raise_source())
+
+
+@gluon.jit
+def _raised(largest, row_max):
+    """Maxima of rows, moved where what a thread holds of a row is ``BEHIND`` above.
+
+    Both ``[rows, 4]``, an entry for each of the four threads that share a row.
+    """
+    return gl.inline_asm_elementwise(
+        _RAISE, "=f,=f,f,f,f,f", [largest, row_max], dtype=gl.float32, is_pure=True, pack=2
+    )
+
+
+# whole numbers below 2^22 added to the bits of 1.5 * 2^23 make those of the sum in fp32; and this
+# one makes those of minus infinity.
+OFFSET_OF_INTEGERS = gl.constexpr(12582912)
+MASKED_INTEGER = gl.constexpr(0xFF800000 - 0x4B400000 - 2**32)
+
+
+@gluon.jit
+def _as_float(x, one):
+    """``x + OFFSET_OF_INTEGERS`` in fp32 of int32 sums of 8-bit products, given a 1.
+
+    A multiplication and addition, because those have a unit that is idle then; conversions and
+    plain additions share one with the maxima.
+    """
+    bits = gl.inline_asm_elementwise(
+        "mad.lo.s32 $0, $1, $2, 0x4B400000;", "=r,r,r", [x, one], gl.int32, is_pure=True, pack=1
+    )
+    return bits.to(gl.float32, bitcast=True)
+
+
 @gluon.jit
 def _next(stage, phase, STAGES: gl.constexpr):
     wraps = stage + 1 == STAGES
@@ -159,13 +216,14 @@ def _put(memory, value):
 
 @gluon.jit
 def _mask(scores, keys):
-    """Minus infinity from column ``keys`` on."""
+    """Minus infinity from column ``keys`` on, or of integers what becomes it."""
     # the zero is opaque: known before the loop, the columns would be kept in 32 registers over it.
     zero = gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     column = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout)) + zero
-    return gl.where((column < keys)[None, :], scores, -float("inf"))
+    masked: gl.constexpr = MASKED_INTEGER if scores.dtype.is_int() else -float("inf")
+    return gl.where((column < keys)[None, :], scores, masked)
 
 
 @gluon.jit
@@ -204,6 +262,19 @@ def _row_vector(x, like):
         return x
     else:
         return x[:, :, None, None, None]
+
+
+@triton.constexpr_function
+def _by_thread(layout):
+    """Layout of the rows and threads of what ``_by_run`` gives in ``layout``."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout)))
+
+
+@gluon.jit
+def _thread_vector(x, like):
+    """A number for each row and thread, to be broadcast along the others of ``_by_run``."""
+    layout: gl.constexpr = _by_thread(like.type.layout)
+    return gl.convert_layout(x, layout)[:, None, None, :, None]
 
 
 @gluon.jit
@@ -246,6 +317,8 @@ def _store(
     row = tile * M + place % M
     alive = (tile >= 0) & (row < S)
     sums = gl.convert_layout(gl.sum(sums, 1), BY_ROW)
+    if len(row_max.shape) == 2:
+        row_max = gl.max(row_max, 1)
     row_max = gl.convert_layout(row_max, BY_ROW)
     # a row without keys: zeros and -inf, whatever its weights of zero were multiplied with.
     has_keys = sums > 0
@@ -400,13 +473,10 @@ def _below_running(largest, largest_yet, first):
 
 
 @gluon.jit
-def _scaled(
-    scores, row_scale, k_scale_memory, GATE: gl.constexpr, PIECES: gl.constexpr
-):  # fmt: skip
-    """Scores as their scales want them, the factor of each, and the largest of rows or pieces.
+def _scaled(scores, row_scale, k_scale_memory, PIECES: gl.constexpr):
+    """Scores as ``_by_run`` gives them, the factor of each, and the largest ``[rows, PIECES]``.
 
-    ``row_scale`` is one number or one of each row. With scales of runs, or a gate, scores come as
-    ``_by_run`` gives them and the largest as ``[rows, PIECES]``.
+    ``row_scale`` is one number or one of each row.
     """
     SCORES: gl.constexpr = scores.type.layout
     BN: gl.constexpr = scores.shape[1]
@@ -415,61 +485,97 @@ def _scaled(
     RUNS: gl.constexpr = k_scale_memory is not None and not COLUMNS
     if COLUMNS:
         scores = scores * k_scale_memory.load(gl.SliceLayout(0, SCORES))[None, :]
-    if RUNS or GATE is not None:
-        scores = _by_run(scores, k_scale_memory.shape[0] if RUNS else PIECES)
-        k_scale = None
-        if RUNS:
-            k_scale = _scales_of_runs(k_scale_memory, scores)
-        largest = _piece_maxima(scores, k_scale, PIECES)
-        if len(row_scale.shape) == 0:
-            factor = row_scale
-            largest = largest * row_scale
-        else:
-            factor = _row_vector(row_scale, scores)
-            largest = largest * _row_vector(row_scale, largest)
-        if RUNS:
-            factor = factor * k_scale
-        return scores, factor, largest
-    elif len(row_scale.shape) == 0:
-        # the scale is positive.
-        return scores, row_scale, gl.max(scores, 1) * row_scale
+    scores = _by_run(scores, k_scale_memory.shape[0] if RUNS else PIECES)
+    k_scale = None
+    if RUNS:
+        k_scale = _scales_of_runs(k_scale_memory, scores)
+    largest = _piece_maxima(scores, k_scale, PIECES)
+    if len(row_scale.shape) == 0:
+        factor = row_scale
+        largest = largest * row_scale
     else:
-        return scores, row_scale[:, None], gl.max(scores, 1) * row_scale
+        factor = _row_vector(row_scale, scores)
+        largest = largest * _row_vector(row_scale, largest)
+    if RUNS:
+        factor = factor * k_scale
+    return scores, factor, largest
 
 
 @gluon.jit
 def _weighed(scores, factor, subtracted, sums, rescale, SCORES: gl.constexpr):
-    """Weights ``[rows, keys]`` of scores, and the sums with them in it."""
+    """Weights ``[rows, keys]`` of scores as ``_by_run`` gives them, and the sums with them."""
+    rows: gl.constexpr = scores.shape[0]
+    keys: gl.constexpr = scores.shape[1] * scores.shape[2] * 8
     fresh = _exp2(scores * factor - subtracted)
-    if len(scores.shape) != 2:
-        rows: gl.constexpr = scores.shape[0]
-        keys: gl.constexpr = scores.shape[1] * scores.shape[2] * 8
-        fresh = gl.convert_layout(fresh.reshape([rows, keys]), SCORES)
+    fresh = gl.convert_layout(fresh.reshape([rows, keys]), SCORES)
     new_sums = _scaled_sums(sums, rescale)
     new_sums += _row_sums(fresh)
     return fresh, new_sums
 
 
 @gluon.jit
+def _weights_of(scores, row_max, row_scale, k_scale, one):
+    """Weights of a step's keys as ``_by_run`` gives them, and the rows' maxima with them in it."""
+    INTEGERS: gl.constexpr = scores.dtype.is_int()
+    scores = _by_run(scores, 1 if k_scale is None else k_scale.shape[0])
+    largest = gl.max(gl.max(scores, 4), 2)
+    if INTEGERS:
+        largest = _as_float(largest, one) - OFFSET_OF_INTEGERS
+    factor = row_scale
+    if len(row_scale.shape) == 0:
+        largest = largest * row_scale
+    else:
+        PAIR: gl.constexpr = _first_two(scores.type.layout, 5)
+        scale = gl.convert_layout(row_scale, gl.SliceLayout(1, PAIR))[:, None]
+        if k_scale is not None:
+            scale = scale * gl.convert_layout(k_scale, gl.SliceLayout(0, PAIR))[None, :]
+        largest_scale = gl.convert_layout(scale, gl.SliceLayout(2, largest.type.layout))
+        largest = largest * largest_scale[:, :, None]
+        factor = scale[:, :, None, None, None]
+    largest = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
+    new_max = _raised(largest, row_max)
+    subtracted = _thread_vector(new_max, scores)
+    if INTEGERS:
+        # behind the branch in which maxima are raised, where the exponentials leave time for it.
+        scores = _as_float(scores, one)
+        subtracted = subtracted + factor * OFFSET_OF_INTEGERS
+    return _exp2(scores * factor - subtracted), new_max
+
+
+@gluon.jit
+def _sums_of(fresh, like):
+    """What each thread holds of its rows, summed."""
+    return gl.convert_layout(gl.sum(gl.sum(gl.sum(fresh, 4), 2), 1), like.type.layout)
+
+
+@gluon.jit
 def _soften(
-    scores, first, keys, row_max, sums, row_scale, k_scale_memory, dtype: gl.constexpr,
+    scores, first, keys, row_max, sums, row_scale, k_scale, one, dtype: gl.constexpr,
     WEIGHTS: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a step's scores, and what its rows carry on."""
+    """Weights of a step's scores, and what its rows carry on.
+
+    ``k_scale`` are those of runs, or of columns, or None.
+    """
     SCORES: gl.constexpr = scores.type.layout
+    rows: gl.constexpr = scores.shape[0]
+    keys_at_once: gl.constexpr = scores.shape[1]
     if first:
         scores = _mask(scores, keys)
     old_max = gl.where(first, -1.0e30, row_max)
-    scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, None, 1)
-    step_max = largest
-    if len(largest.shape) == 2:
-        step_max = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
-    new_max = gl.where(step_max > old_max + BEHIND, step_max, old_max)
+    # one scale a column is no run.
+    COLUMNS: gl.constexpr = k_scale is not None and k_scale.shape[0] > keys_at_once // 8
+    if COLUMNS:
+        if scores.dtype.is_int():
+            scores = _as_float(scores, one) - OFFSET_OF_INTEGERS
+        scores = scores * k_scale[None, :]
+        k_scale = None
+    sums = gl.where(first, 0.0, sums)
+    fresh, new_max = _weights_of(scores, old_max, row_scale, k_scale, one)
     rescale = _exp2(old_max - new_max)
-    fresh, new_sums = _weighed(
-        scores, factor, _row_vector(new_max, scores), gl.where(first, 0.0, sums), rescale, SCORES
-    )  # fmt: skip
-    return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, new_sums
+    sums = sums * rescale + _sums_of(fresh, sums)
+    fresh = gl.convert_layout(fresh.reshape([rows, keys_at_once]), SCORES)
+    return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, sums
 
 
 @gluon.jit
@@ -500,7 +606,7 @@ def _soften_gated(
     if first:
         scores = _mask(scores, keys)
     old_max = gl.where(first, -1.0e30, row_max)
-    scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, GATE, PIECES)
+    scores, factor, largest = _scaled(scores, row_scale, k_scale_memory, PIECES)
     if GATE == "absolute":
         _vote(largest, threshold, votes, slot, GATE_ROWS)
         if GATE_ROWS == 128:
@@ -582,11 +688,19 @@ def _consume(
     no_scores = nothing
     if k_stages.dtype.is_int():
         no_scores = gl.full([64, BN], 0, gl.int32, SCORES)
+    # a factor that ptxas cannot know to be 1.
+    one = gl.minimum(S, 1)
 
+    RUNS: gl.constexpr = 1 if k_scales is None else k_scales.shape[1]
+    # scales of runs are few, and read while the products run: the barrier that triton puts before
+    # costs nothing there.
+    EARLY: gl.constexpr = k_scales is not None and RUNS <= BN // 8
     # the block before the first: no weights, and a result that is not stored.
     acc = gl.full([64, DP], 0.0, gl.float32, OUTPUT)
-    row_max = gl.full([64], 0.0, gl.float32, BY_ROW)
     sums = _row_sums(nothing)
+    row_max = sums
+    if GATE is not None:
+        row_max = gl.full([64], 0.0, gl.float32, BY_ROW)
     weights = gl.convert_layout(nothing.to(dtype), WEIGHTS)
     done = -1
     done_head = 0
@@ -628,17 +742,21 @@ def _consume(
             kept_memory = kept_words.index(stage)
         k = k_stages.index(stage).permute((1, 0))
         v = v_stages.index(stage)
+        k_scale = None
         pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
         if GATE is None:
             # the sum over a block begins with the values of its first step, one step later. Zeros
             # assigned in the branch below would be 64 moves a step.
             pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
+            if EARLY:
+                k_scale = k_scales.index(stage).load(gl.BlockedLayout([RUNS], [32], [4], [0]))
             scores = warpgroup_mma_wait(1, deps=[pending])
             if last:
                 mbarrier.arrive(q_empty)
+            if RUNS > BN // 8:
+                k_scale = k_scales.index(stage).load(gl.SliceLayout(0, SCORES))
             fresh, new_max, rescale, new_sums = _soften(
-                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory, dtype,
-                WEIGHTS,
+                scores, first, keys, row_max, sums, row_scale, k_scale, one, dtype, WEIGHTS
             )  # fmt: skip
             next_block, next_head, left, next_keys, next_row_scale, _, q_phase = _next_block(
                 last, block, head, left, keys, row_scale, row_scale, q_phase, q_full, record,
@@ -648,10 +766,12 @@ def _consume(
         elif opened != 0:
             pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[pending])
+            if scores.dtype.is_int():
+                scores = _as_float(scores, one) - OFFSET_OF_INTEGERS
             if last:
                 mbarrier.arrive(q_empty)
             fresh, new_max, rescale, new_sums, gated = _soften_gated(
-                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory,
+                scores, first, keys, row_max, sums, row_scale, k_scale_memory,
                 kept_memory, votes, slot, threshold, largest_yet, dtype, WEIGHTS, GATE, GATE_ROWS,
                 PIECES,
             )  # fmt: skip
@@ -667,10 +787,12 @@ def _consume(
             # alone, ptxas lets every product wait for the one before. And with the scores' product
             # in both copies, ptxas 12.9 takes the address of other keys in the second.
             scores = warpgroup_mma_wait(0, deps=[pending])
+            if scores.dtype.is_int():
+                scores = _as_float(scores, one) - OFFSET_OF_INTEGERS
             if last:
                 mbarrier.arrive(q_empty)
             fresh, new_max, rescale, new_sums, gated = _soften_gated(
-                scores.to(gl.float32), first, keys, row_max, sums, row_scale, k_scale_memory,
+                scores, first, keys, row_max, sums, row_scale, k_scale_memory,
                 kept_memory, votes, slot, threshold, largest_yet, dtype, WEIGHTS, GATE, GATE_ROWS,
                 PIECES,
             )  # fmt: skip
@@ -692,7 +814,12 @@ def _consume(
             done = block
             done_head = head
         # not between the products above: ptxas would let the second wait for the first.
-        acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
+        if GATE is None:
+            threads = _by_run(acc, 1)
+            threads = _rescaled(threads, _thread_vector(rescale, threads))
+            acc = gl.convert_layout(threads.reshape([64, DP]), OUTPUT)
+        else:
+            acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
         if GATE is not None:
             if GATE == "relative":
                 # decided late: the weights are in the sum, and in the next step's product only if
@@ -1371,12 +1498,7 @@ def gluon_attention(
             v,
             out,
             lse,
-            q_tiles.contiguous(),
-            kv_count.contiguous(),
-            kv_index.contiguous(),
-            None if quantized is None else quantized.q_scale,
-            None if quantized is None else quantized.k_scale,
-            None if quantized is None else quantized.shift,
+            *tables(q_tiles, kv_count, kv_index, quantized),
             thresholds,
             kept,
             skipped,

@@ -34,7 +34,7 @@ FOUR_BITS: Final[dict[str, tuple[torch.dtype, float]]] = {
 """Types that 4-bit numbers ride in; e4m3 holds whole numbers up to 16 exactly."""
 
 ROWS_AT_ONCE: Final = 128
-"""Runs divide this: what a program of the quantisation kernel reads together."""
+"""Runs divide this: the most that a program of the quantisation kernel reads together."""
 
 # a run of zeros has a scale too, and scales stay away from fp32's subnormal numbers.
 SMALLEST: Final = 1.0e-12
@@ -95,6 +95,11 @@ def check_run(name: str, run: int) -> None:
 
 def mean_key(k: Tensor) -> Tensor:
     """The mean key of every head ``[B, H, D]``, in fp32 or better."""
+    if k.is_cuda and k.dtype != torch.float64:
+        # triton is slow to import and absent off linux.
+        from .triton_quantize import triton_mean
+
+        return triton_mean(k)
     return k.mean(2, dtype=torch.promote_types(k.dtype, torch.float32))
 
 
@@ -175,8 +180,7 @@ def quantize_four_bits(q: Tensor, k: Tensor, k_run: int, riding: str = "int8") -
     """
     kind = f"int4 in {riding}"
     with torch.autocast(q.device.type, enabled=False):
-        work = torch.promote_types(q.dtype, torch.float32)
-        q_mean, k_mean = q.mean(2, dtype=work), k.mean(2, dtype=work)
+        q_mean, k_mean = mean_key(q), mean_key(k)
         rounded = _quantize_on_gpu if q.is_cuda else quantize_runs
         q4, q_scale, shift = rounded(q, kind, 1, None, q_mean, k_mean)
         k4, k_scale, product = rounded(k, kind, k_run, None, k_mean, q_mean)

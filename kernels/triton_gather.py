@@ -400,12 +400,7 @@ def triton_attention(
             v.contiguous(),
             out,
             lse,
-            q_tiles.contiguous(),
-            kv_count.contiguous(),
-            kv_index.contiguous(),
-            None if quantized is None else quantized.q_scale,
-            None if quantized is None else quantized.k_scale,
-            None if quantized is None else quantized.shift,
+            *tables(q_tiles, kv_count, kv_index, quantized),
             thresholds,
             kept,
             skipped,
@@ -430,6 +425,16 @@ def triton_attention(
             num_warps=warps,
         )
     return out, lse
+
+
+def tables(
+    q_tiles: Tensor, kv_count: Tensor, kv_index: Tensor, quantized: QuantizedQK | None
+) -> tuple[Tensor | None, ...]:
+    """The plan and the scales of 8-bit operands as kernels of attention take them."""
+    plan = q_tiles.contiguous(), kv_count.contiguous(), kv_index.contiguous()
+    if quantized is None:
+        return *plan, None, None, None
+    return *plan, quantized.q_scale, quantized.k_scale, quantized.shift
 
 
 def gate_kind(gate: Gate | None) -> str | None:

@@ -33,7 +33,7 @@ SCORE_WARPS = 8
 # so much shared memory comes with tensor cores that read it (Hopper, Blackwell's large chips), and
 # there one stage is the fastest. Others read registers, and with one stage they would spill.
 ONE_STAGE_SHARED_BYTES = 200 * 1024
-# blocks of columns that one program multiplies with its rows.
+# blocks of columns that one program multiplies with its rows, where that leaves enough programs.
 SCORE_STEPS = 16
 
 # a row of so many columns fits the registers of a program.
@@ -205,6 +205,31 @@ def _least(total, wanted, columns, COUNTED: tl.constexpr):
     return least
 
 
+@triton.jit
+def _row_of_program(first_block, TQ, BLOCK_Q: tl.constexpr):
+    """Of the row that a program has: its place in the room, its head, its number there."""
+    room = tl.program_id(0).to(tl.int64)
+    block = first_block + (room // BLOCK_Q).to(tl.int32)
+    per_head = tl.cdiv(TQ, BLOCK_Q)
+    head = (block // per_head).to(tl.int64)
+    return room, head, (block % per_head) * BLOCK_Q + (room % BLOCK_Q).to(tl.int32)
+
+
+@triton.jit
+def _goal(wanted, head, BY_HEAD: tl.constexpr):
+    """The share or number of columns that a row of a head is to reach."""
+    return tl.load(wanted + head) if BY_HEAD else wanted
+
+
+@triton.jit
+def _keeps_all(q_similarity_ptr, entry, row, full_rows, theta, JUDGED: tl.constexpr):
+    """Whether a row keeps every column, whatever its scores."""
+    whole = row >= full_rows
+    if JUDGED:
+        whole = whole | (tl.load(q_similarity_ptr + entry) < theta)
+    return whole
+
+
 @triton.jit(do_not_specialize=["first_block"])
 def top_p_kernel(
     scores_ptr,
@@ -231,21 +256,12 @@ def top_p_kernel(
     BY_HEAD: tl.constexpr,
 ):
     """Mask of one row, held on chip as BODY and TAIL columns (powers of two, TAIL may be 0)."""
-    room = tl.program_id(0).to(tl.int64)
-    block = first_block + (room // BLOCK_Q).to(tl.int32)
-    per_head = tl.cdiv(TQ, BLOCK_Q)
-    head = (block // per_head).to(tl.int64)
-    row = (block % per_head) * BLOCK_Q + (room % BLOCK_Q).to(tl.int32)
+    room, head, row = _row_of_program(first_block, TQ, BLOCK_Q)
     if row < TQ:
         entry = head * TQ + row
-        if BY_HEAD:
-            goal = tl.load(wanted + head % H)
-        else:
-            goal = wanted
+        goal = _goal(wanted, head % H, BY_HEAD)
         scores_ptr += room * LD
-        whole = row >= full_rows
-        if JUDGED:
-            whole = whole | (tl.load(q_similarity_ptr + entry) < theta)
+        whole = _keeps_all(q_similarity_ptr, entry, row, full_rows, theta, JUDGED)
         column = tl.arange(0, BODY)
         body = tl.load(scores_ptr + column, mask=column < LD, other=-float("inf"))
         top = tl.max(body, 0)
@@ -322,21 +338,12 @@ def top_p_long_kernel(
     BY_HEAD: tl.constexpr,
 ):
     """Mask of one row of any length; each pass over it tries WAYS thresholds at once."""
-    room = tl.program_id(0).to(tl.int64)
-    block = first_block + (room // BLOCK_Q).to(tl.int32)
-    per_head = tl.cdiv(TQ, BLOCK_Q)
-    head = (block // per_head).to(tl.int64)
-    row = (block % per_head) * BLOCK_Q + (room % BLOCK_Q).to(tl.int32)
+    room, head, row = _row_of_program(first_block, TQ, BLOCK_Q)
     if row < TQ:
         entry = head * TQ + row
-        if BY_HEAD:
-            goal = tl.load(wanted + head % H)
-        else:
-            goal = wanted
+        goal = _goal(wanted, head % H, BY_HEAD)
         scores_ptr += room * LD
-        whole = row >= full_rows
-        if JUDGED:
-            whole = whole | (tl.load(q_similarity_ptr + entry) < theta)
+        whole = _keeps_all(q_similarity_ptr, entry, row, full_rows, theta, JUDGED)
         off = tl.arange(0, BLOCK)
         tops = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
         for start in range(0, TK, BLOCK):
@@ -420,6 +427,14 @@ def score_block(shared: int, dim: int) -> tuple[int, int, int]:
         if (rows + stages * columns) * row <= shared:
             return rows, columns, stages
     raise ValueError(f"a head dim of {dim} leaves no room for a block of scores")
+
+
+def score_steps(blocks: int, columns: int, multiprocessors: int) -> int:
+    """Blocks of columns for a program: fewer where there are few of rows."""
+    steps = SCORE_STEPS
+    while steps > 1 and blocks * triton.cdiv(columns, steps) < 3 * multiprocessors:
+        steps //= 2
+    return steps
 
 
 @cache
@@ -567,6 +582,7 @@ def top_p_words(
     rows, columns, stages = score_block(device_facts(words.device)[1], dim)
     blocks = triton.cdiv(q_tiles, rows) * batch * heads
     at_once = _room_shape(SCORE_BYTES, rows, blocks, row_length)
+    steps = score_steps(at_once, triton.cdiv(k_tiles, columns), device_facts(words.device)[2])
     room = q.high.new_empty(at_once * rows, row_length, dtype=torch.float32)
     pooled = [x.contiguous() for x in (q.high, q.low, q.scale, k.high, k.low, k.scale)]
     judged = theta is not None
@@ -577,7 +593,7 @@ def top_p_words(
     with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
         for first in range(0, blocks, at_once):
             now = min(at_once, blocks - first)
-            scores_kernel[(now, triton.cdiv(k_tiles, columns * SCORE_STEPS))](
+            scores_kernel[(now, triton.cdiv(k_tiles, columns * steps))](
                 *pooled,
                 k_similarity,
                 room,
@@ -591,7 +607,7 @@ def top_p_words(
                 BLOCK_D=max(16, triton.next_power_of_2(dim)),
                 BLOCK_Q=rows,
                 BLOCK_K=columns,
-                STEPS=SCORE_STEPS,
+                STEPS=steps,
                 STAGES=stages,
                 JUDGED=judged,
                 num_warps=SCORE_WARPS,

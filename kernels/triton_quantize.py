@@ -30,7 +30,61 @@ from .quantize import (
 )
 from .triton_pool import Pooled, room_for_means, store_means
 
-WARPS = 8
+# rows of a program and tokens that one of the means adds up.
+MEAN_ROWS = 32
+MEAN_TOKENS = 512
+MEAN_WARPS = 4
+
+
+@triton.jit
+def sums_kernel(
+    x_ptr,
+    out_ptr,
+    stride_xb,
+    stride_xh,
+    stride_xs,
+    H,
+    S,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Sum of TOKENS tokens of one head; ``out`` is ``[B * H, pieces, D]``."""
+    head = tl.program_id(1).to(tl.int64)
+    x_ptr += (head // H) * stride_xb + (head % H) * stride_xh
+    off_d = tl.arange(0, BLOCK_D)
+    total = tl.zeros([ROWS, BLOCK_D], dtype=tl.float32)
+    for start in tl.static_range(0, TOKENS, ROWS):
+        token = tl.program_id(0) * TOKENS + start + tl.arange(0, ROWS)
+        alive = (token < S)[:, None] & (off_d < D)[None, :]
+        off_x = token.to(tl.int64)[:, None] * stride_xs + off_d[None, :]
+        total += tl.load(x_ptr + off_x, mask=alive, other=0.0)
+    entry = head * tl.num_programs(0) + tl.program_id(0)
+    tl.store(out_ptr + entry * D + off_d, tl.sum(total, 0), mask=off_d < D)
+
+
+def triton_mean(x: Tensor) -> Tensor:
+    """The mean token of every head of ``x`` ``[B, H, S, D]``, fp32 ``[B, H, D]``."""
+    batch, heads, tokens, dim = x.shape
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    pieces = triton.cdiv(tokens, MEAN_TOKENS)
+    sums = torch.empty(batch, heads, pieces, dim, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        sums_kernel[(pieces, batch * heads)](
+            x,
+            sums,
+            *x.stride()[:3],
+            heads,
+            tokens,
+            D=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
+            ROWS=MEAN_ROWS,
+            TOKENS=MEAN_TOKENS,
+            num_warps=MEAN_WARPS,
+        )
+    return sums.sum(2) / tokens
 
 
 @triton.jit
@@ -123,6 +177,15 @@ def quantize_kernel(
     tl.store(out_ptr + off_out, x.to(out_ptr.dtype.element_ty), mask=both)
 
 
+def block(run: int) -> tuple[int, int]:
+    """Rows of a program that does not cut runs of ``run``, and its warps.
+
+    Few rows and warps: many programs of a multiprocessor then load while others look for the
+    largest.
+    """
+    return (64, 2) if run <= 64 else (ROWS_AT_ONCE, 4)
+
+
 def triton_quantize_runs(
     x: Tensor,
     kind: str,
@@ -146,7 +209,8 @@ def triton_quantize_runs(
     product = None
     if multiply is not None:
         product = torch.empty(batch, heads, tokens, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(tokens, ROWS_AT_ONCE), batch * heads)
+    rows, warps = block(max(run, 1 if means is None else means.size))
+    grid = (triton.cdiv(tokens, rows), batch * heads)
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         quantize_kernel[grid](
@@ -169,12 +233,12 @@ def triton_quantize_runs(
             D=dim,
             BLOCK_D=triton.next_power_of_2(dim),
             RUN=run,
-            ROWS=ROWS_AT_ONCE,
+            ROWS=rows,
             TOP=top,
             SMALLEST=SMALLEST,
             INTEGER=whole_numbers(kind),
             N=1 if means is None else means.size,
-            num_warps=WARPS,
+            num_warps=warps,
         )
     return out, scale, product
 

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,6 +35,7 @@ from .triton_mask import device_facts
 
 AREA_KEYS = 64
 AREA_WARPS = 4
+FACTOR_KEYS = 128
 # columns of the second product; six are used.
 EXTRA = 16
 # keys and rows that do not exist pass nowhere, and no product overflows on the way.
@@ -149,6 +149,39 @@ def least_sums_kernel(
     extra = tl.where(column < 6, extra, 0.0)
     off_extra = (head * TQ * M + row)[:, None] * EXTRA + column
     tl.store(extra_ptr + off_extra, extra.to(half))
+
+
+@triton.jit
+def key_factors_kernel(
+    offset_ptr,
+    scale_ptr,
+    extra_ptr,
+    S,
+    RUNS,
+    PADDED,
+    RUN: tl.constexpr,
+    EXTRA: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """The keys' factors of the second product, for KEYS keys of one head."""
+    head = tl.program_id(1).to(tl.int64)
+    key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    offset = tl.load(offset_ptr + head * S + key, mask=key < S, other=-NEVER)
+    scale = tl.load(scale_ptr + head * RUNS + key // RUN, mask=key < S, other=1.0)
+    factor = 1.0 / scale
+    half: tl.constexpr = extra_ptr.dtype.element_ty
+    offset_high = offset.to(half)
+    factor_high = factor.to(half)
+    offset_low = (offset - offset_high.to(tl.float32)).to(half)
+    factor_low = (factor - factor_high.to(tl.float32)).to(half)
+    # the queries' factors say against what.
+    column = tl.arange(0, EXTRA)[None, :]
+    extra = tl.where(column == 1, offset_low[:, None], offset_high[:, None])
+    extra = tl.where(column < 3, extra, factor_high[:, None])
+    extra = tl.where(column == 4, factor_low[:, None], extra)
+    extra = tl.where(column < 6, extra, 0.0)
+    off_extra = (head * PADDED + key)[:, None] * EXTRA + column
+    tl.store(extra_ptr + off_extra, extra.to(half), mask=(key < PADDED)[:, None])
 
 
 @triton.jit
@@ -343,16 +376,22 @@ def sale_words(
 
 def _key_factors(four: FourBitQK, step: int, half: torch.dtype) -> Tensor:
     """The keys' factors of the second product, ``[B, H, S padded to whole steps, EXTRA]``."""
-    tokens = four.offset.shape[2]
-    padding = (0, -tokens % step)
-    factor = four.k_scale.reciprocal().repeat_interleave(four.k_run, 2)[:, :, :tokens]
-    offset = F.pad(four.offset, padding, value=-NEVER.value)
-    factor = F.pad(factor, padding, value=1.0)
-    highs = offset.to(half), factor.to(half)
-    lows = (offset - highs[0].float()).to(half), (factor - highs[1].float()).to(half)
-    columns = [highs[0], lows[0], highs[0], highs[1], lows[1], highs[1]]
-    columns += [torch.zeros_like(highs[0])] * (EXTRA - len(columns))
-    return torch.stack(columns, -1)
+    batch, heads, tokens = four.offset.shape
+    padded = triton.cdiv(tokens, step) * step
+    out = torch.empty(batch, heads, padded, EXTRA, dtype=half, device=four.offset.device)
+    with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
+        key_factors_kernel[(triton.cdiv(padded, FACTOR_KEYS), batch * heads)](
+            four.offset,
+            four.k_scale,
+            out,
+            tokens,
+            four.k_scale.shape[2],
+            padded,
+            RUN=four.k_run,
+            EXTRA=EXTRA,
+            KEYS=FACTOR_KEYS,
+        )
+    return out
 
 
 def _block_d(dim: int) -> int:

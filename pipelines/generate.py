@@ -31,7 +31,7 @@ Progress = Callable[[int, int, float], object]
 """Called after each denoising step with its number from 1, the number of steps, its seconds."""
 
 Cancel = Callable[[], bool]
-"""Asked after each denoising step; True stops the run."""
+"""Asked after each denoising step and before each block of text encoders and VAE; True stops."""
 
 Attach = Callable[[SparseHandle], object]
 """Given the sparse pipeline's handle before it runs; the trace is complete when it has."""
@@ -67,7 +67,7 @@ def generate(
         loaded: the model; its device, dtype, offload, compile and LoRA are what runs.
         request: what to generate.
         progress: told after each step.
-        cancel: asked after each step.
+        cancel: asked after each step, and before each block of the text encoders and the VAE.
         attach: given the handle of a sparse run, for its trace or a probe.
 
     Raises:
@@ -242,6 +242,10 @@ def _fit(request: GenerateRequest, loaded: LoadedPipeline) -> GenerateRequest:
             f"{made}. Hint: load it again."
         )
     check_takes(loaded.ref, image=loaded.takes_image, last_image=request.last_image is not None)
+    if loaded.takes_image and request.last_image is None and loaded.ref.needs_last_image:
+        raise OptionError(
+            f"{loaded.ref.name} makes videos between two images. Hint: add --last-image FILE."
+        )
     own = {name: getattr(loaded, name) for name in ("device", "dtype", "offload", "lora")}
     request = replace(request, **own, compile=loaded.compile, model=loaded.ref.name)
     return resolve(request, loaded.defaults)
@@ -308,6 +312,7 @@ def _run(
     try:
         with (
             clock.first_forward_of(_transformers(pipe)),
+            _cancellable_blocks(pipe, cancel),
             _called_as(pipe, first, after_step) as arguments,
         ):
             output = pipe(
@@ -327,6 +332,49 @@ def _run(
         # after an error the pipeline has not come to this by itself.
         pipe.maybe_free_model_hooks()
     return [_to_bytes(video) for video in output.frames]
+
+
+@contextmanager
+def _cancellable_blocks(pipe: Any, cancel: Cancel | None) -> Iterator[None]:
+    """Ask ``cancel`` before every block that runs outside the transformers.
+
+    Those are encoding and decoding, which can take as long as many steps and have no callback.
+    Blocks are what stands in a list of modules; a VAE passes through its own once for every few
+    frames or for every tile.
+    """
+    if cancel is None:
+        yield
+        return
+    asked = cancel
+
+    def ask(module: object, args: object) -> None:
+        if asked():
+            raise GenerationCancelled("cancelled while encoding or decoding")
+
+    transformers = _transformers(pipe)
+    parts: list[Any] = [
+        part
+        for part in pipe.components.values()
+        if isinstance(part, torch.nn.Module) and all(part is not each for each in transformers)
+    ]
+    blocks = {
+        block
+        for part in parts
+        for module in part.modules()
+        if isinstance(module, torch.nn.ModuleList)
+        for block in module
+    }
+    hooks = [block.register_forward_pre_hook(ask) for block in blocks]
+    try:
+        yield
+    except GenerationCancelled:
+        for part in parts:
+            # Wan's VAE keeps features of the frames before, and lets go of them in its next call.
+            if hasattr(part, "clear_cache"):
+                part.clear_cache()
+        raise
+    finally:
+        _remove_all(hooks)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ _CARD_SETTINGS: Final = (
     "method_options",
 )
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_TRANSFORMERS: Final = ("transformer", "transformer_2")
 _LIBRARIES: Final = ("diffusers", "transformers")
 
 
@@ -69,6 +70,7 @@ class ModelRef:
         takes_last_image: whether that class takes the last frame too.
         family: its family.
         defaults: settings for requests that leave them open, and its units.
+        transformers: what the ``config.json`` of each of its transformers says.
         description: one sentence, empty if the model brings none.
         license: of the weights, empty if the model does not say.
         vocabulary: the words it knows; empty means any.
@@ -84,10 +86,16 @@ class ModelRef:
     takes_last_image: bool
     family: Family
     defaults: Defaults
+    transformers: tuple[Mapping[str, Any], ...] = ()
     description: str = ""
     license: str = ""
     vocabulary: tuple[str, ...] = ()
     example_prompts: tuple[str, ...] = ()
+
+    @property
+    def needs_last_image(self) -> bool:
+        """Whether it works between two images only, as Wan 2.1's model that embeds both at once."""
+        return any(each.get("pos_embed_seq_len") is not None for each in self.transformers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +361,11 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
         and not per_token,
         family=family,
         defaults=_read_defaults(family, folder, index, card),
+        transformers=tuple(
+            _read_json(file)
+            for name in _TRANSFORMERS
+            if (file := folder / name / "config.json").is_file()
+        ),
         description=card.get("description", ""),
         license=card.get("license", ""),
         vocabulary=tuple(card.get("vocabulary", ())),
@@ -443,7 +456,8 @@ def _fetch_configs(hub_id: str) -> Path:
     """The hub's configuration files for a model; a few kilobytes, cached by the hub's client."""
     from huggingface_hub import snapshot_download
 
-    names = ["model_index.json", "vae/config.json", "transformer/config.json", GUIDER, CARD]
+    parts = [f"{name}/config.json" for name in ("vae", *_TRANSFORMERS)]
+    names = ["model_index.json", *parts, GUIDER, CARD]
     with _hub_errors(hub_id):
         folder = Path(snapshot_download(hub_id, allow_patterns=names))
     if not (folder / "model_index.json").is_file():

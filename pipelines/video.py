@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,17 @@ from vidsparse.errors import OptionError, OutputError
 _RATE_FACTOR = 14
 
 
-def write_video(frames: NDArray[np.uint8], path: str | os.PathLike[str], fps: float) -> None:
+def write_video(
+    frames: NDArray[np.uint8],
+    path: str | os.PathLike[str],
+    fps: float,
+    check: Callable[[], object] | None = None,
+) -> None:
     """Write ``frames`` ``[T, H, W, 3]`` as an H.264 mp4 that every player shows.
 
     The file appears whole or not at all: it is written beside its place under a hidden name and
     moved there. Odd sizes gain one row or column, since the format halves the colour planes.
+    ``check`` is called before every frame; what it raises ends the writing, and no file stays.
 
     Raises:
         OptionError: frames of another shape or type, or a frame rate that is not positive.
@@ -61,6 +68,8 @@ def write_video(frames: NDArray[np.uint8], path: str | os.PathLike[str], fps: fl
         writer.send(None)
         try:
             for frame in frames:
+                if check is not None:
+                    check()
                 writer.send(np.ascontiguousarray(frame))
         finally:
             writer.close()

@@ -41,7 +41,7 @@ from vidsparse.kernels import (
     triton_sale,
 )
 from vidsparse.kernels.gates import KEY_GROUP
-from vidsparse.kernels.quantize import FORMATS, ROWS_AT_ONCE, SMALLEST
+from vidsparse.kernels.quantize import FORMATS, SMALLEST
 
 # shared memory a block can opt in to, in KiB, by compute capability (CUDA programming guide).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
@@ -111,6 +111,8 @@ def variants(
             for kind in ("int8", "fp8") if cc >= 89 else ("int8",):
                 yield quantization(cc, head_dim, kind)
             yield quantization(cc, head_dim, "int8", pooled=16)
+            yield quantization(cc, head_dim, "int8", pooled=128)
+            yield mean(cc, head_dim)
         yield from planning(cc, head_dims, every=every)
 
 
@@ -128,6 +130,7 @@ def gluon_extras(cc: int, head_dim: int) -> Iterator[Variant]:
 def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Variant:
     """Rounding to 8 bits, smoothed and in another order; ``pooled``: tokens that are averaged."""
     wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
+    rows, warps = triton_quantize.block(max(64, pooled))
     means = _pointers(high="fp16", low="fp16", mean_scale="fp32", similarity="fp32")
     return _variant(
         cc,
@@ -140,12 +143,30 @@ def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Varia
             "D": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),
             "RUN": 64,
-            "ROWS": ROWS_AT_ONCE,
+            "ROWS": rows,
             "TOP": FORMATS[kind][1],
             "SMALLEST": SMALLEST,
             "INTEGER": kind == "int8",
         },
-        triton_quantize.WARPS,
+        warps,
+        aligned=tuple(f"stride_x{d}" for d in "bhs"),
+    )
+
+
+def mean(cc: int, head_dim: int) -> Variant:
+    """The sums of which a mean key is made."""
+    return _variant(
+        cc,
+        f"mean D={head_dim}",
+        triton_quantize.sums_kernel,
+        _pointers(x="bf16", out="fp32"),
+        {
+            "D": head_dim,
+            "BLOCK_D": triton.next_power_of_2(head_dim),
+            "ROWS": triton_quantize.MEAN_ROWS,
+            "TOKENS": triton_quantize.MEAN_TOKENS,
+        },
+        triton_quantize.MEAN_WARPS,
         aligned=tuple(f"stride_x{d}" for d in "bhs"),
     )
 
@@ -173,6 +194,7 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
         for stride in (4, 8, 16, 64) if every else (8,):
             yield antidiagonal(cc, head_dim, stride)
     yield block_sums(cc, 8)
+    yield key_factors(cc)
     for head_dim in head_dims:
         yield least_sums(cc, head_dim, (64, 32))
         for tile in ((64, 32), (16, 16), (128, 128)) if every else ((64, 32),):
@@ -523,6 +545,18 @@ def least_sums(cc: int, head_dim: int, tile: tuple[int, int]) -> Variant:
         triton_sale.area_constants(head_dim, tile, False),
         triton_sale.AREA_WARPS,
         floats=("log_tau", "scale"),
+    )
+
+
+def key_factors(cc: int) -> Variant:
+    """SALE's factors of keys."""
+    return _variant(
+        cc,
+        "key factors",
+        triton_sale.key_factors_kernel,
+        _pointers(offset="fp32", scale="fp32", extra="bf16"),
+        {"RUN": 32, "EXTRA": triton_sale.EXTRA, "KEYS": triton_sale.FACTOR_KEYS},
+        4,
     )
 
 

@@ -17,10 +17,12 @@ from vidsparse.apps.page.host import Limits
 
 
 @contextmanager
-def served(model: str, out: Path, **limits: int) -> Iterator[tuple[Any, str]]:
+def served(
+    models: tuple[str, ...], out: Path, presets: tuple[str, ...] = (), **limits: int
+) -> Iterator[tuple[Any, str]]:
     """The desk of a page that runs while the block does, and its address."""
     require_gradio()
-    desk = make_desk((model,), ("cpu",), None, out, Limits(**limits))
+    desk = make_desk(models, ("cpu",), None, out, Limits(**limits), presets)
     from vidsparse.apps.page.build import serve
 
     page = serve(desk, port=free_port())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,16 @@ import torch
 from click.testing import CliRunner, Result
 from tiny_pipelines import save_tiny_wan
 
+from vidsparse.apps import call_ablations, quality_study
+from vidsparse.apps.ablate import sizes_of
 from vidsparse.apps.call_ablations import judge_rows
 from vidsparse.apps.cli import main
+from vidsparse.apps.held_out import ErrorMeter, recall_rows
 from vidsparse.apps.marked_page import fill_page
 from vidsparse.errors import OptionError
 from vidsparse.grid import TokenGrid
+from vidsparse.methods import FgAttn, Sale
+from vidsparse.methods.sale import relative_scores, relative_scores_mask
 from vidsparse.site import CallSite
 from vidsparse.statistics import RecordedCall
 
@@ -69,6 +75,156 @@ def test_rows_are_measured_once_and_put_into_the_page(tiny_model: Path, tmp_path
     assert "4 of 4 rows are there already" in again.stderr
     assert "judge-l1 is there already" in again.stderr
     assert "### judge-l1" in again.stdout
+
+
+def test_calibrated_methods_are_held_to_their_word_on_other_prompts(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[int] = []
+
+    def few(count: int) -> tuple[str, ...]:
+        wanted.append(count)
+        return ("a green ring", "a red ball")
+
+    monkeypatch.setattr(quality_study, "calibration_prompts", few)
+    only = ("sale-recall", "held-out", "bsfa-density", "calibration")
+    flags = [word for name in only for word in ("--only", name)]
+    presets = tmp_path / "presets"
+    plots = tmp_path / "plots"
+    flags += ["--presets", str(presets)]
+    done = _ablate(tiny_model, tmp_path, *flags, "--plots", str(plots))
+    assert done.exit_code == 0, done.output
+    files = sorted(presets.iterdir())
+    assert [path.name for path in files if path.suffix == ".json"] == [
+        f"tiny-{name}-128x128x9-3.json" for name in ("bsfa", "sale", "spargeattn", "xattention")
+    ]
+    for path in files[::2]:
+        measured = json.loads(path.read_text(encoding="utf-8"))["measured"]
+        assert measured["prompts"] == 2
+        # noise that no video of the study starts from.
+        assert measured["seed"] == 1000
+    assert sorted(wanted) == [5, 5, 5, 16]
+    videos = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))["rows"]
+    assert [(row["method"], row["calibrated"]) for row in videos] == [
+        (name, calibrated)
+        for calibrated in (False, True)
+        for name in ("spargeattn", "xattention", "sale")
+    ]
+    # what each head has of its own is no option.
+    assert [row["options"]["tau"] for row in videos] == [0.9, 0.9, 0.004, None, None, None]
+    rows = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))["rows"]
+    of = {name: [row for row in rows if row["ablation"] == name] for name in only[:3]}
+    assert len(of["held-out"]) == 6
+    for row in of["held-out"]:
+        # two videos, one sparse step of two, two layers and two guidance branches.
+        assert row["calls"] == 8
+        assert row["prompts"] == 2
+        assert 0 <= row["heads_under"] <= 1
+    assert [row["case"] for row in of["bsfa-density"]] == [
+        "0.05",
+        "0.1",
+        "0.2",
+        "0.3",
+        "0.5",
+        "0.7",
+    ]
+    for row in of["bsfa-density"]:
+        assert row["gap"] == pytest.approx(row["measured"] - row["predicted"])
+        assert 0 < row["measured"] <= 1
+    assert [row["case"] for row in of["sale-recall"]] == ["tau 0.004", "tau 0.02", "calibrated"]
+    assert sorted(path.name for path in plots.iterdir()) == sorted(f"{name}.png" for name in only)
+
+    made = {path: path.stat().st_mtime_ns for path in files}
+    (tmp_path / "c.json").unlink()
+    again = _ablate(tiny_model, tmp_path, *flags)
+    assert again.exit_code == 0, again.output
+    assert "6 of 6 rows are there already" in again.stderr
+    assert "Calibrating" not in again.stderr
+    assert {path: path.stat().st_mtime_ns for path in files} == made
+
+    # numbers of another model are not taken for this one's.
+    document = json.loads(files[0].read_text(encoding="utf-8"))
+    document["model"]["weights_hash"] = "another"
+    files[0].write_text(json.dumps(document), encoding="utf-8")
+    (tmp_path / "c.json").unlink()
+    refused = _ablate(tiny_model, tmp_path, "--only", "bsfa-density", "--presets", str(presets))
+    assert refused.exit_code == 2
+    assert "other weights" in refused.stderr
+
+
+def test_masks_over_length_belong_to_no_size(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_ablations, "LENGTHS", {"cpu": (256, 512)})
+    done = _ablate(tiny_model, tmp_path, "--only", "lengths", "--plots", str(tmp_path / "plots"))
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["case"] for row in rows] == ["256", "512"]
+    for row in rows:
+        assert "size" not in row
+        assert row["share"] == pytest.approx(row["mask_ms"] / row["dense_ms"])
+    assert "| tokens | mask ms |" in done.stdout
+    assert (tmp_path / "plots" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_size_the_bundled_model_is_studied_at_both_of_its_own() -> None:
+    asked = {"model": "shapes", "size": None, "frames": None}
+    assert sizes_of(asked) == (((256, 256), 33), ((384, 384), 49))
+    assert sizes_of({**asked, "frames": 17}) == ((None, 17),)
+    assert sizes_of({**asked, "model": "other"}) == ((None, None),)
+
+
+def test_recall_is_the_share_of_full_precisions_tiles() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grid = TokenGrid(1, 16, 64)
+    q, k, v = (torch.randn(1, 2, grid.tokens, 32, generator=generator) for _ in range(3))
+    # one direction that all keys have much of: it eats most of what four bits can tell apart.
+    k[..., 0] += 20 * torch.randn(grid.tokens, generator=generator)
+    call = RecordedCall(q=q, k=k, v=v, site=CallSite(0, 0, 0.0, grid))
+    tile, tau = (64, 32), 0.5
+    exact = relative_scores(q, k, tile, 256, rounded=False)
+    rounded = relative_scores_mask(q, k, tau, tile, 256)
+    wanted, judged = exact >= math.log(tau), exact < torch.inf
+    (row,) = recall_rows([call], {"a": Sale(tau=tau)}, "rowmajor")
+    assert row["recall"] == pytest.approx(float((wanted & rounded).sum() / wanted.sum()))
+    of_judged = float((wanted & rounded & judged).sum() / (wanted & judged).sum())
+    assert row["recall_judged"] == pytest.approx(of_judged)
+    assert 0 < row["recall_judged"] < row["recall"] < 1
+    # nothing is judged where the local area is everything.
+    (row,) = recall_rows([call], {"a": Sale(tau=tau, local=4096)}, "rowmajor")
+    assert (row["recall"], row["recall_judged"]) == (1, None)
+
+
+def test_calibration_keeps_off_the_held_out_prompts() -> None:
+    prompts = quality_study.calibration_prompts(16)
+    assert len(set(prompts)) == 16
+    assert not set(prompts) & set(quality_study.held_out_prompts())
+    # those of five are the first of those of sixteen.
+    assert quality_study.calibration_prompts(5) == prompts[:5]
+
+
+def test_errors_are_counted_by_video_and_by_head() -> None:
+    grid = TokenGrid(1, 16, 32)
+    q = torch.zeros(2, 2, grid.tokens, 16)
+    k = torch.zeros_like(q)
+    # the second video's second head looks at one key that top-p of pooled tiles leaves out.
+    q[1, 1], k[1, 1, 300] = 4, 1
+    v = torch.ones_like(q)
+    v[:, :, 300] = 200
+    call = RecordedCall(q=q, k=k, v=v, site=CallSite(0, 0, 0.0, grid))
+    everything = ErrorMeter(case="all", method=FgAttn(topk=1.0), order="rowmajor", bound=0.01)
+    half = ErrorMeter(case="half", method=FgAttn(topk=0.5), order="rowmajor", bound=0.01)
+    for meter in (everything, half):
+        meter.see(call)
+        meter.see(call)
+    row = everything.row()
+    assert (row["calls"], row["calls_under"], row["heads_under"]) == (4, 1, 1)
+    assert row["l1_worst"] < 1e-5
+    assert row["selected"] == row["computed"] == 1
+    row = half.row()
+    assert row["selected"] == pytest.approx(0.5)
+    assert row["calls_under"] < 1
+    assert row["l1_worst"] >= row["l1"] > 0.01
 
 
 def test_the_judge_matters_where_a_block_has_no_one_mean() -> None:

@@ -14,6 +14,7 @@ from vidsparse.grid import TokenGrid
 from vidsparse.methods import Bsfa, Numbers, make_method
 from vidsparse.methods.bsfa import FRACTION, THRESHOLD, always_kept
 from vidsparse.order import token_order
+from vidsparse.plan import SparsePlan
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
@@ -138,11 +139,17 @@ def test_heads_have_their_own_thresholds_whatever_the_order_and_dtype() -> None:
     torch.testing.assert_close(cell.skipped, torch.tensor([[0, 2 / 3]]))
 
 
-def test_flags_beside_the_list_are_those_of_the_blocks_tiles() -> None:
+def test_flags_beside_the_list_are_those_of_the_blocks_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q, k, _ = random_qkv(GRID.tokens, 64, torch.float32)
     order = token_order("rowmajor", GRID)
     method = make_method("fg-attn", top_p=0.5, tile="16x16", merge="xor")
     plan = plan_attention(method, order.apply(q), order.apply(k), CallSite(0, 0, 0.0, GRID))
+    # on a GPU, lists end in what the memory held.
+    past = torch.arange(plan.kv_index.shape[-1]) >= plan.kv_count.unsqueeze(-1)
+    poisoned = plan.kv_index.masked_fill(past, -12_345)
+    monkeypatch.setattr(SparsePlan, "kv_index", poisoned)
     mask = torch.rand(24, 24, generator=torch.Generator().manual_seed(0)) < 0.2
     flags = plan.listed(mask)
     for head in range(2):

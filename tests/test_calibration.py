@@ -86,6 +86,19 @@ def outcome(
     return (out - dense).abs().sum((2, 3)) / dense.abs().sum((2, 3)), engine
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_a_gpu_sees_what_the_cpu_sees(name: str) -> None:
+    found = {}
+    for device in ("cpu", "cuda"):
+        calibrator = CALIBRATORS[name](method=make_method(name), extent=extent())
+        run(calibrator, [tuple(x.to(device) for x in call(seed)) for seed in (0, 1)])
+        found[device] = calibrator.state()
+        assert {table.device.type for table in calibrator.tables().values()} == {"cpu"}
+    torch.testing.assert_close(found["cuda"], found["cpu"], atol=2e-3, rtol=2e-3)
+
+
 # ---- what calibrators measure with ----
 
 
@@ -254,6 +267,27 @@ def test_bsfas_density_is_predicted_to_the_block(text: int) -> None:
     assert 0.3 < predicted < 0.7
 
 
+def test_bsfas_density_is_what_the_means_so_far_keep() -> None:
+    calls = [call(0, spread=1.0), call(1, spread=2.0)]
+    method = Bsfa(keep=0.3)
+    calibrator = BsfaCalibrator(
+        method=method, extent=extent(), fractions=(0.3,), groups=1, per_group=1
+    )
+    ((step,),) = (one.steps for one in calibrator.passes)
+    kept = []
+    for q, k, v in calls:
+        calibrator.observe(0, q, k, v, site(step))
+        numbers = Numbers(calibrator.tables(), (GRID.frames, GRID.height, GRID.width))
+        _, engine = outcome(method.with_numbers(numbers), q, k, v, step)
+        skipped = engine.trace.summary().skipped
+        assert skipped is not None
+        kept.append(1 - skipped)
+    predicted = calibrator.measured()["predicted_density"]["0.3"]
+    # the second call met a mean of two, and counts twice.
+    assert predicted == pytest.approx((kept[0] + 2 * kept[1]) / 3, abs=1e-3)
+    assert abs(kept[0] - kept[1]) > 0.02
+
+
 def test_block_maxima_of_a_short_sequence() -> None:
     q, k, _ = call(0)
     whole = (q @ k.mT) / 8
@@ -325,9 +359,11 @@ def test_xattention_lowers_thresholds_while_the_mean_error_allows() -> None:
     )
     numbers = run(calibrator, calls)
     results = [outcome(method.with_numbers(numbers), *one) for one in calls]
-    mean = torch.stack([errors for errors, _ in results]).mean().item()
+    of_heads = torch.cat([errors for errors, _ in results]).mean(0)
+    mean = of_heads.mean().item()
     measured = calibrator.measured()
-    assert mean <= 0.2 + 1e-4
+    # not one head for the sake of the other either.
+    assert of_heads.max() <= 0.2 + 1e-4
     assert measured["error"] == pytest.approx(mean, abs=1e-3)
     assert measured["selected"] < measured["selected_before"]
     adjusted = torch.log(numbers.tables["tau"] / 0.9) / torch.log(torch.tensor(0.9))

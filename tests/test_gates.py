@@ -364,14 +364,12 @@ def test_a_counter_that_does_not_fit_is_refused(wrong: Tensor) -> None:
         sparse_attention(q, k, v, *work.tensors, tile=work.tile, skipped=wrong)
 
 
-def test_auto_leaves_gates_to_the_kernel_whose_gates_are_tested(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_takes_the_fastest_for_gates_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from vidsparse.kernels import dispatch
 
     for name in ("gluon", "triton"):
         monkeypatch.setitem(dispatch._REASONS, name, lambda *_: None)
     gate = RelativeGate(-4.0)
-    assert dispatch.choose("auto", "cpu", torch.bfloat16, 128) == "gluon"
+    assert dispatch.choose("auto", "cpu", torch.bfloat16, 128, gate=gate) == "gluon"
+    monkeypatch.setitem(dispatch._REASONS, "gluon", lambda *_: "has no such gate")
     assert dispatch.choose("auto", "cpu", torch.bfloat16, 128, gate=gate) == "triton"
-    assert dispatch.choose("gluon", "cpu", torch.bfloat16, 128, gate=gate) == "gluon"

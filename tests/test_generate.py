@@ -563,6 +563,34 @@ def test_cancelling_stops_and_leaves_the_pipeline_as_it_was(loaded: LoadedPipeli
     assert isinstance(generate(loaded, a_request()), Generated)
 
 
+@pytest.mark.parametrize("while_decoding", [False, True])
+def test_cancelling_is_heard_while_text_is_encoded_and_frames_are_decoded(
+    loaded: LoadedPipeline, while_decoding: bool
+) -> None:
+    steps: list[int] = []
+    # one for each of three latent frames: the decoder is stopped in its second.
+    decoded: list[object] = []
+    vae = loaded.pipe.vae
+    counting = vae.decoder.mid_block.register_forward_hook(lambda *_: decoded.append(None))
+    try:
+        with pytest.raises(GenerationCancelled, match="while encoding or decoding"):
+            generate(
+                loaded,
+                a_request(frames=9),
+                progress=lambda step, *_: steps.append(step),
+                cancel=lambda: len(decoded) == 2 if while_decoding else True,
+            )
+    finally:
+        counting.remove()
+    assert steps == ([1, 2, 3] if while_decoding else [])
+    assert len(decoded) == (2 if while_decoding else 0)
+    # features of the frames before are not kept, and nobody listens any more.
+    assert all(feature is None for feature in vae._feat_map)
+    for part in (loaded.pipe.text_encoder, vae):
+        assert not any(module._forward_pre_hooks for module in part.modules())
+    assert isinstance(generate(loaded, a_request()), Generated)
+
+
 def test_the_hosts_are_quiet_inside_and_as_before_after(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -638,6 +666,20 @@ def test_a_failure_midway_keeps_the_old_file_and_leaves_no_other(
         write_video(ramp(5, 16, 16), path, fps=8)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["clip.mp4"]
+
+
+def test_a_check_that_raises_ends_the_writing_and_leaves_nothing(tmp_path: Path) -> None:
+    told: list[None] = []
+
+    def check() -> None:
+        told.append(None)
+        if len(told) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_video(ramp(5, 16, 16), tmp_path / "clip.mp4", fps=8, check=check)
+    assert len(told) == 3
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("frames", [np.zeros((2, 8, 8)), np.zeros((2, 8, 8, 4), np.uint8)])

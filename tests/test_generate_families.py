@@ -161,6 +161,8 @@ def test_the_first_and_the_last_frame(tmp_path: Path) -> None:
     both = generate(loaded, a_request(image=first, last_image=last))
     assert set(both.record["images"]) == {"image", "last_image"}
     same = generate(loaded, a_request(image=first, last_image=first))
+    with pytest.raises(OptionError, match="makes videos between two images"):
+        generate(loaded, a_request(image=first))
     assert not np.array_equal(both.frames, same.frames)
 
 
@@ -190,9 +192,14 @@ def test_guidance_that_is_a_component_is_set_for_the_call_alone(
 def test_cancelling_works_without_a_callback_of_the_pipeline(
     opened: Opened,
 ) -> None:
-    loaded = opened("hunyuan15")
+    loaded, steps = opened("hunyuan15"), []
     with pytest.raises(GenerationCancelled, match="after step 1 of 3"):
-        generate(loaded, a_request(), cancel=lambda: True)
+        generate(
+            loaded,
+            a_request(),
+            progress=lambda step, *_: steps.append(step),
+            cancel=lambda: bool(steps),
+        )
     assert "step" not in vars(loaded.pipe.scheduler)
     assert generate(loaded, a_request()).record["notes"] == []
 

@@ -13,19 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 
 from vidsparse.apps.cli import main
 from vidsparse.apps.options import build_request
-from vidsparse.apps.page.host import Host, Limits
+from vidsparse.apps.page.host import Host, HostPreset, Limits, read_presets
 from vidsparse.apps.page.queue import Cancelled, Job, JobQueue, QueueFullError, Snapshot
 from vidsparse.apps.page.uploads import read_image, read_prompt_file, read_prompts
 from vidsparse.apps.page.visits import MOST_CLIPS, Visit, Visits
 from vidsparse.errors import OptionError
-from vidsparse.methods import METHODS
+from vidsparse.methods import METHODS, make_method
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve
+from vidsparse.presets import Preset
 
 PATIENCE = 20
 
@@ -213,6 +215,85 @@ def test_a_stop_heard_by_the_work_is_a_cancel_not_a_failure() -> None:
     queue.close()
 
 
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A device's bench with a tiny model, loaded and warm."""
+    from tiny_pipelines import save_tiny_wan
+
+    from vidsparse.apps.page.workbench import Workbench
+
+    made = Workbench("cpu")
+    made.load(str(save_tiny_wan(tmp_path_factory.mktemp("bench") / "tiny")))
+    return made
+
+
+def _tiny_request(bench: Any) -> GenerateRequest:
+    (model,) = {bench._loaded.ref.name}
+    return GenerateRequest(
+        prompt="a red circle", model=model, steps=2, frames=9, width=64, height=64
+    )
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "vae"])
+@pytest.mark.parametrize("task", ["make_clip", "compare"])
+def test_a_cancel_is_heard_while_text_is_encoded_and_frames_are_decoded(
+    bench: Any, tmp_path: Path, part: str, task: str
+) -> None:
+    from vidsparse.apps.page import tasks
+
+    pipe, request = bench._loaded.pipe, _tiny_request(bench)
+    inside = {"text_encoder": pipe.text_encoder.encoder, "vae": pipe.vae.decoder.conv_in}[part]
+    ran: list[None] = []
+
+    def cancel(*_: object) -> None:
+        ran.append(None)
+        job.cancel()
+
+    job: Job[Any, Any] = Job(getattr(tasks, task)(request, tmp_path / "0001-it"))
+    queue = JobQueue([("cpu", bench)], waiting=4)
+    hook = inside.register_forward_pre_hook(cancel)
+    try:
+        snapshot = _wait(queue.submit(job))
+    finally:
+        hook.remove()
+    assert snapshot.state == "cancelled"
+    assert snapshot.step == (2 if part == "vae" else 0)
+    # it stopped in there, after the first of three latent frames at the latest.
+    assert len(ran) == 1
+    assert not any(module._forward_pre_hooks for module in pipe.vae.modules())
+    assert list(tmp_path.iterdir()) == []
+    # the device is free, and what it makes next is whole.
+    job = queue.submit(Job(tasks.make_clip(request, tmp_path / "0002-it")))
+    assert _wait(job).state == "done"
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jpg", ".json", ".mp4"]
+    queue.close()
+
+
+@pytest.mark.parametrize(("task", "videos"), [("make_clip", 1), ("compare", 3)])
+def test_a_cancel_while_videos_are_written_leaves_none(
+    bench: Any, tmp_path: Path, monkeypatch: Any, task: str, videos: int
+) -> None:
+    from vidsparse.apps.page import tasks
+    from vidsparse.pipelines import video
+
+    written: list[Path] = []
+    write = video.write_video
+
+    def write_video(frames: Any, path: Path, *rest: Any) -> None:
+        written.append(path)
+        if len(written) == videos:
+            job.cancel()
+        write(frames, path, *rest)
+
+    monkeypatch.setattr(video, "write_video", write_video)
+    job: Job[Any, Any] = Job(getattr(tasks, task)(_tiny_request(bench), tmp_path / "0001-it"))
+    queue = JobQueue([("cpu", bench)], waiting=4)
+    assert _wait(queue.submit(job)).state == "cancelled"
+    assert len(written) == videos
+    assert list(tmp_path.iterdir()) == []
+    queue.close()
+
+
 def test_two_devices_never_load_at_once(monkeypatch: Any) -> None:
     from vidsparse.apps.page.workbench import Workbench
     from vidsparse.pipelines import models
@@ -266,6 +347,183 @@ def test_visitors_choose_from_the_host_s_models_only(tmp_path: Path) -> None:
     for name in ("/etc", "../shapes", "owner/name", None, ["shapes"]):
         with pytest.raises(OptionError, match="this page has no model"):
             host.model(name)
+
+
+# ---- presets ----
+
+
+def _save_preset(path: Path, method: str = "spargeattn", layers: int | None = None) -> Path:
+    """A preset for the bundled model, or for one like it with another number of layers."""
+    (config,) = resolve_model("shapes").transformers
+    own = {name: value for name, value in config.items() if not name.startswith("_")}
+    if layers is not None:
+        own["num_layers"] = layers
+    fractions = torch.tensor([0.3, 0.6]).expand(1, config["num_layers"], 4, 2)
+    tables = {
+        "spargeattn": {"tau": torch.full((1, config["num_layers"], 4), 0.7)},
+        "bsfa": {
+            "fraction": fractions,
+            "threshold": torch.zeros(1, config["num_layers"], 4, 1, 2, 9),
+        },
+    }
+    return Preset(
+        method=method,
+        options=make_method(method).options(),
+        order="hilbert",
+        tables=tables[method],
+        model={
+            "name": "shapes",
+            "weights_hash": "0",
+            "transformers": [{"class": config["_class_name"], "config": own}],
+        },
+        video={"frames": 17, "width": 128, "height": 96},
+        grid=(5, 6, 8),
+    ).save(path)
+
+
+@pytest.fixture
+def presets(tmp_path: Path) -> Path:
+    folder = tmp_path / "presets"
+    for method in ("spargeattn", "bsfa"):
+        _save_preset(folder / f"small-{method}", method)
+    return folder
+
+
+def _read(*paths: Path, **limits: int) -> tuple[HostPreset, ...]:
+    return read_presets([str(path) for path in paths], [resolve_model("shapes")], Limits(**limits))
+
+
+def test_a_folder_offers_its_presets_that_fit_and_leaves_the_others(
+    presets: Path, caplog: Any
+) -> None:
+    (presets / "notes.json").write_text("{}", encoding="utf-8")
+    _save_preset(presets / "deeper", layers=99)
+    found = _read(presets)
+    assert [(each.name, each.preset.method) for each in found] == [
+        ("small-bsfa", "bsfa"), ("small-spargeattn", "spargeattn"),
+    ]  # fmt: skip
+    assert all(each.models == ("shapes",) for each in found)
+    (warning,) = caplog.messages
+    assert "deeper.json was calibrated for shapes, and this page has shapes" in warning
+
+
+def test_what_cannot_be_offered_is_refused_with_a_reason(presets: Path, tmp_path: Path) -> None:
+    deeper = _save_preset(tmp_path / "deeper", layers=99)
+    same = _save_preset(tmp_path / "small-bsfa")
+    for paths, limits, words in (
+        ([deeper], {}, "Hint: offer that model with --model"),
+        ([tmp_path / "none"], {}, "there is no preset file"),
+        ([tmp_path / "page"], {}, "there is no preset in"),
+        ([presets / "small-bsfa.json"], {"side": 96}, "cannot be offered: width can be at most 96"),
+        ([presets, same], {}, "have one name, small-bsfa"),
+    ):
+        (tmp_path / "page").mkdir(exist_ok=True)
+        with pytest.raises(OptionError, match=words):
+            _read(*paths, **limits)
+
+
+@pytest.fixture
+def calibrated(presets: Path, tmp_path: Path) -> Any:
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page.form import Form
+
+    with gr.Blocks():
+        return Form(dataclasses.replace(_host(tmp_path), presets=_read(presets)))
+
+
+def test_bsfa_is_offered_once_there_is_a_preset_for_it(calibrated: Any, form: Any) -> None:
+    assert "bsfa" in calibrated.groups
+    assert "bsfa" not in form.groups
+    assert form.controls["preset"].visible is False
+    assert calibrated.controls["preset"].visible is True
+    with pytest.raises(OptionError, match=r"calibrated numbers only\. Hint: choose a preset"):
+        calibrated.request(_values(calibrated, method="bsfa"))
+
+
+@pytest.mark.parametrize("name", ["small-spargeattn", "small-bsfa"])
+def test_a_chosen_preset_makes_the_command_line_s_request(
+    calibrated: Any, presets: Path, name: str
+) -> None:
+    (chosen,) = [each for each in calibrated.host.presets if each.name == name]
+    values = {
+        "method": chosen.preset.method, "preset": name, **calibrated.values_of_preset(chosen),
+    }  # fmt: skip
+    request, _ = calibrated.request(_values(calibrated, **values))
+    assert request == _command_line(method=None, preset=str(presets / f"{name}.json"))
+    again, _ = calibrated.request({**_values(calibrated), **calibrated.values_of(request)})
+    assert again == request
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"preset": "/etc/passwd"}, "no preset '/etc/passwd'. Hint: those for shapes are: small-b"),
+        ({"preset": ["small-bsfa"]}, "unknown preset"),
+        ({"preset": "small-bsfa"}, "the preset small-bsfa is for bsfa, not for spargeattn"),
+        ({"frames": 33}, "was calibrated on 17 frames of 128x96, not on 33"),
+        ({"order": "rowmajor"}, "calibrated in hilbert order"),
+        ({"spargeattn_tau": 0.5}, "tau is settled by"),
+    ],
+)
+def test_what_does_not_fit_a_preset_is_refused(
+    calibrated: Any, changes: dict[str, Any], words: str
+) -> None:
+    (chosen,) = [each for each in calibrated.host.presets if each.name == "small-spargeattn"]
+    values = {
+        "method": "spargeattn", "preset": chosen.name, **calibrated.values_of_preset(chosen),
+        "spargeattn_merge": "consecutive",
+    }  # fmt: skip
+    calibrated.request(_values(calibrated, **values))
+    with pytest.raises(OptionError, match=words):
+        calibrated.request(_values(calibrated, **{**values, **changes}))
+
+
+def test_a_preset_for_another_model_names_it(calibrated: Any) -> None:
+    other = dataclasses.replace(calibrated.host.models[0], name="other")
+    with pytest.raises(OptionError, match="was made for shapes, not for other"):
+        calibrated.host.preset("small-bsfa", other)
+
+
+def test_only_what_may_change_is_shown_beside_a_preset(presets: Path, tmp_path: Path) -> None:
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page.choices import Choices
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.form import Form
+    from vidsparse.apps.page.report_tab import ReportTab
+
+    desk = Desk(
+        dataclasses.replace(_host(tmp_path), presets=_read(presets)), _queue(), Visits(tmp_path)
+    )
+    with gr.Blocks():
+        form = Form(desk.host)
+        report = ReportTab(desk, form)
+        choices = Choices(desk, form, report)
+
+    def shown(updates: dict[Any, Any], names: str) -> list[Any]:
+        return [updates[form.controls[name]]["visible"] for name in names.split()]
+
+    settled = "order frames width height"
+    updates = choices.choose_preset("shapes", "fg-attn", "small-spargeattn")
+    assert updates[form.controls["method"]]["value"] == "spargeattn"
+    assert shown(updates, f"{settled} spargeattn_tau spargeattn_tile") == [False] * 6
+    assert shown(updates, "spargeattn_quantize spargeattn_merge") == [True, True]
+    assert updates[form.controls["frames"]]["value"] == 17
+    assert "settles tau by head" in updates[form.controls["preset"]]["info"]
+    assert updates[report.vary]["choices"] == ["nothing", "quantize", "merge"]
+
+    # a method that does nothing without a preset brings its first.
+    updates = choices.choose_method("shapes", "bsfa")
+    assert updates[form.controls["preset"]]["value"] == "small-bsfa"
+    assert shown(updates, f"bsfa_keep bsfa_tile {settled}") == [True] + [False] * 5
+    assert updates[form.groups["bsfa"]]["visible"]
+    assert not updates[form.folds["bsfa"]]["visible"]
+
+    # and none of it is left when the preset is.
+    updates = choices.choose_preset("shapes", "bsfa", "")
+    assert updates[form.controls["method"]]["value"] == "fg-attn"
+    assert shown(updates, f"{settled} fg_attn_top_p fg_attn_tile") == [True] * 6
+    assert not updates[form.groups["bsfa"]]["visible"]
+    desk.queue.close()
 
 
 # ---- form ----
@@ -413,24 +671,32 @@ def test_a_model_that_takes_a_picture_gets_it_and_one_that_needs_it_asks(
     Image.new("RGB", (64, 64)).save(picture)
     for text_class, needed in (("WanPipeline", False), (None, True)):
         model = dataclasses.replace(
-            shapes, text_class=text_class, image_class="WanImageToVideoPipeline"
+            shapes,
+            text_class=text_class,
+            image_class="WanImageToVideoPipeline",
+            takes_last_image=needed,
         )
         host = dataclasses.replace(_host(tmp_path), models=(model,))
         with gr.Blocks():
             form = Form(host)
-        assert form.image.visible
-        request, _ = form.request(_values(form), picture)
+        assert form.images["image"][0].visible
+        assert form.images["last_image"][0].visible == needed
+        request, _ = form.request(_values(form), {"image": picture, "last_image": picture})
         assert request.image == str(picture)
+        # a picture that the model has no use for is left out.
+        assert request.last_image == (str(picture) if needed else None)
         if needed:
             with pytest.raises(OptionError, match="upload its first frame"):
-                form.request(_values(form))
+                form.request(_values(form), {"last_image": picture})
         else:
             assert form.request(_values(form))[0].image is None
 
 
 def test_a_model_without_pictures_hides_their_upload(form: Any, tmp_path: Path) -> None:
-    assert not form.image.visible
-    assert form.request(_values(form), tmp_path / "first.png")[0].image is None
+    assert not any(upload.visible for upload, _ in form.images.values())
+    pictures = dict.fromkeys(form.images, tmp_path / "first.png")
+    request, _ = form.request(_values(form), pictures)
+    assert (request.image, request.last_image) == (None, None)
 
 
 def test_the_model_s_own_settings_of_a_method_are_shown(tmp_path: Path) -> None:
@@ -716,6 +982,8 @@ def test_the_status_says_where_a_job_is() -> None:
         assert words in page
     stopping = dataclasses.replace(running, stopping=True)
     assert "Stopping after this step" in draw.status(stopping)
+    decoding = draw.status(dataclasses.replace(stopping, step=8))
+    assert "<b>Stopping</b>" in decoding
     cancelled = dataclasses.replace(running, state="cancelled")
     assert "at step 3 / 8; your settings and videos are kept" in draw.status(cancelled)
     assert "ready" in draw.status(dataclasses.replace(running, state="done"), "It is ready")

@@ -23,6 +23,9 @@ pytest.importorskip("playwright", reason="playwright drives the browser")
 from page_server import free_port
 from playwright import sync_api as playwright
 
+from vidsparse.pipelines.calibrate import calibrate
+from vidsparse.pipelines.models import load
+from vidsparse.pipelines.request import GenerateRequest
 from vidsparse.pipelines.video import read_video
 
 CHROMIUM = os.environ.get("VIDSPARSE_CHROMIUM") or next(
@@ -43,11 +46,25 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(out: Path) -> Iterator[str]:
+def preset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Numbers for BSFA on the bundled model, at the size that these tests use."""
+    path = tmp_path_factory.mktemp("presets") / "small-bsfa.json"
+    request = GenerateRequest(
+        prompt="", method="bsfa", device="cpu", dense_steps=1, steps=3, frames=5, width=64,
+        height=64,
+    )  # fmt: skip
+    settings = {"groups": 1, "fractions": (0.3, 1.0)}
+    loaded = load("shapes", device="cpu")
+    calibrate(loaded, request, ["a red ball"], path, settings=settings)
+    return path
+
+
+@pytest.fixture(scope="module")
+def url(out: Path, preset: Path) -> Iterator[str]:
     """The page as the command serves it."""
     command = [sys.executable, "-m", "vidsparse", "ui", "--port", str(free_port())]
     with subprocess.Popen(
-        [*command, "--out", str(out), "--max-steps", "400"],
+        [*command, "--out", str(out), "--max-steps", "400", "--preset", str(preset.parent)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -160,6 +177,38 @@ def test_generate_shows_a_video_its_cost_and_how_to_get_it_again(visit: Any) -> 
     assert (record["seed"], record["prompt"]) == (4, "a large red ball that moves right")
 
 
+def test_a_preset_settles_what_it_was_calibrated_for(visit: Any) -> None:
+    visitor = visit()
+    page = visitor.page
+    field = lambda label: page.get_by_label(label, exact=True)  # noqa: E731
+    page.click("#preset input")
+    page.get_by_role("option", name="small-bsfa").click()
+    playwright.expect(page.locator("#method input")).to_have_value("BSFA (bsfa)")
+    visitor.see("#preset", "settles tile 128x64, rowmajor order, 5 frames of 64x64")
+    for label in ("tile", "Frames (4k+1)", "Width", "Height", "top p"):
+        playwright.expect(field(label)).to_be_hidden()
+    playwright.expect(field("keep")).to_be_visible()
+    page.click("#generate")
+    visitor.see("#generate-facts", "preset small-bsfa")
+    visitor.see("#generate-facts", "shapes, bsfa (keep 0.3, tile 128x64)")
+
+    # one of its fractions is no other: the message says which there are.
+    visitor.set("keep", 0.4)
+    page.click("#generate")
+    visitor.see("#generate-status [role=alert]", "0.3, 1), got 0.4")
+
+    # a method that does nothing without a preset leaves with it, and comes back with it.
+    page.click("#preset input")
+    page.get_by_role("option", name="none: numbers by hand").click()
+    playwright.expect(page.locator("#method input")).to_have_value("FG-Attn (fg-attn)")
+    playwright.expect(field("Width")).to_be_visible()
+    page.click("#use-settings")
+    playwright.expect(page.locator("#method input")).to_have_value("BSFA (bsfa)")
+    playwright.expect(page.locator("#preset input")).to_have_value("small-bsfa (bsfa)")
+    playwright.expect(field("keep")).to_have_value("0.3")
+    playwright.expect(field("Width")).to_be_hidden()
+
+
 def test_cancel_stops_within_a_step_and_the_device_is_free(visit: Any) -> None:
     visitor = visit()
     visitor.set("Steps", 400)
@@ -223,7 +272,9 @@ def test_compare_plays_in_step_and_shows_where_attention_was_sparse(visit: Any) 
     visitor.see("vs-heat .heads", "step 3, layer 3")
     playwright.expect(visitor.page.get_by_label("Step", exact=True)).to_have_value("3")
     visitor.page.click("#record-cell")
-    visitor.see("#cell", "step 3, layer 3, head 1")
+    # the bundled model's plans serve two steps.
+    visitor.see("#cell-status", "Recorded step 2, whose plan serves step 3")
+    visitor.see("#cell", "step 2, layer 3, head 1")
     before = visitor.page.locator("#cell img").first.get_attribute("src")
     visitor.page.get_by_label("Hilbert", exact=True).check()
     visitor.see("#cell", "tokens in Hilbert order; tiles were cut in raster order")
@@ -356,6 +407,38 @@ def test_the_keyboard_alone_makes_a_video(visit: Any) -> None:
     outline = visitor.value("getComputedStyle(document.activeElement).outlineStyle")
     assert outline != "none"
     page.keyboard.press("Enter")
+    visitor.see("#generate-status", "Your video is ready")
+
+
+def test_tab_leaves_no_list_open(visit: Any) -> None:
+    page = visit().page
+    page.locator("#method input").focus()
+    options = page.locator("li[role=option]")
+    playwright.expect(options).to_have_count(6)
+    # on past the preset, whose list opens and closes as well.
+    page.keyboard.press("Tab")
+    playwright.expect(options).to_have_count(2)
+    page.keyboard.press("Tab")
+    playwright.expect(options).to_have_count(0)
+    page.locator("#method input").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    playwright.expect(page.locator("#method input")).to_have_value("SpargeAttn (spargeattn)")
+    playwright.expect(page.get_by_label("tau", exact=True)).to_be_visible()
+
+
+def test_on_a_narrow_screen_the_buttons_are_always_in_reach(visit: Any) -> None:
+    visitor = visit(viewport={"width": 390, "height": 844})
+    visitor.value("scrollTo(0, 0)")
+    for tab, button in (("Compare", "#compare"), ("Report", "#report"), ("Generate", "#generate")):
+        visitor.tab(tab)
+        for top in (0, 100_000):
+            visitor.value(f"scrollTo(0, {top})")
+            playwright.expect(visitor.page.locator(button)).to_be_in_viewport(ratio=1)
+    # what was started is shown where one looks.
+    visitor.value("scrollTo(0, 0)")
+    visitor.page.click("#generate")
+    playwright.expect(visitor.page.locator("#generate-status")).to_be_in_viewport()
     visitor.see("#generate-status", "Your video is ready")
 
 

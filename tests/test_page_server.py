@@ -20,12 +20,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
+from tiny_families import wan_image_to_video
 from tiny_pipelines import save_tiny_wan
 
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 
 from page_server import Caller, free_port, served
 
+from vidsparse.pipelines.calibrate import calibrate
 from vidsparse.pipelines.generate import generate
 from vidsparse.pipelines.models import load
 from vidsparse.pipelines.request import GenerateRequest
@@ -52,7 +54,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(model: str, out: Path) -> Iterator[tuple[Any, str]]:
-    with served(model, out, waiting=40, upload=1, **MOST) as running:
+    with served((model,), out, waiting=40, upload=1, **MOST) as running:
         yield running
 
 
@@ -150,6 +152,165 @@ def test_an_uploaded_picture_is_decoded_on_arrival(page: tuple[Any, str], tmp_pa
     path.write_bytes(b"\x89PNG\r\n\x1a\n nothing")
     with pytest.raises(AppError, match=r"no picture|broken"):
         client.predict(handle_file(str(path)), api_name="/image")
+
+
+# ---- presets and pictures ----
+
+
+@pytest.fixture(scope="module")
+def preset(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Numbers for BSFA on the tiny model."""
+    path = tmp_path_factory.mktemp("presets") / "tiny-bsfa.json"
+    request = GenerateRequest(prompt="", method="bsfa", device="cpu", dense_steps=1, **TINY)
+    settings = {"groups": 1, "fractions": (0.3, 1.0)}
+    calibrate(load(model, device="cpu"), request, ["a red circle"], path, settings=settings)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that makes videos between two pictures."""
+    folder = tmp_path_factory.mktemp("model") / "pictures"
+    wan_image_to_video(last=True).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def richer(
+    model: str, pictures: str, preset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, str]]:
+    """A page with a preset and a second model."""
+    out = tmp_path_factory.mktemp("richer") / "out"
+    with served((model, pictures), out, (str(preset),), upload=1, **MOST) as running:
+        yield running
+
+
+def test_a_preset_makes_the_command_line_s_video(
+    richer: tuple[Any, str], model: str, preset: Path, tmp_path: Path
+) -> None:
+    from gradio_client.exceptions import AppError
+
+    desk, url = richer
+    client = _client(url)
+    asked = {"prompt": "a red circle", "seed": 5, "dense_steps": "1", **TINY}
+    given = {"order": "hilbert", "bsfa_keep": 0.3, "bsfa_tile": "128x64"}
+    answer = client.predict(
+        api_name="/generate", method="bsfa", preset="tiny-bsfa", **given, **asked
+    )
+    request = GenerateRequest(model=model, preset=str(preset), **{**asked, "dense_steps": 1})
+    direct = generate(load(model, device="cpu"), request)
+    record = _record(answer)
+    assert record["preset"] == direct.record["preset"]
+    for name in ("method", "method_options", "order", "frames"):
+        assert record["options"][name] == direct.record["options"][name], name
+    assert record["skipped"] == direct.record["skipped"]
+    assert "preset tiny-bsfa" in str(answer)
+
+    with pytest.raises(AppError, match="the preset tiny-bsfa is for bsfa, not for fg-attn"):
+        client.predict(api_name="/generate", preset="tiny-bsfa", **asked)
+    with pytest.raises(AppError, match="the preset tiny-bsfa was made for"):
+        client.predict(
+            api_name="/generate", model=desk.host.models[1].name, method="bsfa",
+            preset="tiny-bsfa", **asked,
+        )  # fmt: skip
+
+
+def test_a_video_between_two_pictures(
+    richer: tuple[Any, str], pictures: str, tmp_path: Path
+) -> None:
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+    from PIL import Image
+
+    client, broken = _client(richer[1]), tmp_path / "broken.png"
+    asked = {"prompt": "a red circle", "model": pictures, **TINY, "dense_steps": "1"}
+    with pytest.raises(AppError, match="upload its first frame"):
+        client.predict(api_name="/generate", **asked)
+    for name, colour in (("image", "red"), ("last_image", "blue")):
+        path = tmp_path / f"{name}.png"
+        Image.new("RGB", (80, 60), colour).save(path)
+        client.predict(handle_file(str(path)), api_name=f"/{name}")
+    record = _record(client.predict(api_name="/generate", **asked))
+    assert sorted(record["images"]) == ["image", "last_image"]
+    assert record["images"]["image"] != record["images"]["last_image"]
+
+    # a last frame is checked like a first one, and one that is refused leaves none behind.
+    broken.write_bytes(b"\x89PNG\r\n\x1a\n nothing")
+    with pytest.raises(AppError, match=r"no picture|broken"):
+        client.predict(handle_file(str(broken)), api_name="/last_image")
+    with pytest.raises(AppError, match=r"ends with a picture\. Hint: upload its last frame"):
+        client.predict(api_name="/generate", **asked)
+
+
+@pytest.fixture
+def cleaned(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Any, str]]:
+    """A page that forgets its copies after five seconds."""
+    from vidsparse.apps.page import build
+
+    monkeypatch.setattr(build, "CLEAN_EVERY", 1)
+    monkeypatch.setattr(build, "CLEAN_AFTER", 5)
+    with served((model,), tmp_path / "out", upload=1, **MOST) as running:
+        yield running
+
+
+def test_a_page_that_runs_long_keeps_no_copies(cleaned: tuple[Any, str]) -> None:
+    desk, url = cleaned
+    copies = desk.host.folder / "gradio"
+    caller = Caller(url, "stays")
+    function = caller.function("generate")
+    names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
+    data = dict(zip(names, caller.defaults(function), strict=True))
+    data |= {"prompt": "a red circle", **TINY}
+    event = caller.start(function, list(data.values())).json()["event_id"]
+    shown = json.dumps(caller.ends({event}))
+    caller.http.post("gradio_api/upload", files={"files": ("mine.png", b"x" * 2**19)})
+    (clip,) = desk.visits.of("stays").clips
+    # what was made and shown had been copied, what was sent kept.
+    assert str(copies) in shown
+
+    def left() -> list[Path]:
+        return [path for path in copies.rglob("*") if path.is_file()]
+
+    until = time.monotonic() + 30
+    while left():
+        assert time.monotonic() < until, left()
+        time.sleep(0.1)
+    # the visit's own files stay, and are shown again when they are asked for.
+    assert clip.video.is_file()
+    assert clip.poster.is_file()
+    select = next(
+        number for number, fn in caller.functions.items() if fn["targets"][0][1] == "select"
+        and len(fn["inputs"]) == 0 and len(fn["outputs"]) == 5
+    )  # fmt: skip
+    body = {
+        "data": [], "fn_index": select, "session_hash": "stays",
+        "event_data": {"index": 0, "value": None},
+    }  # fmt: skip
+    event = caller.http.post("gradio_api/queue/join", json=body).json()["event_id"]
+    (answer,) = caller.ends({event}).values()
+    (path,) = set(re.findall(r"\"path\": \"([^\"]+\.mp4)\"", json.dumps(answer["output"])))
+    assert Path(path).is_relative_to(copies)
+    assert caller.http.get(f"gradio_api/file={path}").content == clip.video.read_bytes()
+
+
+def test_what_a_killed_page_left_is_removed_once_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vidsparse.apps.page import uploads
+    from vidsparse.apps.page.command import make_folder
+
+    monkeypatch.setenv("GRADIO_TEMP_DIR", "put back after the test")
+    left = make_folder(tmp_path) / "gradio" / "5b1f" / "clip.mp4"
+    left.parent.mkdir()
+    left.write_bytes(b"x")
+    make_folder(tmp_path)
+    assert left.is_file()
+    later = time.time() + uploads.CLEAN_AFTER + 60
+    monkeypatch.setattr(uploads.time, "time", lambda: later)
+    make_folder(tmp_path)
+    assert not left.parent.exists()
 
 
 def test_a_report_is_the_command_line_s(page: tuple[Any, str], out: Path) -> None:
@@ -457,7 +618,7 @@ def test_a_generation_from_the_page_costs_little_more_than_the_command_line_s(
 ) -> None:
     # the model's own size; fewer steps than a visitor would ask for, so the page weighs more.
     asked = {"prompt": "a red ball", "steps": 6, "frames": 33, "width": 256, "height": 256}
-    with served("shapes", tmp_path / "out") as (_, url):
+    with served(("shapes",), tmp_path / "out") as (_, url):
         client = _client(url)
         # the page's own loading comes first: two threads cannot load at once.
         client.predict(api_name="/generate", **asked)

@@ -108,6 +108,22 @@ def test_another_model_is_refused_with_the_difference() -> None:
         preset.check_model([{**TRANSFORMER, "class": "Other"}])
 
 
+@pytest.mark.parametrize(
+    ("files", "fits"),
+    [
+        ([{"_class_name": "WanTransformer3DModel", "num_layers": 2, "patch": [1, 2, 2]}], True),
+        # a file leaves out what has a default, and holds more than a configuration.
+        ([{"_class_name": "WanTransformer3DModel", "_diffusers_version": "1", "new": 1}], True),
+        ([{"_class_name": "WanTransformer3DModel", "num_layers": 3}], False),
+        ([{"_class_name": "Other", "num_layers": 2}], False),
+        ([{"_class_name": "WanTransformer3DModel"}] * 2, False),
+        ([], False),
+    ],
+)
+def test_files_tell_which_models_it_may_fit(files: list[dict[str, Any]], fits: bool) -> None:
+    assert a_preset().may_fit(files) == fits
+
+
 def test_another_size_or_order_is_refused() -> None:
     preset = a_preset()
     preset.check_video(frames=9, width=64, height=32)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_triton import run
+from test_triton import PATIENCE, run
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
 HERE = Path(__file__).parent
 # the interpreter rounds to bf16 otherwise than GPUs and PyTorch do.

@@ -17,7 +17,12 @@ from vidsparse.kernels.quantize import quantize_four_bits, quantize_runs
 from vidsparse.masks import unpack_bits
 from vidsparse.methods import Numbers, Sale
 from vidsparse.methods import sale as module
-from vidsparse.methods.sale import local_tiles, reference_area, relative_scores_mask
+from vidsparse.methods.sale import (
+    local_tiles,
+    reference_area,
+    relative_scores,
+    relative_scores_mask,
+)
 from vidsparse.site import CallSite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -195,6 +200,8 @@ def test_four_bits_recall_what_full_precision_selects() -> None:
     least = scores.masked_fill(~inside, -math.inf).logsumexp(-1, keepdim=True) + math.log(tau)
     passes = F.pad((scores >= least).float(), (0, -1500 % 32, 0, -1500 % 64))
     exact = F.max_pool2d(passes, tile).bool() | area
+    plain = relative_scores(q, k, tile, 256, rounded=False)
+    assert torch.equal(plain >= math.log(tau), exact)
     got = relative_scores_mask(q, k, tau, tile, 256)
     assert 0.1 < float(exact.float().mean()) < 0.9
     assert float((got & exact).sum() / exact.sum()) > 0.95

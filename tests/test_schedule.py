@@ -119,3 +119,9 @@ def test_a_reused_plan_was_made_less_than_reuse_steps_ago(
     for at, letter in enumerate(letters):
         if letter == "r":
             assert "p" in letters[max(0, at - reuse + 1) : at]
+
+
+def test_the_plan_of_a_step_was_made_in_the_last_one_that_plans() -> None:
+    schedule = Schedule(dense_steps=2, dense_last_steps=1, reuse=3)
+    assert row(schedule, 9) == "ddprrprrd"
+    assert [schedule.plan_step(step, 9) for step in range(9)] == [0, 1, 2, 2, 2, 5, 5, 5, 8]

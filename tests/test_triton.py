@@ -42,6 +42,10 @@ from vidsparse.kernels.quantize import quantize_runs
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
+# hundreds of cases in one process: that other work keeps the machine busy is no failure of theirs.
+PATIENCE = 1200
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
+
 HERE = Path(__file__).parent
 CHUNKS = [1, 8, 16, 32, 64, 128]
 HEAD_DIMS = [64, 96, 128]
@@ -243,6 +247,7 @@ def interpreted_quantized() -> Iterator[tuple[str, Callable[[], None]]]:
 
         return body
 
+    yield "mean of strided keys", check_mean
     for tile, judged in (((16, 16), False), ((128, 64), True), ((1, 128), False)):
         yield (
             f"quantise and pool {tile} judged {judged}",
@@ -252,6 +257,14 @@ def interpreted_quantized() -> Iterator[tuple[str, Callable[[], None]]]:
         for kind in ("int8", "fp8"):
             order = run < 64 and kind == "int8"
             yield f"quantise {kind} runs of {run}", rounding(kind, run, order)
+
+
+def check_mean(device: str = "cpu") -> None:
+    """Hold the mean of a kernel to torch's, over more tokens than one program adds up."""
+    from vidsparse.kernels.triton_quantize import triton_mean
+
+    x = strided(random_qkv(1100, 96, torch.float16, batch=2)[0].to(device)) + 3
+    torch.testing.assert_close(triton_mean(x), x.double().mean(2).float(), rtol=1e-5, atol=1e-5)
 
 
 def check_pooled(kind: str, tile: tuple[int, int], *, judged: bool, device: str = "cpu") -> None:
@@ -296,11 +309,18 @@ def check_rounding(
     torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
     near = 1e-5 * expected_product.abs().max().item()
     torch.testing.assert_close(product, expected_product, rtol=1e-4, atol=near)
-    # neighbours in int8 and in fp8's ordered bits.
+    # neighbours in int8 and in fp8's ordered bits, and both as near as can be told in fp32: numbers
+    # of few bits have many ties.
     a, b = (t.view(torch.int8).int() for t in (x8, expected))
-    off = (a - b).abs()
-    assert int(off.max()) <= 1
-    assert off.float().mean() <= 1e-4
+    off = a != b
+    assert int((a - b).abs().max()) <= 1
+    assert off.float().mean() <= 1e-2
+    exact = x.double() if order is None else x[:, :, order].double()
+    if subtract is not None:
+        exact = exact - subtract.double().unsqueeze(2)
+    exact = exact / expected_scale.double().repeat_interleave(run, 2)[:, :, : x.shape[2], None]
+    middle = (x8.double() + expected.double()) / 2
+    assert bool((exact - middle)[off].abs().le(1e-5 + 1e-5 * middle[off].abs()).all())
 
 
 CASES = [name for name, _ in interpreted_cases()]
@@ -327,7 +347,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         env={**clean, **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE,
     )
 
 

@@ -18,11 +18,12 @@ from unittest import mock
 
 import pytest
 import torch
-from test_triton import run
+from test_triton import PATIENCE, run
 from torch import Tensor
 
 from vidsparse.grid import TokenGrid
 from vidsparse.grouping import merge_xor_window
+from vidsparse.kernels import quantize_qk
 from vidsparse.masks import pack_bits, pooled_mean, self_similarity, tile_count, unpack_bits
 from vidsparse.methods import FgAttn, SpargeAttn, SparseMethod
 from vidsparse.order import token_order
@@ -30,6 +31,7 @@ from vidsparse.plan import SparsePlan, make_plan, make_plan_of_bits
 from vidsparse.site import CallSite
 
 pytest.importorskip("triton", reason="Triton is not installed here")
+pytestmark = pytest.mark.timeout(PATIENCE + 60)
 
 HERE = Path(__file__).parent
 INTERPRETER = "cpu"
@@ -303,13 +305,23 @@ def check_method(
     order = token_order("hilbert", grid, device)
     site = CallSite(0, 0, 0.0, grid)
     with by_torch():
-        q_there, k_there, expected = attention.order_and_plan(method, q, k, site, order)
+        there = attention.order_and_plan(method, q, k, site, order)
     with by_kernels(), limited(attention, **limits):
-        q_here, k_here, plan = attention.order_and_plan(method, q, k, site, order)
-    assert torch.equal(q_here, q_there)
-    assert torch.equal(k_here, k_there)
-    check_same_plan(plan, expected)
-    check_index(plan)
+        here = attention.order_and_plan(method, q, k, site, order)
+    assert torch.equal(here.q, there.q)
+    assert torch.equal(here.k, there.k)
+    check_same_plan(here.plan, there.plan)
+    check_index(here.plan)
+    with by_kernels(), limited(attention, **limits):
+        rounded = attention.order_and_plan(method, q, k, site, order, "int8")
+    check_same_plan(rounded.plan, there.plan)
+    # tiles of one token are planned from tokens in order: nothing is rounded on the way.
+    assert (rounded.quantized is None) == (min(method.tile) == 1)
+    if rounded.quantized is not None:
+        expected = quantize_qk(q, k, "int8", q_run=method.tile[0], order=order.permutation)
+        for name in ("q", "k"):
+            a, b = (getattr(x, name).int() for x in (rounded.quantized, expected))
+            assert (a - b).abs().float().mean() <= 1e-4
 
 
 def plan_cases(device: str) -> Iterator[Case]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from vidsparse.site import CallSite
 from vidsparse.trace import Cell, Trace
 
 if TYPE_CHECKING:
+    from vidsparse.kernels.quantize import QuantizedQK
     from vidsparse.kernels.triton_pool import Pooled
     from vidsparse.probe import CellProbe
 
@@ -37,6 +38,25 @@ DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
 """Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """What a kernel gets of the queries and keys of one call.
+
+    Attributes:
+        q: queries ``[B, H, S, D]`` in order; where ``quantized`` is there, of any order, for their
+            shape and dtype alone.
+        k: keys, likewise.
+        plan: the plan for them.
+        quantized: both in order and 8 bits, if they were rounded on the way.
+    """
+
+    q: Tensor
+    k: Tensor
+    plan: SparsePlan
+    quantized: QuantizedQK | None = None
+
 
 # layer, branch, and all else that a plan depends on: grid, batch, heads, device.
 PlanKey = tuple[int, str, TokenGrid, int, int, torch.device]
@@ -95,7 +115,7 @@ class AttentionEngine:
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
         self.observer: Observer | None = None
-        self.planner: Callable[..., tuple[Tensor, Tensor, SparsePlan]] = order_and_plan
+        self.planner: Callable[..., Ordered] = order_and_plan
         self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
         self.probe: CellProbe | None = None
         self._plans: dict[PlanKey, SparsePlan] = {}
@@ -195,20 +215,25 @@ class AttentionEngine:
         key = _plan_key(q, site)
         layout = q
         if cell.action == Action.REPLAN.value:
-            q, k, plan = self.planner(self.method, q, k, site, order)
-            if self.probe is not None and self.probe.wants(site):
-                shares = plan.selected, plan.computed
-                self.probe.take(self.method, q, k, site, self.order, shares)
+            probed = self.probe is not None and self.probe.wants(site)
+            # a probe looks at q and k themselves.
+            early = None if probed else self._eight_bits(self.method.quantize, q, None)
+            made = self.planner(self.method, q, k, site, order, early)
+            if self.probe is not None and probed:
+                shares = made.plan.selected, made.plan.computed
+                self.probe.take(self.method, made.q, made.k, site, self.order, shares)
             if self.schedule.reuse > 1:
-                self._plans[key] = plan
+                self._plans[key] = made.plan
         else:
-            q, k, plan = order.apply(q), order.apply(k), self._plans[key]
+            made = Ordered(order.apply(q), order.apply(k), self._plans[key])
+        q, k, plan = made.q, made.k, made.plan
         v = order.apply(v)
         # a gate is of this very step, also where the plan is not.
         gate = self.method.gate(q, site, plan)
-        quantize = self._eight_bits(self.method.quantize, q, gate)
+        quantized = made.quantized
+        bits = quantized.kind if quantized else self._eight_bits(self.method.quantize, q, gate)
         cell.implementation = self.implementation_for(
-            q.device, q.dtype, q.shape[-1], gate=gate, quantize=quantize
+            q.device, q.dtype, q.shape[-1], gate=gate, quantize=bits
         )
         skipped = None if gate is None else torch.empty_like(plan.kv_count)
         out, _ = self.kernel(
@@ -221,14 +246,14 @@ class AttentionEngine:
             tile=plan.tile,
             implementation=cell.implementation,
             gate=gate,
-            quantize=quantize,
+            quantize=quantized or bits,
             skipped=skipped,
         )
         cell.selected, cell.computed = plan.selected, plan.computed
         if skipped is not None:
             cell.count_skipped(skipped, plan.tokens)
         # the copies in order are as large as what the caller holds: not to be kept beside another.
-        del q, k, v
+        del q, k, v, made, quantized
         return order.undo(out, like=layout).to(asked)
 
 
@@ -237,25 +262,40 @@ def _plan_key(q: Tensor, site: CallSite) -> PlanKey:
 
 
 def order_and_plan(
-    method: SparseMethod, q: Tensor, k: Tensor, site: CallSite, order: TokenOrder
-) -> tuple[Tensor, Tensor, SparsePlan]:
+    method: SparseMethod,
+    q: Tensor,
+    k: Tensor,
+    site: CallSite,
+    order: TokenOrder,
+    quantize: str | None = None,
+) -> Ordered:
     """``q`` and ``k`` ``[B, H, S, D]`` put in order, and the plan for them.
 
-    Where kernels plan, tiles are averaged on the way, while their tokens are at hand.
+    Where kernels plan, tiles are averaged on the way, while their tokens are at hand. If the
+    attention will be of the 8-bit format ``quantize``, they are rounded then, too; elsewhere that
+    is left to the attention.
     """
     rule = _rule_of_kernels(method, q, site)
     if rule is None or min(method.tile) == 1:
         # tiles of one token are their own mean: for all heads at once that would be a second q.
         q, k = order.apply(q), order.apply(k)
-        return q, k, plan_attention(method, q, k, site)
-    from vidsparse.kernels.triton_pool import reorder_and_pool
-
+        return Ordered(q, k, plan_attention(method, q, k, site))
     judged = rule.theta is not None
-    q, q_pooled = reorder_and_pool(q, order.permutation, method.tile[0], judged=judged)
-    k, k_pooled = reorder_and_pool(k, order.permutation, method.tile[1], judged=judged)
+    quantized = None
+    if quantize is not None:
+        from vidsparse.kernels.triton_quantize import quantize_and_pool
+
+        quantized, q_pooled, k_pooled = quantize_and_pool(
+            q, k, quantize, order.permutation, method.tile, judged=judged
+        )
+    else:
+        from vidsparse.kernels.triton_pool import reorder_and_pool
+
+        q, q_pooled = reorder_and_pool(q, order.permutation, method.tile[0], judged=judged)
+        k, k_pooled = reorder_and_pool(k, order.permutation, method.tile[1], judged=judged)
     plan = _plan_by_kernels(method, q, k, site, (q_pooled, k_pooled))
     assert plan is not None
-    return q, k, plan
+    return Ordered(q, k, plan, quantized)
 
 
 def plan_attention(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -> SparsePlan:

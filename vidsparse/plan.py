@@ -82,7 +82,8 @@ class SparsePlan:
         for head in range(index.shape[1]):
             tiles = self.q_tiles[:, head].long()
             of_tiles = mask[tiles.clamp_min(0)] & (tiles >= 0).unsqueeze(-1)
-            chunk = index[:, head].long().clamp_max(mask.shape[-1] - 1)
+            # past its end a list is whatever the memory held.
+            chunk = index[:, head].long().clamp(0, mask.shape[-1] - 1)
             flags[:, head] = of_tiles.any(2).gather(-1, chunk)
         return flags
 

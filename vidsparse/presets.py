@@ -113,6 +113,23 @@ class Preset:
                 "Hint: calibrate for this model."
             )
 
+    def may_fit(self, configs: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the model may be the one that was calibrated, before it is loaded.
+
+        ``configs`` is what the ``config.json`` of each transformer says. It may leave out what has
+        a default, and says nothing of the weights: ``check_model`` decides.
+        """
+        made = self.model["transformers"]
+        return len(made) == len(configs) and all(
+            one.get("class") == given.get("_class_name")
+            and all(
+                _canonical(one.get("config", {})[name]) == _canonical(value)
+                for name, value in given.items()
+                if name in one.get("config", {})
+            )
+            for one, given in zip(made, configs, strict=True)
+        )
+
     def check_order(self, order: str) -> None:
         """Raise an ``OptionError`` unless ``order`` is the one that was calibrated."""
         if order != self.order:

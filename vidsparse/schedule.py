@@ -75,6 +75,11 @@ class Schedule:
         last = share_or_count(self.dense_last_steps, steps, "dense_last_steps")
         return range(first, steps - last)
 
+    def plan_step(self, step: int, steps: int) -> int:
+        """The step whose plan serves ``step``; a dense one is its own."""
+        window = self.sparse_window(steps)
+        return step - (step - window.start) % self.reuse if step in window else step
+
     def decide(self, step: int, steps: int, layer: int, layers: int) -> Action:
         """Decide for one call: dense, make a plan, or reuse the layer's last one."""
         window = self.sparse_window(steps)
@@ -82,4 +87,4 @@ class Schedule:
         last = share_or_count(self.dense_last_layers, layers, "dense_last_layers")
         if step not in window or not first <= layer < layers - last:
             return Action.DENSE
-        return Action.REPLAN if (step - window.start) % self.reuse == 0 else Action.REUSE
+        return Action.REPLAN if self.plan_step(step, steps) == step else Action.REUSE

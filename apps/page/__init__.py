@@ -2,14 +2,14 @@
 
 From the inside out, each file with one job:
 
-- ``host``: what the host decides. ``uploads``: what a visitor may hand in. ``guard``: what one
-  may ask the server for.
+- ``host``: what the host decides and offers. ``uploads``: what a visitor may hand in. ``guard``:
+  what one may ask the server for.
 - ``queue``: one job per device, others wait. ``workbench``: what a device holds. ``tasks``: the
   jobs themselves. ``visits``: what one visitor has made.
-- ``form``: controls to ``GenerateRequest`` and back. ``draw``: pictures and tables as HTML.
-  ``viewer.js``: synchronised playback.
+- ``form``: controls to ``GenerateRequest`` and back. ``choices``: which of them are shown.
+- ``draw``: pictures and tables as HTML. ``viewer.js``: synchronised playback.
 - ``desk``: between events and queue. ``generate_tab``, ``compare_tab``, ``report_tab``, ``build``:
   the page. ``command``: the command.
 
-Only ``form``, ``desk``, the tabs and ``build`` import gradio.
+Only ``form``, ``choices``, ``desk``, the tabs and ``build`` import gradio.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,15 @@ from starlette.middleware import Middleware
 
 from vidsparse._version import __version__
 from vidsparse.apps.page import draw
+from vidsparse.apps.page.choices import Choices
 from vidsparse.apps.page.compare_tab import CompareTab
 from vidsparse.apps.page.desk import Desk, toast
-from vidsparse.apps.page.form import Form, examples_of, takes_image
+from vidsparse.apps.page.form import IMAGES, Form
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.report_tab import ReportTab
-from vidsparse.apps.page.uploads import read_image
+from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
 from vidsparse.errors import OptionError, UnsupportedError
-from vidsparse.methods import METHODS
 
 _HERE = Path(__file__).parent
 _SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
@@ -33,7 +33,12 @@ def build(desk: Desk) -> gr.Blocks:
     Args:
         desk: the host's settings, the queue and the visits.
     """
-    with gr.Blocks(title="vidsparse", analytics_enabled=False, fill_width=False) as page:
+    with gr.Blocks(
+        title="vidsparse",
+        analytics_enabled=False,
+        fill_width=False,
+        delete_cache=(CLEAN_EVERY, CLEAN_AFTER),
+    ) as page:
         gr.HTML(
             '<header class="vs-head"><h1>vidsparse</h1>'
             "<p>sparse attention for video diffusion, and what it costs</p></header>"
@@ -51,7 +56,7 @@ def build(desk: Desk) -> gr.Blocks:
         gr.HTML(draw.note(_footer(desk)))
         for tab in (generate, compare, report):
             tab.connect()
-        _connect_form(desk, form, generate, report)
+        _connect_form(page, desk, form, generate, report)
         page.unload(_ender(desk))
     # every job waits in the desk's queue; gradio's own only carries the answers.
     page.queue(default_concurrency_limit=None, api_open=False)
@@ -67,52 +72,11 @@ def _footer(desk: Desk) -> str:
     )
 
 
-def _connect_form(desk: Desk, form: Form, generate: GenerateTab, report: ReportTab) -> None:
-    method = form.controls["method"]
-    groups = list(form.groups.values())
-
-    def own_options(chosen: str) -> list[Any]:
-        summary = METHODS[chosen].summary if chosen in METHODS else ""
-        return [
-            gr.update(info=summary),
-            *(gr.update(visible=name == chosen) for name in form.groups),
-            report.vary_update(chosen),
-        ]
-
-    method.change(
-        own_options,
-        inputs=[method],
-        outputs=[method, *groups, report.vary],
-        show_progress="hidden",
-        api_visibility="private",
-    )
-
-    def model_defaults(name: Any) -> dict[Any, Any]:
-        try:
-            model = desk.host.model(name)
-        except OptionError as error:
-            raise toast(error) from error
-        updates: dict[Any, Any] = {
-            form.controls[each]: value for each, value in form.defaults_of(model).items()
-        }
-        updates[form.image] = gr.update(visible=takes_image(model))
-        updates[form.examples] = gr.update(
-            samples=examples_of(model),
-            visible=bool(model.example_prompts),
-        )
-        return updates
-
-    form.controls["model"].change(
-        model_defaults,
-        inputs=[form.controls["model"]],
-        outputs=[
-            *(form.controls[name] for name in form.defaults_of(desk.host.models[0])),
-            form.image,
-            form.examples,
-        ],
-        show_progress="hidden",
-        api_visibility="private",
-    )
+def _connect_form(
+    page: gr.Blocks, desk: Desk, form: Form, generate: GenerateTab, report: ReportTab
+) -> None:
+    choices = Choices(desk, form, report)
+    choices.connect(page)
 
     def take_example(sample: Any) -> Any:
         return sample[0] if isinstance(sample, list) and sample else gr.skip()
@@ -124,42 +88,45 @@ def _connect_form(desk: Desk, form: Form, generate: GenerateTab, report: ReportT
         show_progress="hidden",
         api_visibility="private",
     )
-
-    def take_image(request: gr.Request, file: Any) -> Any:
-        visit = desk.visit(request)
-        visit.image = None
-        if not isinstance(file, str):
-            return gr.update(visible=False, value=None)
-        try:
-            target = visit.next_stem("first frame").with_suffix(".png")
-            limit = desk.host.limits.upload
-            visit.image = read_image(Path(file), target, megabytes=limit)
-        except OptionError as error:
-            raise toast(error) from error
-        return gr.update(visible=True, value=str(visit.image))
-
-    form.image.change(
-        take_image,
-        inputs=[form.image],
-        outputs=[form.preview],
-        show_progress="hidden",
-        api_name="image",
-        api_description="Take a picture as the first frame of this session's videos.",
-    )
+    for name, (upload, preview) in form.images.items():
+        upload.change(
+            _image_taker(desk, name),
+            inputs=[upload],
+            outputs=[preview],
+            show_progress="hidden",
+            api_name=name,
+            api_description=f"Take a picture as this session's {IMAGES[name].lower()}.",
+        )
 
     def use_settings(request: gr.Request) -> dict[Any, Any]:
         shown = desk.visit(request).shown
-        if shown is None:
-            return {method: gr.skip()}
-        values: Mapping[str, Any] = form.values_of(shown.request)
-        return {form.controls[name]: value for name, value in values.items()}
+        return {report.vary: gr.skip()} if shown is None else choices.choose_settings(shown.request)
 
     generate.reuse.click(
         use_settings,
-        outputs=list(form.controls.values()),
+        outputs=choices.outputs,
         show_progress="hidden",
         api_visibility="private",
     )
+
+
+def _image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[Any]]:
+    def take(request: gr.Request, file: Any) -> Iterator[Any]:
+        visit = desk.visit(request)
+        # neither stays when its upload is refused: the picture before, and what shows it.
+        visit.images.pop(name, None)
+        yield gr.update(visible=False, value=None)
+        if not isinstance(file, str):
+            return
+        try:
+            target = visit.next_stem(IMAGES[name]).with_suffix(".png")
+            limit = desk.host.limits.upload
+            visit.images[name] = read_image(Path(file), target, megabytes=limit)
+        except OptionError as error:
+            raise toast(error) from error
+        yield gr.update(visible=True, value=str(target))
+
+    return take
 
 
 def _ender(desk: Desk) -> Any:

@@ -25,6 +25,7 @@ Examples:
   vidsparse ui
   vidsparse ui --model shapes --model path/to/Wan2.1 --device cuda:0 --device cuda:1
   vidsparse ui --listen --auth anna:secret --max-frames 81 --max-side 832
+  vidsparse ui --model shapes --preset presets/
   VIDSPARSE_AUTH=anna:secret vidsparse ui --share
 
 \b
@@ -51,6 +52,14 @@ Ctrl-C closes the page; files stay.
     metavar="MODEL",
     show_default="shapes",
     help="A model to offer, as for generate; may be repeated. Visitors choose from these only.",
+)
+@click.option(
+    "--preset",
+    "presets",
+    multiple=True,
+    metavar="PATH",
+    help="A calibrated method to offer for its model, as for generate, or a folder of them; "
+    "may be repeated.",
 )
 @click.option(
     "--device",
@@ -116,6 +125,7 @@ def ui(
     share: bool,
     auth: str | None,
     models: tuple[str, ...],
+    presets: tuple[str, ...],
     devices: tuple[str, ...],
     dtype: str | None,
     out: str,
@@ -143,7 +153,7 @@ def ui(
         waiting=max_waiting,
         upload=max_upload,
     )
-    desk = make_desk(models, devices, dtype, Path(out), limits)
+    desk = make_desk(models, devices, dtype, Path(out), limits, presets)
     from vidsparse.apps.page.build import serve
 
     served = serve(desk, port=port, listen=listen, share=share, auth=login)
@@ -200,12 +210,14 @@ def make_desk(
     dtype: str | None,
     out: Path,
     limits: Limits,
+    presets: tuple[str, ...] = (),
 ) -> Desk:
     """Everything of the page but the page: checked settings, folder, devices and their queue.
 
     Raises:
-        VidsparseError: a model, device or folder that cannot be used.
+        VidsparseError: a model, preset, device or folder that cannot be used.
     """
+    from vidsparse.apps.page.host import Host, read_presets
     from vidsparse.pipelines.models import resolve_model
     from vidsparse.pipelines.request import check_device, check_dtype
 
@@ -213,15 +225,22 @@ def make_desk(
     names = tuple(dict.fromkeys(check_device(name) for name in devices or (None,)))
     for name in names:
         check_dtype(dtype, name)
+    calibrated = read_presets(presets, refs, limits)
     folder = make_folder(out)
 
     from vidsparse.apps.page.desk import Desk
-    from vidsparse.apps.page.host import Host
     from vidsparse.apps.page.queue import JobQueue
     from vidsparse.apps.page.visits import Visits
     from vidsparse.apps.page.workbench import Workbench
 
-    host = Host(models=refs, folder=folder, devices=names, limits=limits, dtype=dtype)
+    host = Host(
+        models=refs,
+        folder=folder,
+        devices=names,
+        limits=limits,
+        dtype=dtype,
+        presets=calibrated,
+    )
     benches = [(name, Workbench(name, dtype)) for name in names]
     return Desk(host, JobQueue(benches, waiting=limits.waiting), Visits(folder))
 
@@ -234,6 +253,8 @@ def make_folder(out: Path) -> Path:
     Raises:
         OutputError: it cannot be made.
     """
+    from vidsparse.apps.page.uploads import forget_old
+
     folder = (out / "page").resolve()
     uploads = folder / "gradio"
     try:
@@ -243,6 +264,7 @@ def make_folder(out: Path) -> Path:
             f"the output folder {folder} cannot be made: {error.strerror}. "
             "Hint: give another one with --out."
         ) from None
+    forget_old(uploads)
     os.environ["GRADIO_TEMP_DIR"] = str(uploads)
     return folder
 

@@ -37,7 +37,7 @@ class CompareTab:
         self._desk = desk
         self._form = form
         self._generate = generate
-        with gr.Row():
+        with gr.Row(elem_classes="vs-run"):
             self.run = gr.Button(
                 "Compare with dense", variant="primary", elem_id="compare", scale=3
             )
@@ -124,7 +124,7 @@ class CompareTab:
         """Make both videos and tell how it goes."""
         visit = self._desk.visit(request)
         try:
-            asked, warnings = self._form.request(values, visit.image)
+            asked, warnings = self._form.request(values, visit.images)
             if asked.method == "dense":
                 raise OptionError(
                     "dense against dense shows nothing. Hint: choose a sparse method."
@@ -203,8 +203,11 @@ class CompareTab:
             return
         visit.cell = record
         order = "rowmajor" if record.order == "rowmajor" else "hilbert"
+        done = "Recorded"
+        if record.step != at:
+            done = f"Recorded step {record.step + 1}, whose plan serves step {at + 1}"
         yield {
-            self.cell_status: draw.status(job.snapshot(), "Recorded"),
+            self.cell_status: draw.status(job.snapshot(), done),
             self.cell_controls: gr.update(visible=True),
             self.head: gr.update(maximum=max(2, record.heads), value=1),
             self.order: order,

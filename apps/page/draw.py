@@ -85,7 +85,8 @@ def status(snapshot: Snapshot, done: str = "Done", warnings: Sequence[str] = ())
         title = snapshot.phase[:1].upper() + snapshot.phase[1:]
         parts = [f"step {snapshot.step} / {snapshot.steps}"] if snapshot.steps else []
         if snapshot.stopping:
-            title = "Stopping after this step"
+            within = 0 < snapshot.step < snapshot.steps
+            title = "Stopping after this step" if within else "Stopping"
         elif snapshot.left is not None:
             parts.append(f"about {_duration(snapshot.left)} left")
         detail = " · ".join(parts)
@@ -163,8 +164,9 @@ def clip_caption(clip: Clip) -> str:
 def settings_line(request: GenerateRequest) -> str:
     """A request in one line."""
     options = ", ".join(f"{name} {value}" for name, value in request.method_options.items())
+    preset = f"preset {Path(request.preset).stem}, " if request.preset else ""
     return (
-        f"{request.model}, {request.method}{f' ({options})' if options else ''}, "
+        f"{request.model}, {request.method}{f' ({options})' if options else ''}, {preset}"
         f"{request.frames} frames of {request.width}x{request.height}, {request.steps} steps, "
         f"seed {request.seed}, {request.order} order"
     )

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
 import gradio as gr
 
 from vidsparse.apps.options import amount, default_text
-from vidsparse.apps.page.host import Host
+from vidsparse.apps.page.host import Host, HostPreset
 from vidsparse.errors import OptionError
 from vidsparse.kernels import IMPLEMENTATIONS
 from vidsparse.methods import METHODS, Method, SparseMethod, make_method
@@ -25,19 +26,28 @@ from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, resolve
 
 
-def offered() -> dict[str, type[Method]]:
-    """The methods that a visitor can choose: those that work without a file of numbers."""
+def offered(presets: Sequence[HostPreset] = ()) -> dict[str, type[Method]]:
+    """The methods that a visitor can choose: those that work by themselves or by a preset."""
+    calibrated = {each.preset.method for each in presets}
     return {
-        name: cls
-        for name, cls in METHODS.items()
-        if not (issubclass(cls, SparseMethod) and cls.needs_numbers)
+        name: cls for name, cls in METHODS.items() if name in calibrated or not needs_preset(name)
     }
+
+
+def needs_preset(method: str) -> bool:
+    """Whether the method works by calibrated numbers only."""
+    cls = METHODS[method]
+    return issubclass(cls, SparseMethod) and cls.needs_numbers
 
 
 # what a new visitor sees first.
 DEFAULT_METHOD = next(iter(offered()))
 
+BY_HAND = ""
+"""The choice of no preset."""
+
 _WHOLE = ("steps", "frames", "width", "height", "seed", "reuse")
+IMAGES = {"image": "First frame", "last_image": "Last frame"}
 _AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers")
 _FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps", "order")
 
@@ -47,9 +57,9 @@ def parameter(method: str, field: str) -> str:
     return f"{method}_{field}".replace("-", "_").replace(".", "_")
 
 
-def takes_image(model: ModelRef) -> bool:
-    """Whether the model can start from a picture."""
-    return model.image_class is not None
+def takes(model: ModelRef) -> dict[str, bool]:
+    """Which pictures the model can use: for the first frame, and for the last one."""
+    return {"image": model.image_class is not None, "last_image": model.takes_last_image}
 
 
 def needs_image(model: ModelRef) -> bool:
@@ -68,18 +78,21 @@ class Form:
     Attributes:
         controls: name to component; those of ``GenerateRequest`` and each method's own.
         groups: method to the group that holds its own controls.
-        image: the upload of a picture, for models that take one.
-        preview: the picture as it will be used.
+        folds: method to the part of its group that is folded away.
+        images: ``image`` and ``last_image`` to the upload of a picture, and the picture as it
+            will be used.
+        pictures: what holds them, for models that take one.
     """
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.controls: dict[str, Any] = {}
         self.groups: dict[str, gr.Group] = {}
+        self.folds: dict[str, gr.Accordion] = {}
         self._prompt(host.models[0])
         self._sparsity(host.models[0])
         self._video(host.models[0])
-        self._schedule(host.models[0])
+        self._seldom(host.models[0])
 
     def _add(self, name: str, control: Any) -> Any:
         self.controls[name] = control
@@ -112,42 +125,68 @@ class Form:
                 visible=len(self.host.models) > 1,
             ),
         )
-        shown = takes_image(model)
-        self.image = gr.File(
-            label="First frame: PNG, JPEG or WebP",
-            file_types=[".png", ".jpg", ".jpeg", ".webp"],
-            type="filepath",
-            height=96,
-            visible=shown,
-        )
-        self.preview = gr.Image(
-            label="First frame", interactive=False, visible=False, buttons=[], height=160
-        )
+        shown = takes(model)
+        with gr.Column(visible=any(shown.values())) as self.pictures:
+            with gr.Row():
+                uploads = {name: _upload(name, shown[name]) for name in IMAGES}
+            with gr.Row():
+                previews = {
+                    name: gr.Image(
+                        label=label, interactive=False, visible=False, buttons=[], height=160
+                    )
+                    for name, label in IMAGES.items()
+                }
+        self.images = {name: (uploads[name], previews[name]) for name in IMAGES}
 
     def _sparsity(self, model: ModelRef) -> None:
-        methods = offered()
+        methods = offered(self.host.presets)
         with gr.Group():
             self._add(
                 "method",
                 gr.Dropdown(
-                    [(f"{cls.title} ({name})", name) for name, cls in methods.items()],
+                    [titled(name) for name in methods],
                     value=DEFAULT_METHOD,
                     label="Method",
                     info=METHODS[DEFAULT_METHOD].summary,
                     elem_id="method",
                 ),
             )
+            # what fits any model, so that calls may name it; the page asks for its model's own.
+            self._add(
+                "preset",
+                gr.Dropdown(
+                    preset_choices(self.host.presets),
+                    value=BY_HAND,
+                    label="Preset",
+                    info="numbers calibrated for this model",
+                    visible=bool(self.host.presets_of(model)),
+                    elem_id="preset",
+                ),
+            )
             for name, cls in methods.items():
                 own = model.defaults.method_options.get(name, {})
                 with gr.Group(visible=name == DEFAULT_METHOD) as group:
-                    for field in cls.option_fields():
-                        control = control_for(field, own.get(field.name, field.default))
-                        self._add(parameter(name, field.name), control)
+                    self._own_controls(name, cls, own)
                 self.groups[name] = group
+
+    def _own_controls(self, name: str, cls: type[Method], own: Mapping[str, Any]) -> None:
+        """The method's first option, which says how much is kept, and the others folded away."""
+        fields = cls.option_fields()
+
+        def add(field: dataclasses.Field[Any]) -> None:
+            control = control_for(field, own.get(field.name, field.default))
+            self._add(parameter(name, field.name), control)
+
+        for field in fields[:1]:
+            add(field)
+        if fields[1:]:
+            with gr.Accordion(f"More of {cls.title}", open=False) as self.folds[name]:
+                for field in fields[1:]:
+                    add(field)
 
     def _video(self, model: ModelRef) -> None:
         defaults, first = model.defaults, self.defaults_of(model)
-        with gr.Accordion("Video", open=True), gr.Group():
+        with gr.Group():
             with gr.Row():
                 self._add("seed", _number("Seed", 0))
                 self._add("steps", _number("Steps", first["steps"]))
@@ -157,20 +196,26 @@ class Form:
                 for side in ("width", "height"):
                     control = _number(side.capitalize(), first[side], defaults.size_factor)
                     self._add(side, control)
-            with gr.Row():
-                for name, label in (("guidance", "Guidance"), ("fps", "Frames a second")):
-                    self._add(name, gr.Number(value=first[name], label=label, min_width=90))
-            self._add(
-                "negative_prompt",
-                gr.Textbox(value="", label="Negative prompt", placeholder="what not to show"),
-            )
 
-    def _schedule(self, model: ModelRef) -> None:
+    def _seldom(self, model: ModelRef) -> None:
         first = self.defaults_of(model)
-        with gr.Accordion("Where attention stays dense", open=False), gr.Group():
-            gr.Markdown(
-                "A count (3), or a share with a point (0.24).", elem_classes="note", padding=True
-            )
+        with gr.Accordion("More settings", open=False, elem_id="more"):
+            with gr.Group():
+                with gr.Row():
+                    for name, label in (("guidance", "Guidance"), ("fps", "Frames a second")):
+                        self._add(name, gr.Number(value=first[name], label=label, min_width=90))
+                self._add(
+                    "negative_prompt",
+                    gr.Textbox(value="", label="Negative prompt", placeholder="what not to show"),
+                )
+            self._schedule(model, first)
+
+    def _schedule(self, model: ModelRef, first: Mapping[str, Any]) -> None:
+        gr.Markdown(
+            "Where attention stays dense: a count (3), or a share with a point (0.24).",
+            elem_classes="note",
+        )
+        with gr.Group():
             for pair in (_AMOUNTS[:2], _AMOUNTS[2:]):
                 with gr.Row():
                     for name in pair:
@@ -199,9 +244,11 @@ class Form:
     # ---- values ----
 
     def request(
-        self, values: Mapping[str, Any], image: Path | None = None
+        self, values: Mapping[str, Any], images: Mapping[str, Path] = MappingProxyType({})
     ) -> tuple[GenerateRequest, list[str]]:
         """The request that the controls' values make, its defaults filled in, and warnings.
+
+        ``images`` are the pictures handed in, by their names in the request.
 
         Raises:
             OptionError: a value that cannot be used, or more than the host allows.
@@ -217,10 +264,12 @@ class Form:
                 f"{model.name} never learned {', '.join(unknown[:8])}"
                 f"{' and more' if len(unknown) > 8 else ''}: it will guess."
             )
-        request = self.settings({**values, "prompt": prompt.strip()}, image)
+        request = self.settings({**values, "prompt": prompt.strip()}, images)
         return request, warnings
 
-    def settings(self, values: Mapping[str, Any], image: Path | None = None) -> GenerateRequest:
+    def settings(
+        self, values: Mapping[str, Any], images: Mapping[str, Path] = MappingProxyType({})
+    ) -> GenerateRequest:
         """As ``request``, whatever the prompt.
 
         Raises:
@@ -235,10 +284,16 @@ class Form:
         own |= {name: _read_amount(name, values.get(name)) for name in _AMOUNTS}
         own |= {name: number(name, values.get(name)) for name in ("guidance", "fps")}
         own["seed"] = own["seed"] or 0
-        if image is None and needs_image(model):
+        preset = _name("preset", values.get("preset"))
+        if preset is not None:
+            own["preset"] = self._preset_path(preset, model, method)
+        elif needs_preset(method):
+            raise OptionError(f"{method} works by calibrated numbers only. Hint: choose a preset.")
+        own |= {name: str(path) for name, path in images.items() if takes(model)[name]}
+        if "image" not in own and needs_image(model):
             raise OptionError(f"{model.name} starts from a picture. Hint: upload its first frame.")
-        if image is not None and takes_image(model):
-            own["image"] = str(image)
+        if "last_image" not in own and model.needs_last_image:
+            raise OptionError(f"{model.name} ends with a picture. Hint: upload its last frame.")
         request = GenerateRequest(
             prompt=values.get("prompt") or "",
             negative_prompt=values.get("negative_prompt") or "",
@@ -260,10 +315,22 @@ class Form:
         self.host.limits.check(dataclasses.replace(request, **filled))
         return resolve(request, model.defaults)
 
+    def _preset_path(self, name: str, model: ModelRef, method: str) -> str:
+        preset = self.host.preset(name, model)
+        if preset.preset.method != method:
+            raise OptionError(
+                f"the preset {name} is for {preset.preset.method}, not for {method}. "
+                "Hint: choose that method."
+            )
+        return preset.path
+
     def values_of(self, request: GenerateRequest) -> dict[str, Any]:
         """The controls' values that make ``request``; those it says nothing about are left out."""
         values = {name: getattr(request, name) for name in self.controls if hasattr(request, name)}
         values |= {name: str(values[name]) for name in _AMOUNTS}
+        values["preset"] = next(
+            (each.name for each in self.host.presets if each.path == request.preset), BY_HAND
+        )
         for name, value in request.method_options.items():
             values[parameter(request.method, name)] = value
         return {name: value for name, value in values.items() if name in self.controls}
@@ -287,6 +354,31 @@ class Form:
             own = make_method(method, **defaults.method_options.get(method, {})).options()
             values |= {parameter(method, name): value for name, value in own.items()}
         return values
+
+    def options_of(self, method: str) -> dict[str, str]:
+        """A method's own options, and the names of their controls."""
+        fields = METHODS[method].option_fields()
+        return {field.name: parameter(method, field.name) for field in fields}
+
+    def values_of_preset(self, preset: HostPreset) -> dict[str, Any]:
+        """The controls' values that a preset settles or was made with."""
+        own = preset.preset.options.items()
+        return {
+            **preset.preset.video,
+            "order": preset.preset.order,
+            **{parameter(preset.preset.method, name): value for name, value in own},
+        }
+
+
+def titled(method: str) -> tuple[str, str]:
+    """A method as a choice: what is shown, and its name."""
+    return f"{METHODS[method].title} ({method})", method
+
+
+def preset_choices(presets: Sequence[HostPreset]) -> list[tuple[str, str]]:
+    """Presets as choices, and none of them first."""
+    named = [(f"{each.name} ({each.preset.method})", each.name) for each in presets]
+    return [("none: numbers by hand", BY_HAND), *named]
 
 
 def control_for(field: dataclasses.Field[Any], value: Any) -> Any:
@@ -383,6 +475,18 @@ def _text(value: object) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)
+
+
+def _upload(name: str, shown: bool) -> gr.File:
+    return gr.File(
+        label=f"{IMAGES[name]}: PNG, JPEG or WebP",
+        file_types=[".png", ".jpg", ".jpeg", ".webp"],
+        type="filepath",
+        height=96,
+        min_width=150,
+        visible=shown,
+        elem_id=name.replace("_", "-"),
+    )
 
 
 def _number(label: str, value: int, step: int = 1) -> gr.Number:

@@ -28,7 +28,7 @@ class GenerateTab:
     def __init__(self, desk: Desk, form: Form) -> None:
         self._desk = desk
         self._form = form
-        with gr.Row():
+        with gr.Row(elem_classes="vs-run"):
             self.run = gr.Button("Generate", variant="primary", elem_id="generate", scale=3)
             self.stop = gr.Button("Cancel", elem_id="cancel-generate", scale=1)
         self.status = gr.HTML(
@@ -97,7 +97,7 @@ class GenerateTab:
         """Make one video and tell how it goes."""
         visit = self._desk.visit(request)
         try:
-            asked, warnings = self._form.request(values, visit.image)
+            asked, warnings = self._form.request(values, visit.images)
             job: Job[Workbench, Clip] = Job(make_clip(asked, visit.next_stem(asked.prompt)))
             async with aclosing(self._desk.follow(visit, "generate", job)) as snapshots:
                 async for snapshot in snapshots:

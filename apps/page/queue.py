@@ -141,7 +141,7 @@ class Job(Generic[Bench, Result]):
     # ---- for everybody else ----
 
     def cancel(self) -> None:
-        """Ask it to stop: at once while it waits, after the current step while it runs."""
+        """Ask it to stop: at once while it waits, when the work next looks while it runs."""
         self._stop.set()
         with self._lock:
             if self._state == "waiting":

@@ -48,7 +48,7 @@ class ReportTab:
         )
         with gr.Row():
             self.vary = gr.Dropdown(
-                [NOTHING, *_options_of(form.controls["method"].value)],
+                [NOTHING, *_options_of(form.controls["method"].value, calibrated=False)],
                 value=NOTHING,
                 label="Vary",
                 info="one of the method's own options, to see a curve",
@@ -63,7 +63,7 @@ class ReportTab:
                 min_width=140,
                 elem_id="over",
             )
-        with gr.Row():
+        with gr.Row(elem_classes="vs-run"):
             self.run = gr.Button("Make the report", variant="primary", elem_id="report", scale=3)
             self.stop = gr.Button("Cancel", elem_id="cancel-report", scale=1)
         self.status = gr.HTML(elem_id="report-status")
@@ -98,9 +98,10 @@ class ReportTab:
             api_description="Read an uploaded prompt file.",
         )
 
-    def vary_update(self, method: str) -> Any:
-        """The options that can be varied, when another method was chosen."""
-        return gr.update(choices=[NOTHING, *_options_of(method)], value=NOTHING)
+    def vary_update(self, method: str, *, calibrated: bool) -> Any:
+        """The options that can be varied, when another method or preset was chosen."""
+        names = _options_of(method, calibrated=calibrated)
+        return gr.update(choices=[NOTHING, *names], value=NOTHING)
 
     def take_file(self, file: Any) -> dict[Any, Any]:
         """Put the prompts of an uploaded file into the box."""
@@ -127,7 +128,7 @@ class ReportTab:
         shown = 0
         try:
             prompts = read_prompts(str(prompt_lines or ""), most=self._desk.host.limits.prompts)
-            settings = self._settings(values, vary, over)
+            settings = self._settings(values, vary, over, visit.images)
 
             def announce(place: int, found: list[PromptComparison]) -> None:
                 rows.extend((settings[place][0], each) for each in found)
@@ -181,7 +182,7 @@ class ReportTab:
         return {self.table: draw.report_table(rows), self.curve: draw.report_curve(rows)}
 
     def _settings(
-        self, values: Mapping[str, Any], vary: Any, over: Any
+        self, values: Mapping[str, Any], vary: Any, over: Any, images: Mapping[str, Path]
     ) -> list[tuple[str, GenerateRequest]]:
         """The settings to report on, with their names.
 
@@ -192,11 +193,11 @@ class ReportTab:
         if method == "dense":
             raise OptionError("dense against dense shows nothing. Hint: choose a sparse method.")
         if vary in (None, "", NOTHING) or not str(over or "").strip():
-            return [(method, self._form.settings({**values, "prompt": ""}))]
-        if method in METHODS and vary not in _options_of(method):
+            return [(method, self._form.settings({**values, "prompt": ""}, images))]
+        names = _options_of(method, calibrated=bool(values.get("preset")))
+        if method in METHODS and vary not in names:
             raise OptionError(
-                f"{method} has no option {vary!r} to vary. "
-                f"Hint: choose from {', '.join(_options_of(method))}."
+                f"{method} has no option {vary!r} to vary. Hint: choose from {', '.join(names)}."
             )
         texts = list(dict.fromkeys(text.strip() for text in str(over).split(",") if text.strip()))
         most = self._desk.host.limits.settings
@@ -208,11 +209,18 @@ class ReportTab:
         return [
             (
                 f"{vary} {text}",
-                self._form.settings({**values, "prompt": "", parameter(method, vary): text}),
+                self._form.settings(
+                    {**values, "prompt": "", parameter(method, vary): text}, images
+                ),
             )
             for text in texts
         ]
 
 
-def _options_of(method: Any) -> list[str]:
-    return [field.name for field in METHODS[method].option_fields()] if method in METHODS else []
+def _options_of(method: Any, *, calibrated: bool) -> list[str]:
+    """The options that may be changed, by hand or beside a preset."""
+    if method not in METHODS:
+        return []
+    if calibrated:
+        return list(METHODS[method].free_options)
+    return [field.name for field in METHODS[method].option_fields()]

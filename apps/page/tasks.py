@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ def make_clip(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job]
     def work(bench: Workbench, job: Job) -> Clip:
         made = bench.generate(request, job, request.method)
         job.say("writing the video")
-        return _write_clip(made, bench.fit(request), stem)
+        return _write_clip(made, bench.fit(request), stem, job)
 
     return work
 
@@ -101,19 +102,25 @@ def compare(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], 
         dense = bench.dense(request, job, "dense")
         job.check()
         sparse = bench.generate(request, job, request.method, attach=handles.append)
+        job.check()
         job.say("measuring")
         fitted = bench.fit(request)
         quality = measure(dense.frames, sparse.frames)
+        job.check()
+        job.say("writing the videos")
         panels = stem.with_name(f"{stem.name}-compare.mp4")
         assert fitted.fps is not None
-        write_video(_panels(dense.frames, sparse.frames), panels, fitted.fps)
-        return Pair(
-            dense=_write_clip(dense, dense_side(fitted), stem.with_name(f"{stem.name}-dense")),
-            sparse=_write_clip(sparse, fitted, stem),
-            quality=quality,
-            panels=panels,
-            heads=handles[0].trace.head_density_map() if handles else [],
-        )
+        with _nothing_if_cancelled(stem):
+            write_video(_panels(dense.frames, sparse.frames), panels, fitted.fps, job.check)
+            return Pair(
+                dense=_write_clip(
+                    dense, dense_side(fitted), stem.with_name(f"{stem.name}-dense"), job
+                ),
+                sparse=_write_clip(sparse, fitted, stem, job),
+                quality=quality,
+                panels=panels,
+                heads=handles[0].trace.head_density_map() if handles else [],
+            )
 
     return work
 
@@ -123,13 +130,18 @@ def record_cell(
 ) -> Callable[[Workbench, Job], CellRecord]:
     """A job that runs the request up to ``step`` and records the call of ``layer`` in it.
 
-    It raises UnsupportedError where that call makes no plan.
+    Where that step uses the plan of one before, that one is recorded. It raises UnsupportedError
+    where the call is dense.
     """
 
     def work(bench: Workbench, job: Job) -> CellRecord:
         from vidsparse.probe import CellProbe
+        from vidsparse.schedule import Schedule
 
-        probe = CellProbe(step, layer)
+        fitted = bench.fit(request)
+        schedule = Schedule(**{each.name: getattr(fitted, each.name) for each in fields(Schedule)})
+        assert fitted.steps is not None
+        probe = CellProbe(schedule.plan_step(step, fitted.steps), layer)
 
         def attach(handle: SparseHandle) -> None:
             handle.probe(probe)
@@ -147,8 +159,8 @@ def record_cell(
             job.check()
         if probe.record is None:
             raise UnsupportedError(
-                f"step {step + 1}, layer {layer + 1} made no plan: it was dense, or reused the "
-                "plan of a step before. Hint: choose a cell that is not dense, with reuse 1."
+                f"step {step + 1}, layer {layer + 1} made no plan. "
+                "Hint: choose a cell that is not dense."
             )
         return probe.record
 
@@ -211,20 +223,32 @@ def _one_report(
     comparison.warm_up(jobs[:1], bench.load_for(request).defaults)
     for each in jobs:
         announce(comparison.run([each]))
-    made = comparison.report(fitted, 1)
+    job.check()
     job.say("writing the report")
+    made = comparison.report(fitted, 1)
     paths = write_report(folder, made, comparison.videos, fitted)
     return ReportFiles(request=fitted, report=made, paths=tuple(paths))
 
 
-def _write_clip(made: Generated, request: GenerateRequest, stem: Path) -> Clip:
+@contextmanager
+def _nothing_if_cancelled(stem: Path) -> Iterator[None]:
+    """Remove the files whose names begin with ``stem`` where the job is cancelled in the block."""
+    try:
+        yield
+    except Cancelled:
+        for path in stem.parent.glob(f"{stem.name}*"):
+            path.unlink()
+        raise
+
+
+def _write_clip(made: Generated, request: GenerateRequest, stem: Path, job: Job) -> Clip:
     from PIL import Image
 
     from vidsparse.pipelines.video import write_video
 
     video, poster = stem.with_name(f"{stem.name}.mp4"), stem.with_name(f"{stem.name}.jpg")
     assert request.fps is not None
-    write_video(made.frames, video, request.fps)
+    write_video(made.frames, video, request.fps, job.check)
     Image.fromarray(made.frames[len(made.frames) // 2]).save(poster, quality=88)
     target = Target(video=video, record=video.with_suffix(".json"), finished=False)
     RunFolder(stem.parent).write_record(target, made.record)

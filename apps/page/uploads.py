@@ -1,8 +1,10 @@
-"""What a visitor may hand in, looked at before anything else touches it."""
+"""What a visitor may hand in, looked at before anything else touches it, and forgotten again."""
 
 from __future__ import annotations
 
+import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from vidsparse.apps.prompts import parse_prompts
@@ -11,7 +13,24 @@ from vidsparse.errors import OptionError
 # of an uploaded picture: far above what any model reads, far below what fills the memory.
 MOST_PIXELS = 50_000_000
 
+# seconds. gradio keeps what it is sent and copies what it shows; nothing is lost with either, since
+# pictures are written anew and videos stay in the visits' folders, to be copied when shown again.
+CLEAN_EVERY = 600
+CLEAN_AFTER = 6 * 3600
+
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+def forget_old(folder: Path) -> None:
+    """Remove what a page that was killed left among gradio's files; the others clean up."""
+    for path in folder.glob("*/*"):
+        # another page may be using the folder: what was removed meanwhile is gone, as it should be.
+        with suppress(OSError):
+            if time.time() - path.stat().st_ctime > CLEAN_AFTER:
+                path.unlink()
+    for path in folder.iterdir():
+        with suppress(OSError):
+            path.rmdir()
 
 
 def check_size(path: Path, megabytes: int) -> None:

@@ -179,5 +179,19 @@ class Heat extends HTMLElement {
   }
 }
 
+// where the buttons stay in reach at the bottom, what they start shows further down.
+document.addEventListener("click", (event) => {
+  if (!event.target.closest(".vs-run button.primary") || !matchMedia("(max-width: 700px)").matches) return;
+  document.querySelector("#tabs").scrollIntoView({ behavior: calm ? "auto" : "smooth" });
+});
+
+// a dropdown of gradio's that Tab leads away from leaves its list open, and stumbles over it when the
+// choices change; Escape closes it.
+document.addEventListener("focusout", ({ target }) => {
+  if (target.getAttribute("role") !== "combobox") return;
+  const escape = new KeyboardEvent("keydown", { key: "Escape", bubbles: true });
+  setTimeout(() => target.dispatchEvent(escape));
+});
+
 customElements.define("vs-viewer", Viewer);
 customElements.define("vs-heat", Heat);

@@ -35,7 +35,7 @@ class Visit:
         cell: the last recorded cell.
         reports: the last report, one entry for each setting.
         shown: the video that the Generate tab shows.
-        image: the picture that was uploaded, decoded and written anew.
+        images: pictures that were uploaded, decoded and written anew, by their names in a request.
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class Visit:
     cell: CellRecord | None = None
     reports: list[ReportFiles] = field(default_factory=list)
     shown: Clip | None = None
-    image: Path | None = None
+    images: dict[str, Path] = field(default_factory=dict)
     _number: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -10,6 +10,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,8 @@ class Workbench:
             if step == steps:
                 job.say("decoding")
 
-        try:
+        made = None
+        with suppress(GenerationCancelled):
             made = generate(
                 self.load_for(request),
                 request,
@@ -121,9 +123,10 @@ class Workbench:
                 lambda: job.stopping() or (until is not None and until()),
                 attach=attach,
             )
-        except GenerationCancelled:
+        if made is None:
+            # not sooner: while the error is looked at, it holds what the run had in hand.
             self.free()
-            raise Cancelled("cancelled") from None
+            raise Cancelled("cancelled")
         self._decode_seconds[shape] = made.record["times"]["decode"]
         return made
 

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vidsparse.calibration.base import Calibrator, Pass, check_count
+from vidsparse.calibration.sweep import selected_share
 from vidsparse.errors import OptionError
-from vidsparse.masks import tile_count, tile_sizes
+from vidsparse.masks import tile_count
 from vidsparse.methods import Bsfa
 from vidsparse.methods.base import check_share, option
 from vidsparse.methods.bsfa import FRACTION, THRESHOLD, always_kept
@@ -87,7 +88,7 @@ class BsfaCalibrator(Calibrator):
         self._sum = torch.zeros(0)
         self._calls = self.extent.table(self._group_count(), 1, 1)
         self._density = torch.zeros(len(self.fractions), dtype=torch.float64)
-        self._density_calls = torch.zeros((), dtype=torch.float64)
+        self._density_weight = torch.zeros((), dtype=torch.float64)
 
     @property
     def passes(self) -> Sequence[Pass]:
@@ -127,9 +128,10 @@ class BsfaCalibrator(Calibrator):
         at = (site.part, site.layer, slice(None), self._group(site))
         self._sum[at] += found
         self._calls[at] += q.shape[0]
-        if (site.part, site.layer) == (0, 0):
-            self._density += self._predicted(site, judged, always)
-            self._density_calls += 1
+        # a mean over few calls keeps more than it will: each counts as many times as calls went in.
+        weight = float(self._calls[at].max())
+        self._density += weight * self._kept(maxima, self._sum[at] / self._calls[at], site, always)
+        self._density_weight += weight
 
     def finish(self, number: int) -> None:
         """Nothing follows from one pass but the means."""
@@ -140,14 +142,14 @@ class BsfaCalibrator(Calibrator):
             "sum": self._sum,
             "calls": self._calls,
             "density": self._density,
-            "density_calls": self._density_calls,
+            "density_weight": self._density_weight,
         }
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Sums and counts of a ``state()``."""
         self._sum, self._calls = state["sum"].clone(), state["calls"].clone()
         self._density = state["density"].clone()
-        self._density_calls = state["density_calls"].clone()
+        self._density_weight = state["density_weight"].clone()
 
     def tables(self) -> dict[str, Tensor]:
         """Thresholds ``[P, L, H, groups, fractions, Tq]`` and their fractions."""
@@ -159,8 +161,12 @@ class BsfaCalibrator(Calibrator):
         }
 
     def measured(self) -> dict[str, Any]:
-        """The density of products with V that each fraction stands for, kept blocks included."""
-        density = self._density / self._density_calls.clamp_min(1)
+        """The density of products with V that each fraction stands for, kept blocks included.
+
+        It is what the means so far kept of each call. The fraction itself is what a call's own
+        thresholds keep; a mean of several calls' keeps another share of each.
+        """
+        density = self._density / self._density_weight.clamp_min(1)
         return {
             "predicted_density": {
                 f"{fraction:g}": round(value, 5)
@@ -168,22 +174,16 @@ class BsfaCalibrator(Calibrator):
             },
         }
 
-    def _predicted(self, site: CallSite, judged: Tensor, always: Tensor) -> Tensor:
-        """Share of pairs that k judged blocks and those always kept make, for every fraction."""
-        assert isinstance(self.method, Bsfa)
-        rows, keys = (
-            tile_sizes(site.grid.tokens, size, always.device).double() for size in self.method.tile
-        )
-        own = (always.double() @ keys) * rows
-        whole = (~always).double() @ keys
+    def _kept(self, maxima: Tensor, threshold: Tensor, site: CallSite, always: Tensor) -> Tensor:
+        """Share of pairs that thresholds ``[H, fractions, Tq]`` keep, fp64 ``[fractions]``."""
+        tile, tokens = self.method.tile, site.grid.tokens
         shares = []
-        for fraction in self.fractions:
-            kept = torch.ones_like(own)
-            # all judged blocks of a row are about alike in size: a share of them is one of keys.
-            part = kept_blocks(judged, fraction) / judged.clamp_min(1)
-            kept[: len(part)] = part
-            shares.append((own + kept * whole * rows).sum() / site.grid.tokens**2)
-        return torch.stack(shares).cpu()
+        for of_rows in threshold.to(maxima.device).unbind(1):
+            judged = maxima >= of_rows.unsqueeze(-1)
+            # rows of text only have no threshold.
+            judged = F.pad(judged, (0, 0, 0, always.shape[0] - judged.shape[2]))
+            shares.append(selected_share(judged | always, tile, tokens).mean())
+        return torch.stack(shares).double().cpu()
 
     def _group_count(self) -> int:
         return min(self.groups, max(1, len(self.extent.window)))

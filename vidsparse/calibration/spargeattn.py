@@ -55,7 +55,7 @@ class SpargeCalibrator(Calibrator):
         0.06, flag="--l2", metavar="E", help="largest relative L1 error of both stages"
     )
     steps: int = option(
-        5, flag="--sample-steps", metavar="N", help="denoising steps that are looked at",
+        3, flag="--sample-steps", metavar="N", help="denoising steps that are looked at",
         convert=int,
     )  # fmt: skip
 

@@ -90,8 +90,8 @@ class SparseMethod(Method):
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate | None:
         """Which of the plan's products with V to skip once their scores are known; None: none.
 
-        Asked at every sparse call, also of a reused plan. ``q`` ``[B, H, S, D]`` in token order.
-        No host synchronisation.
+        Asked at every sparse call, also of a reused plan. ``q`` ``[B, H, S, D]`` is there for its
+        shape, dtype and device: its tokens need not be in order. No host synchronisation.
         """
         return None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
-from vidsparse.kernels.quantize import quantize_four_bits
+from vidsparse.kernels.quantize import FourBitQK, quantize_four_bits
 from vidsparse.masks import tile_count, tile_sizes
 from vidsparse.methods.base import (
     SparseMethod,
@@ -62,39 +62,39 @@ def reference_area(
     return area
 
 
-def relative_scores_mask(
+def relative_scores(
     q: Tensor,
     k: Tensor,
-    tau: float | Tensor,
     tile: tuple[int, int],
     local: int,
     sink_from: int | None = None,
+    *,
+    rounded: bool = True,
 ) -> Tensor:
-    """Tiles in which some element's relative attention score may reach ``tau``.
+    """The largest logarithm of a relative attention score in every tile.
 
     Args:
         q: queries ``[B, H, S, D]``.
         k: keys ``[B, H, S, D]``.
-        tau: the threshold, or one for every head, fp32 ``[H]``.
         tile: (M, N).
         local: tokens of the local area.
         sink_from: key tile that the sink starts with; None is no sink.
+        rounded: estimate scores from 4 bits, as the method does; False takes q and k as they are.
 
     Returns:
-        bool ``[B, H, Tq, Tk]``; sink and local tiles are true.
+        fp32 ``[B, H, Tq, Tk]`` (fp64 of fp64); infinite in the sink and local tiles.
     """
     batch, heads, tokens, dim = q.shape
     rows, keys = tile
     area = reference_area(tokens, tile, local, sink_from, q.device)
-    four = quantize_four_bits(q, k, keys)
+    four = quantize_four_bits(q, k, keys) if rounded else _unrounded(q, k, keys)
     k4 = torch.cat([four.k.float(), four.offset.unsqueeze(-1)], -1).mT
-    logarithm = tau.log().view(-1, 1, 1) if isinstance(tau, Tensor) else math.log(tau)
     # on the host, where they are slices.
     first, stop = local_tiles(tokens, tile, local)
     sink = slice(tokens if sink_from is None else sink_from * keys, tokens)
     padding = -tokens % keys
     at_once = max(1, ESTIMATES_AT_ONCE // (batch * heads * tokens * rows))
-    masks = []
+    found = []
     for start in range(0, area.shape[0], at_once):
         tiles = slice(start, min(start + at_once, area.shape[0]))
         row = slice(tiles.start * rows, min(tiles.stop * rows, tokens))
@@ -112,17 +112,45 @@ def relative_scores_mask(
             before = slice(sink.start, max(sink.start, near.start))
             early = q[:, :, row].float() @ k[:, :, before].float().mT / math.sqrt(dim)
             scores = torch.cat([scores, far, early], -1)
-        least = (scores.logsumexp(-1, keepdim=True) + logarithm) * math.sqrt(dim)
+        known = scores.logsumexp(-1, keepdim=True)
         scale = four.q_scale[:, :, row, None]
-        least = (least - four.shift[:, :, row, None]) / scale
         # the offset, which depends on row and column, is one more product.
         estimate = torch.cat([four.q[:, :, row].float(), 1 / scale], -1) @ k4
         best = F.pad(estimate, (0, padding), value=-math.inf)
         best = torch.unflatten(best, -1, (-1, keys)).amax(-1)
-        hit = best >= least / four.k_scale.unsqueeze(2)
-        hit = F.pad(hit, (0, 0, 0, -hit.shape[2] % rows))
-        masks.append(torch.unflatten(hit, 2, (-1, rows)).any(3) | area[tiles])
-    return torch.cat(masks, 2)
+        best = best * four.k_scale.unsqueeze(2) * scale + four.shift[:, :, row, None]
+        best = best / math.sqrt(dim) - known
+        best = F.pad(best, (0, 0, 0, -best.shape[2] % rows), value=-math.inf)
+        best = torch.unflatten(best, 2, (-1, rows)).amax(3)
+        found.append(best.masked_fill(area[tiles], math.inf))
+    return torch.cat(found, 2)
+
+
+def _unrounded(q: Tensor, k: Tensor, keys: int) -> FourBitQK:
+    """Queries and keys as they are, in the form of rounded ones."""
+    batch, heads, tokens = q.shape[:3]
+    zero, one = (q.new_full((batch, heads, tokens), value).float() for value in (0.0, 1.0))
+    tiles = one[:, :, : tile_count(tokens, keys)]
+    return FourBitQK(q=q, k=k, q_scale=one, k_scale=tiles, offset=zero, shift=zero, k_run=keys)
+
+
+def relative_scores_mask(
+    q: Tensor,
+    k: Tensor,
+    tau: float | Tensor,
+    tile: tuple[int, int],
+    local: int,
+    sink_from: int | None = None,
+) -> Tensor:
+    """Tiles in which some element's relative attention score may reach ``tau``.
+
+    ``tau`` is a number, or one for every head, fp32 ``[H]``; the rest as in ``relative_scores``.
+
+    Returns:
+        bool ``[B, H, Tq, Tk]``; sink and local tiles are true.
+    """
+    logarithm = tau.log().view(-1, 1, 1) if isinstance(tau, Tensor) else math.log(tau)
+    return relative_scores(q, k, tile, local, sink_from) >= logarithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +213,12 @@ class Sale(SparseMethod):
 
     def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
         """Tiles with an element that may matter, bool ``[B, H, Tq, Tk]`` (algorithm 1)."""
-        sink_from = site.grid.video // self.tile[1] if site.grid.text else None
         tau = self.threshold(q, site)
-        return relative_scores_mask(q, k, tau, self.tile, self.local, sink_from)
+        return relative_scores_mask(q, k, tau, self.tile, self.local, self.sink_from(site))
+
+    def sink_from(self, site: CallSite) -> int | None:
+        """Key tile that the sink, the text, starts with; None where there is no text."""
+        return site.grid.video // self.tile[1] if site.grid.text else None
 
     def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor] | None:
         """``select`` by kernels, for 16-bit queries and keys and tiles of 8 keys or more."""
