@@ -107,7 +107,7 @@ $fidelity_rows
 
 ## Limits
 
-- It draws its own world only: no other subjects, no styles, no camera motion.
+- It draws its own world only: no other subjects, no styles, no camera motion.$limits
 - It is made for $trained_sizes.
   Other sizes and lengths run; how well was not measured.
 - It has seen one or two objects in a clip, never more, and never two of one shape or one colour.
@@ -194,6 +194,7 @@ def readme(
         guidance=card.guidance,
         parts=model.parts(transformer, encoder, vae),
         sizes=f"{' and '.join(tokens)}.",
+        limits="".join(f"\n- {limit}" for limit in card.limits),
         shapes=len(world.SHAPES),
         colours=len(world.COLOURS),
         extents=len(world.SIZES),

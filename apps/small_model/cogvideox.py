@@ -64,6 +64,10 @@ class CogVideoX(SmallModel):
         dense_last_layers=1,
         reuse=2,
         method_options={"fg-attn": {"top_p": 0.8}},
+        limits=(
+            "Two objects often mix their shapes and colours.",
+            "Moving objects leave faint traces on the background.",
+        ),
     )
     recipe = Recipe(
         vae_minutes=3.4,

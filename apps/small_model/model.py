@@ -124,6 +124,7 @@ class Card:
         dense_last_layers: last layers kept dense.
         reuse: steps that a plan serves.
         method_options: options of methods by their names, where they differ from the methods' own.
+        limits: what else the card admits, a sentence each.
     """
 
     description: str
@@ -137,6 +138,7 @@ class Card:
     dense_last_layers: int
     reuse: int
     method_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    limits: tuple[str, ...] = ()
 
 
 class SmallModel(ABC):
