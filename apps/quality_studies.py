@@ -1,6 +1,6 @@
 """What the quality study measures: configurations, a row of its file each.
 
-24 % of the steps are dense in all of them. The studies:
+The first steps are dense in all of them, as many as the model's family asks for. The studies:
 
 - ``tiles``: FG-Attn's square tiles of four sizes, ``top_p`` swept, so that curves can be compared.
 - ``merging``: the same fine tiles merged into 128-row blocks in other ways than by XOR distance.

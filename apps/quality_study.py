@@ -289,6 +289,8 @@ class Study:
         from vidsparse.pipelines.generate import run_facts
 
         first = self._requests[0]
+        steps = first.dense_steps
+        dense = f"{steps:.0%}" if isinstance(steps, float) else str(steps)
         facts = run_facts(self._loaded)
         return {
             "hardware": facts["device"],
@@ -303,7 +305,8 @@ class Study:
                 "sample standard deviation over prompts",
                 "ssim": f"scikit-image, Gaussian window, on every {self._ssim_every}. frame",
                 "flicker": "PSNR of frame-to-frame differences",
-                "densities": "means over the sparse steps; 24 % of the steps are dense",
+                "densities": f"means over the sparse steps; the first {dense} of all steps "
+                "are dense",
                 "sim_q, sim_k, l1, sparsity": f"SpargeAttn's, over the calls of {RECORDED_STEPS} "
                 f"steps, all layers, {RECORDED_PROMPTS} prompts of a dense run",
             },

@@ -29,7 +29,7 @@ from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.request import DTYPES, OFFLOADS, check_device, check_dtype
 
 MODELS: Final[Mapping[str, Path]] = MappingProxyType(
-    {"shapes": Path(__file__).parent / "models" / "shapes"}
+    {name: Path(__file__).parent / "models" / name for name in ("shapes", "shapes-joint")}
 )
 """The bundled models, the default first, and their folders."""
 
@@ -379,7 +379,7 @@ def _read_defaults(
     """The card's settings where there are any, then those that the model's own files tell."""
     vae = _read_json(folder / "vae" / "config.json")
     transformer = _read_json(folder / "transformer" / "config.json")
-    values = _own_settings(folder, index, transformer)
+    values = _own_settings(folder, index, transformer, vae)
     values |= {name: card[name] for name in _CARD_SETTINGS if name in card}
     if "size" in card:
         match = re.fullmatch(r"(\d+)x(\d+)", str(card["size"]))
@@ -400,7 +400,10 @@ def _read_defaults(
 
 
 def _own_settings(
-    folder: Path, index: Mapping[str, Any], transformer: Mapping[str, Any]
+    folder: Path,
+    index: Mapping[str, Any],
+    transformer: Mapping[str, Any],
+    vae: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Where models of one family were made for different videos, and how their files tell."""
     if index.get("expand_timesteps"):
@@ -410,8 +413,10 @@ def _own_settings(
     if "sample_frames" in transformer:
         # CogVideoX: 49 frames of 720x480 in 1.0; 1.5 patches frames in pairs.
         values["frames"] = transformer["sample_frames"]
-        values["width"] = transformer["sample_width"] * 8
-        values["height"] = transformer["sample_height"] * 8
+        # its VAE halves a picture between any two of its levels.
+        pixels = 2 ** (len(vae["block_out_channels"]) - 1)
+        values["width"] = transformer["sample_width"] * pixels
+        values["height"] = transformer["sample_height"] * pixels
         values["fps"] = 16 if transformer.get("patch_size_t") else 8
     if transformer.get("target_size") == 960:
         # HunyuanVideo 1.5 at 720p.

@@ -1,4 +1,4 @@
-"""The small model: its world, its words, its training command, and the folder that ships."""
+"""The small models: their world, their words, the training command, and the folders that ship."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ import random
 import re
 import socket
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import WanPipeline
 from transformers import PreTrainedTokenizerFast
 
-from vidsparse.apps.small_model import card, fidelity, text, train, vae, vae_psnr, world
+from vidsparse.apps.small_model import card, fidelity, muon, text, train, vae, vae_psnr, world
+from vidsparse.apps.small_model.cogvideox import SHAPES_JOINT, rotary_angles
 from vidsparse.apps.small_model.export import build_tokenizer, export
+from vidsparse.apps.small_model.model import EXAMPLE_PROMPTS, ClipSize, SmallModel
+from vidsparse.apps.small_model.registry import SMALL_MODELS
+from vidsparse.apps.small_model.wan import SHAPES
+from vidsparse.metrics import compare_videos
+from vidsparse.pipelines.generate import generate as generate_for_commands
 from vidsparse.pipelines.models import MODELS, resolve_model, unknown_words
+from vidsparse.pipelines.models import load as load_for_commands
+from vidsparse.pipelines.request import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[1]
-SHAPES = MODELS["shapes"]
 MEGABYTE = 1_000_000
 
 
@@ -235,9 +243,9 @@ def test_the_tokenizer_pads_and_cuts_as_the_pipeline_asks(saved_tokenizer: Any) 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:6])
 def test_the_commands_warn_of_the_words_the_tokenizer_does_not_know(
-    prompt: str, trained: Path
+    prompt: str, trained: Run
 ) -> None:
-    assert unknown_words(resolve_model(trained / "shapes"), prompt) == text.unknown_words(prompt)
+    assert unknown_words(resolve_model(trained.folder), prompt) == text.unknown_words(prompt)
 
 
 # --- the reader of colours and directions ---
@@ -282,26 +290,166 @@ def test_a_contact_sheet_has_a_row_a_clip() -> None:
     assert sheet[27, 9].tolist() == [128, 128, 128]
 
 
-# --- the autoencoder on whole clips ---
+# --- what the layouts declare ---
 
 
-@pytest.mark.parametrize(("frames", "height", "width"), [(5, 16, 16), (9, 32, 16), (13, 16, 32)])
-def test_the_whole_clip_forward_equals_the_chunks_of_diffusers(
-    frames: int, height: int, width: int
+@pytest.fixture(params=SMALL_MODELS.values(), ids=SMALL_MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.mark.parametrize(("frames", "height", "width"), [(9, 16, 32), (17, 32, 16), (25, 16, 16)])
+def test_the_forward_of_training_equals_that_of_diffusers(
+    model: SmallModel, frames: int, height: int, width: int
 ) -> None:
     torch.manual_seed(0)
-    model = vae.build_vae().eval()
+    stock = model.build_vae().eval()
     clip = torch.rand(2, 3, frames, height, width) * 2 - 1
     with torch.no_grad():
-        mean, log_variance = vae.encode(model, clip)
-        posterior = model.encode(clip).latent_dist
-        rebuilt = vae.decode(model, mean)
-        stock = model.decode(mean).sample
+        posterior = stock.encode(clip).latent_dist
+        expected = stock.decode(posterior.mean).sample
+        fast = model.prepare_vae(deepcopy(stock))
+        mean, log_variance = model.encode(fast, clip)
+        rebuilt = model.decode(fast, mean)
     scale = posterior.mean.abs().max()
     assert (mean - posterior.mean).abs().max() < 1e-4 * scale
     assert (log_variance - posterior.logvar).abs().max() < 1e-4 * posterior.logvar.abs().max()
-    # diffusers clamps its pictures
-    assert (rebuilt.clamp(-1, 1) - stock).abs().max() < 1e-4
+    # Wan's pictures come clamped
+    assert (rebuilt.clamp(-1, 1) - expected.clamp(-1, 1)).abs().max() < 1e-4
+
+
+def test_an_autoencoder_is_trained_in_the_precision_of_its_clip(model: SmallModel) -> None:
+    torch.manual_seed(0)
+    net = model.prepare_vae(model.build_vae())
+    clip = torch.rand(1, 3, 9, 16, 16) * 2 - 1
+    exact, _ = model.encode(net, clip)
+    mean, _ = model.encode(net, clip.to(torch.bfloat16))
+    assert mean.dtype == torch.bfloat16
+    assert 0 < (mean - exact).abs().max() < 0.1 * exact.abs().max()
+    model.decode(net, mean).sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+def test_known_moments_change_what_the_pipeline_sees_and_not_the_picture(
+    model: SmallModel,
+) -> None:
+    torch.manual_seed(0)
+    net = model.build_vae().eval()
+    clip = torch.rand(1, 3, 9, 16, 16) * 2 - 1
+    with torch.no_grad():
+        latents, spread = model.encode(net, clip)
+        picture = model.decode(net, latents)
+        channels = latents.shape[1]
+        mean, deviation = torch.rand(channels) - 0.5, torch.rand(channels) + 0.5
+        shift, scale = (x.view(-1, 1, 1, 1) for x in model.normalise(net, mean, deviation))
+        after, its_spread = model.encode(net, clip)
+        wanted = (latents - shift) / scale
+        assert torch.allclose(seen_by_the_pipeline(net, after), wanted, atol=1e-4)
+        assert torch.allclose(model.decode(net, after), picture, atol=1e-4)
+        if model is SHAPES_JOINT:
+            assert torch.allclose(its_spread, spread - 2 * scale.log(), atol=1e-4)
+    assert torch.equal(scale.flatten(), deviation)
+
+
+def seen_by_the_pipeline(net: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Latents of an autoencoder as its pipeline denoises them."""
+    if "scaling_factor" in net.config:
+        return latents * net.config.scaling_factor
+    shape = (1, -1, 1, 1, 1)
+    mean, deviation = net.config.latents_mean, net.config.latents_std
+    return (latents - torch.tensor(mean).view(shape)) / torch.tensor(deviation).view(shape)
+
+
+def stock_pipeline(model: SmallModel) -> Any:
+    torch.manual_seed(0)
+    return model.pipeline_class(
+        tokenizer=build_tokenizer(),
+        text_encoder=model.build_text_encoder(),
+        vae=model.build_vae(),
+        transformer=model.build_transformer(),
+        scheduler=model.build_scheduler(),
+    )
+
+
+def test_training_embeds_prompts_as_the_pipeline_does(model: SmallModel) -> None:
+    pipe = stock_pipeline(model)
+    prompts = [EXAMPLE_PROMPTS[0], ""]
+    ids = [text.token_ids(prompt) for prompt in prompts]
+    padded = torch.tensor([row + [text.PAD_ID] * (text.CAPTION_TOKENS - len(row)) for row in ids])
+    with torch.no_grad():
+        expected = pipe.encode_prompt(
+            prompts,
+            do_classifier_free_guidance=False,
+            max_sequence_length={SHAPES: 512, SHAPES_JOINT: 226}[model],
+        )[0]
+        assert torch.allclose(model.embed(pipe.text_encoder, padded), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0.02, 0.5, 0.999])
+def test_a_perfect_prediction_is_where_the_sampler_finds_the_picture(
+    model: SmallModel, place: float
+) -> None:
+    torch.manual_seed(0)
+    clean, noise = torch.randn(2, 4, 3, 4, 4), torch.randn(2, 4, 3, 4, 4)
+    noisy, timestep, target = model.corrupt(clean, noise, torch.full((2,), place))
+    scheduler = model.build_scheduler()
+    if model is SHAPES:
+        sigma = timestep / 1000
+        assert torch.allclose(noisy - sigma.view(-1, 1, 1, 1, 1) * target, clean, atol=1e-5)
+        # the shift of the scheduler is that of the training times
+        scheduler.set_timesteps(1000)
+        nearest = (scheduler.timesteps - timestep[0]).abs().argmin()
+        assert scheduler.sigmas[nearest] == pytest.approx(sigma[0].item(), abs=2e-3)
+    else:
+        scheduler.set_timesteps(25)
+        step = scheduler.step(target, int(timestep[0]), noisy)
+        assert torch.allclose(step.pred_original_sample, clean, atol=1e-4)
+
+
+def test_training_sees_the_positions_of_the_pipeline() -> None:
+    pipe = stock_pipeline(SHAPES_JOINT)
+    for frames, height, width in ((9, 256, 256), (9, 128, 128), (5, 192, 320)):
+        expected = pipe._prepare_rotary_positional_embeddings(
+            height, width, frames, torch.device("cpu")
+        )
+        angles = rotary_angles(
+            frames,
+            height // 4,
+            width // 4,
+            patch=4,
+            base=(64, 64),
+            channels=64,
+            device=torch.device("cpu"),
+        )
+        assert all(torch.equal(a, b) for a, b in zip(angles, expected, strict=True))
+
+
+def test_muon_gets_every_projection_of_the_blocks_and_nothing_else(model: SmallModel) -> None:
+    transformer, encoder = model.build_transformer(), model.build_text_encoder()
+    chosen = muon.hidden_matrices(transformer, encoder)
+    per_layer = {SHAPES: 10, SHAPES_JOINT: 6}[model]
+    # four of attention and three of the gated feed-forward
+    words = 7 * encoder.config.num_layers
+    assert len(chosen) == per_layer * transformer.config.num_layers + words
+    assert all(matrix.ndim == 2 for matrix in chosen)
+
+
+@pytest.mark.parametrize("shape", [(12, 8), (8, 4, 3, 3, 3), (6, 4, 1, 1, 1)])
+def test_muon_moves_every_direction_of_a_matrix_or_kernel_alike(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(2)]
+    # directions of very different strength
+    for layer in layers:
+        layer.grad = torch.randn(shape) * torch.logspace(0, -2, shape[0]).view(
+            -1, *[1] * (len(shape) - 1)
+        )
+    muon.Muon(layers, weight_decay=0.0).step(0.1)
+    for layer in layers:
+        rows = layer.detach().flatten(1)
+        strengths = torch.linalg.svdvals(rows) / (0.1 * 0.2 * max(rows.shape) ** 0.5)
+        assert 0.3 < strengths.min() < strengths.max() < 1.5
+        assert layer.grad is not None
+        assert (rows * layer.grad.flatten(1)).sum() < 0
 
 
 def test_psnr_of_a_known_error() -> None:
@@ -314,14 +462,31 @@ def test_psnr_of_a_known_error() -> None:
 # --- the training command ---
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@dataclass(frozen=True)
+class Run:
     """What ``train --tiny`` leaves behind."""
+
+    model: SmallModel
+    out: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.model.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
+
+
+@pytest.fixture(scope="module", params=SMALL_MODELS.values(), ids=SMALL_MODELS)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Run]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    out = tmp_path_factory.mktemp("run")
-    train.main(["--out", str(out), "--tiny", "--device", "cpu"])
-    yield out
+    run = Run(request.param, tmp_path_factory.mktemp("run"))
+    train.main(["--model", run.model.name, "--out", str(run.out), "--tiny", "--device", "cpu"])
+    yield run
     torch.set_num_threads(threads)
 
 
@@ -346,8 +511,8 @@ def files(folder: Path) -> set[str]:
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
 
 
-def load(folder: Path) -> Any:
-    pipe = WanPipeline.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+def load(model: SmallModel, folder: Path) -> Any:
+    pipe = model.pipeline_class.from_pretrained(folder, local_files_only=True, use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -356,7 +521,7 @@ def generate(pipe: Any, prompts: list[str], batch: int) -> list[np.ndarray]:
     return fidelity.generate(
         pipe,
         prompts,
-        frames=5,
+        frames=9,
         height=32,
         width=48,
         steps=2,
@@ -367,37 +532,40 @@ def generate(pipe: Any, prompts: list[str], batch: int) -> list[np.ndarray]:
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_miniature_training_run_exports_a_folder_that_loads_offline(trained: Path) -> None:
-    assert files(trained / "shapes") == FILES
-    pipe = load(trained / "shapes")
-    clip = generate(pipe, [card.EXAMPLE_PROMPTS[0]], 1)[0]
-    assert clip.shape == (5, 32, 48, 3)
+def test_a_miniature_training_run_exports_a_folder_that_loads_offline(trained: Run) -> None:
+    assert files(trained.folder) == FILES
+    pipe = load(trained.model, trained.folder)
+    clip = generate(pipe, [EXAMPLE_PROMPTS[0]], 1)[0]
+    assert clip.shape == (9, 32, 48, 3)
     # the latents' scale was measured, not left at one
-    assert pipe.vae.config.latents_std != [1.0] * 16
+    clips = world.render(scenes(24, seed=9), 9, 32, 32)
+    with torch.no_grad():
+        mean, log_variance = trained.model.encode(pipe.vae, clips)
+    latents = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+    spread = seen_by_the_pipeline(pipe.vae, latents).std((0, 2, 3, 4))
+    assert (spread - 1).abs().max() < 0.3
 
 
-def test_the_export_does_not_say_where_it_was_made(trained: Path) -> None:
-    for path in (trained / "shapes").rglob("*"):
+def test_the_export_does_not_say_where_it_was_made(trained: Run) -> None:
+    for path in trained.folder.rglob("*"):
         if path.is_file():
-            assert str(trained).encode() not in path.read_bytes(), path
+            assert str(trained.out).encode() not in path.read_bytes(), path
 
 
-def test_the_export_keeps_the_weights_to_the_last_bit_it_stores(trained: Path) -> None:
-    from diffusers import AutoencoderKLWan, WanTransformer3DModel
-
-    pipe = load(trained / "shapes")
+def test_the_export_keeps_the_weights_to_the_last_bit_it_stores(trained: Run) -> None:
+    pipe = load(trained.model, trained.folder)
     for name, cls, dtype in (
-        ("transformer", WanTransformer3DModel, torch.bfloat16),
-        ("vae", AutoencoderKLWan, torch.float16),
+        ("transformer", trained.model.transformer_class, torch.bfloat16),
+        ("vae", trained.model.vae_class, torch.float16),
     ):
-        source = cls.from_pretrained(trained / "checkpoints" / name).state_dict()
+        source = cls.from_pretrained(trained.checkpoints / name).state_dict()
         for key, stored in getattr(pipe, name).state_dict().items():
             rounded = source[key].to(dtype).float()
             assert torch.equal(stored, rounded) or torch.equal(stored, source[key]), key
 
 
-def test_a_batch_of_prompts_draws_what_single_prompts_draw(trained: Path) -> None:
-    pipe = load(trained / "shapes")
+def test_a_batch_of_prompts_draws_what_single_prompts_draw(trained: Run) -> None:
+    pipe = load(trained.model, trained.folder)
     prompts = [text.caption(scene) for scene in world.held_out_scenes()[:3]]
     alone, together = generate(pipe, prompts, 1), generate(pipe, prompts, 2)
     assert len(alone) == len(together) == 3
@@ -406,10 +574,10 @@ def test_a_batch_of_prompts_draws_what_single_prompts_draw(trained: Path) -> Non
 
 
 def test_fidelity_judges_a_folder_and_says_that_it_failed(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report, sheet = tmp_path / "fidelity.json", tmp_path / "sheet.png"
-    asked = f"--model {trained / 'shapes'} --size 32x32 --frames 5 --steps 1 --batch 24"
+    asked = f"--model {trained.folder} --size 32x32 --frames 9 --steps 1 --batch 24"
     assert fidelity.main([*asked.split(), "--json", str(report), "--sheet", str(sheet)]) == 1
     told = json.loads(report.read_text(encoding="utf-8"))
     assert len(told["verdicts"]) == 24
@@ -420,21 +588,22 @@ def test_fidelity_judges_a_folder_and_says_that_it_failed(
 
 
 def test_vae_psnr_judges_a_folder_and_says_that_it_failed(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = (vae.ClipSize(frames=5, side=32),)
-    monkeypatch.setattr(vae_psnr, "CLIP_SIZES", small)
-    assert vae_psnr.main(["--model", str(trained / "shapes"), "--clips", "2"]) == 1
-    assert re.match(r"5 frames of 32x32: mean \d+\.\d\d dB, ", capsys.readouterr().out)
+    small = replace(trained.model.recipe, sizes=(ClipSize(frames=9, side=32),))
+    monkeypatch.setattr(type(trained.model), "recipe", small)
+    assert vae_psnr.main(["--model", str(trained.folder), "--clips", "2"]) == 1
+    assert re.match(r"9 frames of 32x32: mean \d+\.\d\d dB, ", capsys.readouterr().out)
 
 
-def test_the_card_prints_what_was_measured_and_nothing_else(trained: Path, tmp_path: Path) -> None:
-    unmeasured = (trained / "shapes" / "README.md").read_text(encoding="utf-8")
-    assert unmeasured.count("not measured") >= 5
+def test_the_card_prints_what_was_measured_and_nothing_else(trained: Run, tmp_path: Path) -> None:
+    unmeasured = (trained.folder / "README.md").read_text(encoding="utf-8")
+    sizes = trained.model.recipe.sizes
+    assert unmeasured.count("not measured") >= 1 + 2 * len(sizes)
     assert "| 33x256x256 | not measured |" in unmeasured
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
-    for part in (trained / "checkpoints").iterdir():
+    for part in trained.checkpoints.iterdir():
         (checkpoints / part.name).symlink_to(part, target_is_directory=True)
     measured = {
         "hardware": "one abacus",
@@ -443,132 +612,186 @@ def test_the_card_prints_what_was_measured_and_nothing_else(trained: Path, tmp_p
         "fidelity": {"256x256": "23 of 24", "384x384": "24 of 24"},
     }
     (checkpoints / card.MEASURED).write_text(json.dumps(measured), encoding="utf-8")
-    export(checkpoints, tmp_path / "shapes")
-    told = (tmp_path / "shapes" / "README.md").read_text(encoding="utf-8")
-    for line in (
-        "weights: one abacus, 23 minutes.",
-        "| 33x256x256 | 31.4 |",
-        "| 49x384x384 | 33.2 |",
-        "| 256x256, 33 frames | 23 of 24 |",
-        "| 384x384, 49 frames | 24 of 24 |",
-    ):
-        assert line in told
+    export(trained.model, checkpoints, tmp_path / "out")
+    told = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "weights: one abacus, 23 minutes." in told
+    for size in sizes:
+        square = f"{size.side}x{size.side}"
+        assert f"| {size} | {measured['vae_psnr'][str(size)]} |" in told
+        assert f"| {square}, {size.frames} frames | {measured['fidelity'][square]} |" in told
+    assert told.count("| 49x384x384 |") == (trained.model is SHAPES)
 
 
-def test_no_placeholder_is_left_in_the_card(trained: Path) -> None:
-    assert "$" not in (trained / "shapes" / "README.md").read_text(encoding="utf-8")
+def test_no_placeholder_is_left_in_the_card(trained: Run) -> None:
+    assert "$" not in (trained.folder / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_export_carries_the_licence(trained: Path) -> None:
+def test_the_export_carries_the_licence(trained: Run) -> None:
     licence = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert (trained / "shapes" / "LICENSE").read_text(encoding="utf-8") == licence
+    assert (trained.folder / "LICENSE").read_text(encoding="utf-8") == licence
 
 
 def test_example_prompts_are_made_of_known_words() -> None:
-    assert len(card.EXAMPLE_PROMPTS) == 6
-    for prompt in card.EXAMPLE_PROMPTS:
+    assert len(EXAMPLE_PROMPTS) == 6
+    for prompt in EXAMPLE_PROMPTS:
         assert text.unknown_words(prompt) == []
         assert re.fullmatch(r"an? .* on an? \w+ \w+ background", prompt)
 
 
-# --- the folder that ships ---
+# --- the folders that ship ---
+
+
+@pytest.fixture(scope="module", params=SMALL_MODELS.values(), ids=SMALL_MODELS)
+def shipped(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def shapes() -> Any:
-    return load(SHAPES)
+def pipe(shipped: SmallModel) -> Any:
+    return load(shipped, MODELS[shipped.name])
 
 
-def test_the_shipped_folder_is_complete_and_safetensors_only() -> None:
-    assert files(SHAPES) == FILES
+def megabytes(name: str) -> float:
+    files = (path for path in MODELS[name].rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in files) / MEGABYTE
 
 
-def test_the_shipped_folder_is_small() -> None:
-    size = sum(path.stat().st_size for path in SHAPES.rglob("*") if path.is_file())
-    assert 20 * MEGABYTE < size < 28 * MEGABYTE
+def test_every_small_model_ships() -> None:
+    assert list(MODELS) == list(SMALL_MODELS)
+
+
+def test_the_shipped_folder_is_complete_and_safetensors_only(shipped: SmallModel) -> None:
+    assert files(MODELS[shipped.name]) == FILES
+
+
+def test_the_shipped_folders_are_small() -> None:
+    assert 20 < megabytes("shapes") < 28
+    assert 8 < megabytes("shapes-joint") < 12
+    assert sum(map(megabytes, MODELS)) < 40
 
 
 @pytest.mark.usefixtures("offline")
-def test_the_shipped_folder_loads_offline_as_a_stock_pipeline() -> None:
-    pipe = load(SHAPES)
-    assert type(pipe) is WanPipeline
-    assert type(pipe.scheduler).__name__ == "UniPCMultistepScheduler"
+def test_the_shipped_folder_loads_offline_as_a_stock_pipeline(shipped: SmallModel) -> None:
+    pipe = load(shipped, MODELS[shipped.name])
+    assert type(pipe) is shipped.pipeline_class
+    assert type(pipe.scheduler) is type(shipped.build_scheduler())
+    built, told = ({**one.config} for one in (shipped.build_scheduler(), pipe.scheduler))
+    assert {key: told[key] for key in built if key[0] != "_"} == {
+        key: value for key, value in built.items() if key[0] != "_"
+    }
 
 
-def test_the_shipped_model_has_the_sizes_its_code_builds(shapes: Any) -> None:
-    def count(model: Any) -> int:
-        return sum(p.numel() for p in model.parameters())
+def test_the_shipped_model_has_the_sizes_its_code_builds(shipped: SmallModel, pipe: Any) -> None:
+    def count(net: Any) -> int:
+        return sum(p.numel() for p in net.parameters())
 
-    for model, built in (
-        (shapes.transformer, train.build_transformer()),
-        (shapes.text_encoder, train.build_text_encoder()),
-        (shapes.vae, vae.build_vae()),
+    for net, built in (
+        (pipe.transformer, shipped.build_transformer()),
+        (pipe.text_encoder, shipped.build_text_encoder()),
+        (pipe.vae, shipped.build_vae()),
     ):
-        assert count(model) == count(built)
-    assert count(shapes.transformer) == pytest.approx(8.6e6, rel=0.01)
+        assert count(net) == count(built)
+    assert count(pipe.transformer) == pytest.approx(
+        {SHAPES: 8.6e6, SHAPES_JOINT: 4.3e6}[shipped], rel=0.01
+    )
 
 
-def test_the_shipped_weights_are_trained_ones(shapes: Any) -> None:
-    for model in (shapes.transformer, shapes.text_encoder, shapes.vae):
-        assert all(p.isfinite().all() for p in model.parameters())
-    assert shapes.vae.config.latents_std != [1.0] * 16
+def test_the_shipped_weights_are_trained_ones(pipe: Any) -> None:
+    for net in (pipe.transformer, pipe.text_encoder, pipe.vae):
+        assert all(p.isfinite().all() for p in net.parameters())
+    # zero before training
+    assert pipe.transformer.proj_out.weight.abs().max() > 0
 
 
-def test_the_shipped_settings_are_those_of_the_code() -> None:
-    told = json.loads((SHAPES / "vidsparse.json").read_text(encoding="utf-8"))
-    assert told == card.settings()
+def test_the_shipped_settings_are_those_of_the_code(shipped: SmallModel) -> None:
+    told = json.loads((MODELS[shipped.name] / "vidsparse.json").read_text(encoding="utf-8"))
+    assert told == card.settings(shipped)
     assert tuple(told["vocabulary"]) == text.VOCABULARY
 
 
-def test_commands_find_the_shipped_model_and_its_settings() -> None:
-    ref = resolve_model("shapes")
+def test_commands_find_the_shipped_model_and_its_settings(shipped: SmallModel) -> None:
+    ref = resolve_model(shipped.name)
     assert ref.source == "bundled"
     assert ref.license == "Apache-2.0"
     assert "small demonstration model" in ref.description
     assert ref.vocabulary == text.VOCABULARY
-    assert ref.example_prompts == card.EXAMPLE_PROMPTS
-    defaults = ref.defaults
+    assert ref.example_prompts == EXAMPLE_PROMPTS
+    defaults, own = ref.defaults, shipped.card
     assert (defaults.frames, defaults.width, defaults.height) == (33, 256, 256)
-    assert (defaults.steps, defaults.guidance, defaults.fps, defaults.order) == (
-        card.STEPS,
-        card.GUIDANCE,
-        card.FPS,
-        card.ORDER,
-    )
+    for name in (
+        "steps",
+        "guidance",
+        "fps",
+        "order",
+        "dense_layers",
+        "dense_last_layers",
+        "reuse",
+        "method_options",
+    ):
+        assert getattr(defaults, name) == getattr(own, name)
 
 
-def test_the_shipped_tokenizer_is_the_one_of_training(shapes: Any) -> None:
+def test_the_shipped_tokenizer_is_the_one_of_training(pipe: Any) -> None:
     for prompt in PROMPTS:
-        assert shapes.tokenizer(prompt).input_ids == build_tokenizer()(prompt).input_ids
+        assert pipe.tokenizer(prompt).input_ids == build_tokenizer()(prompt).input_ids
 
 
-def test_the_shipped_card_reports_measurements_that_meet_the_bars() -> None:
-    told = (SHAPES / "README.md").read_text(encoding="utf-8")
+def test_the_shipped_card_reports_measurements_that_meet_the_bars(shipped: SmallModel) -> None:
+    told = (MODELS[shipped.name] / "README.md").read_text(encoding="utf-8")
     assert "small demonstration model" in told
+    assert f"from diffusers import {shipped.pipeline_class.__name__}\n" in told
     psnr = re.findall(r"^\| \d+x\d+x\d+ \| ([\d.]+)", told, flags=re.MULTILINE)
     right = re.findall(r"^\| \d+x\d+, \d+ frames \| (\d+) of 24 \|", told, flags=re.MULTILINE)
-    assert len(psnr) == len(right) == 2
+    assert len(psnr) == len(right) == len(shipped.recipe.sizes)
     assert min(map(float, psnr)) >= vae_psnr.BAR_DB
     assert min(map(int, right)) >= fidelity.BAR
 
 
-def test_the_shipped_licence_is_that_of_the_repository() -> None:
-    assert (SHAPES / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+def test_the_shipped_card_is_the_one_the_code_writes(shipped: SmallModel, pipe: Any) -> None:
+    told = (MODELS[shipped.name] / "README.md").read_text(encoding="utf-8")
+    parts = shipped.parts(pipe.transformer, pipe.text_encoder, pipe.vae)
+    assert parts in told
+    tokens = [shipped.tokens(pipe.transformer, pipe.vae, s) for s in shipped.recipe.sizes]
+    assert tokens[0] == 2304
+    assert all(f"are {count:,} tokens" in told for count in tokens)
 
 
-def test_the_shipped_autoencoder_rebuilds_a_clip_it_has_not_seen(shapes: Any) -> None:
-    clip = next(vae.held_out_clips(vae.ClipSize(frames=9, side=128), 1, 1, torch.device("cpu")))
+def test_the_shipped_licence_is_that_of_the_repository(shipped: SmallModel) -> None:
+    assert (MODELS[shipped.name] / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_shipped_autoencoder_rebuilds_a_clip_it_has_not_seen(
+    shipped: SmallModel, pipe: Any
+) -> None:
+    clip = next(vae.held_out_clips(ClipSize(frames=9, side=128), 1, 1, torch.device("cpu")))
     with torch.no_grad():
-        mean, _ = vae.encode(shapes.vae, clip)
-        rebuilt = vae.decode(shapes.vae, mean)
+        mean, _ = shipped.encode(pipe.vae, clip)
+        rebuilt = shipped.decode(pipe.vae, mean)
     # small pictures have finer detail for their size than the two the bar of 30 dB is for
     assert vae.psnr(rebuilt, clip).item() > 25
 
 
-def test_the_shipped_model_draws_finite_frames_that_move(shapes: Any) -> None:
+def test_the_shipped_model_draws_finite_frames_that_move(pipe: Any) -> None:
     call = {"num_frames": 9, "height": 64, "width": 64, "num_inference_steps": 4}
     generator = torch.Generator("cpu").manual_seed(0)
-    frames = shapes(card.EXAMPLE_PROMPTS[0], generator=generator, output_type="pt", **call).frames
+    frames = pipe(EXAMPLE_PROMPTS[0], generator=generator, output_type="pt", **call).frames
     assert frames.shape == (1, 9, 3, 64, 64)
     assert frames.isfinite().all()
     assert frames[0].std(dim=0).mean() > 0.005
+
+
+def test_a_short_sparse_run_is_close_to_the_dense_one(shipped: SmallModel) -> None:
+    loaded = load_for_commands(shipped.name, device="cpu")
+    request = GenerateRequest(
+        prompt=EXAMPLE_PROMPTS[0], model=shipped.name, width=128, height=128, frames=17, steps=6
+    )
+    # most pairs are kept, but not all
+    sparse = replace(request, method="fg-attn", method_options={"top_p": 0.95, "tile": "16x16"})
+    expected, made = (
+        generate_for_commands(loaded, one) for one in (replace(request, method="dense"), sparse)
+    )
+    assert made.frames.shape == expected.frames.shape == (17, 128, 128, 3)
+    assert 0.2 < made.record["computed"] < 1
+    psnr = compare_videos(expected.frames, made.frames).psnr
+    assert psnr is not None
+    assert psnr > 25

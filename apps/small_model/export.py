@@ -8,19 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKLWan,
-    UniPCMultistepScheduler,
-    WanPipeline,
-    WanTransformer3DModel,
-)
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
+from transformers import PreTrainedTokenizerFast
 
 from . import card, text
-
-FLOW_SHIFT = 3.0
-"""Of the training times and of the shipped scheduler."""
+from .model import SmallModel
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -45,47 +37,40 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_scheduler() -> UniPCMultistepScheduler:
-    """The scheduler of stock Wan, at the shift of the training times."""
-    return UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT
-    )
-
-
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def export(checkpoints: Path, folder: Path) -> None:
-    """Write the complete ``folder`` for ``WanPipeline.from_pretrained`` from fp32 ``checkpoints``.
+def export(model: SmallModel, checkpoints: Path, folder: Path) -> None:
+    """Write the complete ``folder`` for diffusers' ``from_pretrained`` from fp32 ``checkpoints``.
 
     The transformer and the text encoder are stored in bfloat16, but for the small modules that
     diffusers computes in fp32; the autoencoder in float16, which keeps three more bits of its
     weights. The card says what ``card.MEASURED`` beside the checkpoints says.
     """
-    transformer = WanTransformer3DModel.from_pretrained(
+    transformer = model.transformer_class.from_pretrained(
         checkpoints / "transformer", torch_dtype=torch.bfloat16
     )
-    encoder = UMT5EncoderModel.from_pretrained(checkpoints / "text_encoder", dtype=torch.bfloat16)
-    vae = AutoencoderKLWan.from_pretrained(checkpoints / "vae", torch_dtype=torch.float16)
-    for model in (transformer, vae):
+    encoder = model.encoder_class.from_pretrained(
+        checkpoints / "text_encoder", dtype=torch.bfloat16
+    )
+    vae = model.vae_class.from_pretrained(checkpoints / "vae", torch_dtype=torch.float16)
+    for part in (transformer, vae):
         # diffusers would keep the path that they were loaded from
-        model.register_to_config(_name_or_path=card.NAME)
-    WanPipeline(
+        part.register_to_config(_name_or_path=model.name)
+    model.pipeline_class(
         tokenizer=build_tokenizer(),
         text_encoder=encoder,
         vae=vae,
         transformer=transformer,
-        scheduler=build_scheduler(),
+        scheduler=model.build_scheduler(),
     ).save_pretrained(folder)
-    _write_json(folder / "vidsparse.json", card.settings())
-    readme = card.readme(
-        transformer,
-        encoder,
-        vae,
-        shift=FLOW_SHIFT,
-        measured=card.read_measured(checkpoints),
-    )
+    # where nobody names a precision, transformers loads what this says and diffusers fp32; not
+    # every pipeline casts between the two
+    words = folder / "text_encoder" / "config.json"
+    _write_json(words, json.loads(words.read_text(encoding="utf-8")) | {"dtype": "float32"})
+    _write_json(folder / "vidsparse.json", card.settings(model))
+    readme = card.readme(model, transformer, encoder, vae, measured=card.read_measured(checkpoints))
     (folder / "README.md").write_text(readme, encoding="utf-8")
     licence = card.license_text()
     if licence is None:

@@ -14,11 +14,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import WanPipeline
 
+from .registry import small_model_of
 from .text import caption
 from .world import COLOURS, held_out_scenes
 
@@ -108,7 +109,7 @@ def save_sheet(path: Path, sheet: np.ndarray) -> None:
 
 
 def generate(
-    pipeline: WanPipeline,
+    pipeline: Any,
     prompts: Sequence[str],
     *,
     frames: int,
@@ -185,10 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     width, height = (int(side) for side in options.size.lower().split("x"))
     steps = options.steps or int(card["steps"])
     guidance = float(card["guidance"]) if options.guidance is None else options.guidance
-    dtypes = {"default": torch.float32}
-    if options.device.startswith("cuda"):
-        dtypes |= {"transformer": torch.bfloat16, "text_encoder": torch.bfloat16}
-    pipeline = WanPipeline.from_pretrained(options.model, torch_dtype=dtypes)
+    model = small_model_of(options.model)
+    dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
+    dtypes = {"default": dtype} | ({"vae": torch.float32} if model.vae_fp32 else {})
+    pipeline = model.pipeline_class.from_pretrained(options.model, torch_dtype=dtypes)
     pipeline.to(options.device).set_progress_bar_config(disable=options.batch > 1)
     clips = generate(
         pipeline,
@@ -210,7 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     motions = sum(v.asked.motion == v.shown.motion for v in verdicts)
     print(
         f"{width}x{height}, {options.frames} frames, {steps} steps, guidance {guidance:g}: "
-        f"both {right}, colour {colours}, direction {motions} of {len(verdicts)} (bar {BAR})"
+        f"both {right}, colour {colours}, direction {motions} of {len(verdicts)} "
+        f"(bar {BAR})"
     )
     if options.json:
         options.json.write_text(

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised, for the matrices of a transformer's hidden layers.
+"""Muon: momentum, orthogonalised, for the matrices of a network's hidden layers.
 
 K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the update
 scaled to the size of AdamW's as in "Muon is scalable for LLM training" (arXiv 2502.16982), so that
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -38,11 +38,27 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return flat
 
 
+def hidden_matrices(*models: nn.Module) -> list[Tensor]:
+    """The weights that Muon updates: projections and convolutions inside the blocks of models.
+
+    Not those that turn a timestep or latents into the shifts and scales of a norm.
+    """
+    return [
+        module.weight
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d))
+        and "block" in name
+        and "norm" not in name
+    ]
+
+
 class Muon:
-    """Muon over 2-D parameters; same-shaped ones are updated together.
+    """Muon over matrices; same-shaped ones are updated together.
 
     Args:
-        parameters: matrices of hidden layers; not embeddings, not the first or last layer.
+        parameters: matrices of hidden layers; not embeddings, not the first or last layer. A
+            convolution's kernel counts as a row for each output channel.
         weight_decay: decoupled, per unit of learning rate.
     """
 
@@ -64,7 +80,8 @@ class Muon:
             gradient = torch.stack([p.grad for p in group if p.grad is not None]).float()
             momentum.lerp_(gradient, 1 - MOMENTUM)
             # nesterov: look one step ahead along the momentum.
-            update = orthogonalise(gradient.lerp_(momentum, MOMENTUM)).float()
-            size = ADAMW_UPDATE_SIZE * max(group[0].shape) ** 0.5
+            rows = gradient.lerp_(momentum, MOMENTUM).flatten(2)
+            update = orthogonalise(rows).float().reshape(gradient.shape)
+            size = ADAMW_UPDATE_SIZE * max(rows.shape[1:]) ** 0.5
             torch._foreach_mul_(group, 1 - learning_rate * self._weight_decay)
             torch._foreach_add_(group, list((update * (-learning_rate * size)).unbind()))

@@ -1,11 +1,6 @@
-"""The video autoencoder: its shape, a fast forward for training, training, and its fidelity.
+"""Training a video autoencoder on crops of drawn clips, and how well it rebuilds unseen ones.
 
-``AutoencoderKLWan`` feeds itself chunks of four frames through a cache, which suits long videos
-and small memory but launches a kernel per layer and chunk. Its convolutions are causal, so the
-same function can be computed on the whole clip at once: ``encode`` and ``decode`` do that with
-the very modules of the diffusers model, in whatever precision their input has.
-
-Shapes: clips [B, 3, T, H, W] in [-1, 1] with T = 4k + 1; latents [B, 16, k + 1, H/8, W/8].
+Shapes: clips [B, 3, T, H, W] in [-1, 1] with T = 4k + 1; latents [B, C, k + 1, h, w].
 """
 
 from __future__ import annotations
@@ -14,194 +9,25 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import (
-    WanAttentionBlock,
-    WanCausalConv3d,
-    WanMidBlock,
-    WanResample,
-    WanResidualBlock,
-    WanRMS_norm,
-    patchify,
-    unpatchify,
-)
 from torch import nn
 
+from .model import ClipSize, Crop, SmallModel
+from .muon import Muon, hidden_matrices
 from .world import centres, render, sample_scene
 
 Log = Callable[[str], None]
 
-
-def build_vae() -> AutoencoderKLWan:
-    """The residual Wan autoencoder with patch 2: 2.7 M parameters, 8x8x4 compression."""
-    return AutoencoderKLWan(
-        base_dim=32,
-        decoder_base_dim=32,
-        z_dim=16,
-        dim_mult=[1, 2, 2],
-        num_res_blocks=1,
-        temperal_downsample=[True, True],
-        is_residual=True,
-        patch_size=2,
-        in_channels=12,
-        out_channels=12,
-        scale_factor_spatial=8,
-        latents_mean=[0.0] * 16,
-        latents_std=[1.0] * 16,
-    )
-
-
-def _conv(layer: nn.Conv2d | nn.Conv3d, x: torch.Tensor) -> torch.Tensor:
-    weight = layer.weight.to(x.dtype)
-    bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    if isinstance(layer, WanCausalConv3d):
-        return F.conv3d(F.pad(x, layer._padding), weight, bias, layer.stride)
-    assert isinstance(layer, nn.Conv2d)
-    return F.conv2d(x, weight, bias, layer.stride, layer.padding)
-
-
-def _norm(layer: WanRMS_norm, x: torch.Tensor) -> torch.Tensor:
-    # one fused kernel over the channels instead of six; in channels-last memory a view is enough
-    last = F.rms_norm(x.movedim(1, -1), (x.shape[1],), layer.gamma.flatten().to(x.dtype), eps=1e-12)
-    return last.movedim(-1, 1)
-
-
-def _residual(block: WanResidualBlock, x: torch.Tensor) -> torch.Tensor:
-    shortcut = x if isinstance(block.conv_shortcut, nn.Identity) else _conv(block.conv_shortcut, x)
-    y = _conv(block.conv1, F.silu(_norm(block.norm1, x)))
-    return shortcut + _conv(block.conv2, F.silu(_norm(block.norm2, y)))
-
-
-def _per_frame(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def _clips(x: torch.Tensor, batch: int) -> torch.Tensor:
-    return x.view(batch, -1, *x.shape[1:]).transpose(1, 2)
-
-
-def _attention(block: WanAttentionBlock, x: torch.Tensor) -> torch.Tensor:
-    frames = _per_frame(x)
-    qkv = _conv(block.to_qkv, _norm(block.norm, frames)).flatten(2).transpose(1, 2).unsqueeze(1)
-    q, k, v = qkv.chunk(3, dim=-1)
-    mixed = F.scaled_dot_product_attention(q, k, v)
-    mixed = mixed.squeeze(1).transpose(1, 2).reshape(frames.shape)
-    return x + _clips(_conv(block.proj, mixed), x.shape[0])
-
-
-def _middle(block: WanMidBlock, x: torch.Tensor) -> torch.Tensor:
-    x = _residual(block.resnets[0], x)
-    for attention, residual in zip(block.attentions, block.resnets[1:], strict=True):
-        x = _residual(residual, _attention(attention, x))
-    return x
-
-
-def _downsample(layer: WanResample, x: torch.Tensor) -> torch.Tensor:
-    y = F.pad(_per_frame(x), (0, 1, 0, 1))
-    y = _clips(_conv(layer.resample[1], y), x.shape[0])
-    if layer.mode == "downsample3d":
-        # the first frame stands alone; the convolution strides over it and the rest
-        y = torch.cat([y[:, :, :1], _conv(layer.time_conv, y)], dim=2)
-    return y
-
-
-def _upsample(layer: WanResample, x: torch.Tensor) -> torch.Tensor:
-    if layer.mode == "upsample3d" and x.shape[2] > 1:
-        # the first frame stays single, and the later ones never see it here
-        doubled = _conv(layer.time_conv, x[:, :, 1:])
-        even, odd = doubled.chunk(2, dim=1)
-        doubled = torch.stack([even, odd], dim=3).flatten(2, 3)
-        x = torch.cat([x[:, :, :1], doubled], dim=2)
-    y = F.interpolate(_per_frame(x), scale_factor=2.0, mode="nearest-exact")
-    return _clips(_conv(layer.resample[1], y), x.shape[0])
-
-
-def encode(vae: AutoencoderKLWan, clip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and log-variance [B, 16, t, h, w] of the latents of a clip, not yet normalised."""
-    encoder = vae.encoder
-    x = _conv(encoder.conv_in, patchify(clip, vae.config.patch_size))
-    for block in encoder.down_blocks:
-        y = x
-        for residual in block.resnets:
-            y = _residual(residual, y)
-        if block.downsampler is not None:
-            y = _downsample(block.downsampler, y)
-        x = y + block.avg_shortcut(x)
-    x = F.silu(_norm(encoder.norm_out, _middle(encoder.mid_block, x)))
-    mean, log_variance = _conv(vae.quant_conv, _conv(encoder.conv_out, x)).chunk(2, dim=1)
-    return mean, log_variance.clamp(-30, 20)
-
-
-def decode(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
-    """Clip [B, 3, T, H, W] of unnormalised latents; unclamped, so that training sees overshoot."""
-    decoder = vae.decoder
-    x = _conv(decoder.conv_in, _conv(vae.post_quant_conv, latents))
-    x = _middle(decoder.mid_block, x)
-    for block in decoder.up_blocks:
-        y = x
-        for residual in block.resnets:
-            y = _residual(residual, y)
-        if block.upsampler is not None:
-            y = _upsample(block.upsampler, y)
-        x = y if block.avg_shortcut is None else y + block.avg_shortcut(x, first_chunk=True)
-    x = _conv(decoder.conv_out, F.silu(_norm(decoder.norm_out, x)))
-    clip: torch.Tensor = unpatchify(x, vae.config.patch_size)
-    return clip
-
-
-def channels_last(vae: AutoencoderKLWan) -> AutoencoderKLWan:
-    """Lay the weights out as the convolutions want them; the values stay."""
-    for module in vae.modules():
-        if isinstance(module, nn.Conv3d):
-            weight = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
-            module.weight.data = weight
-        elif isinstance(module, nn.Conv2d):
-            weight = module.weight.data.contiguous(memory_format=torch.channels_last)
-            module.weight.data = weight
-    return vae
+LOG_SECONDS = 10.0
+SAVE_SECONDS = 60.0
 
 
 def psnr(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """PSNR in dB per clip [B] of clips in [-1, 1]."""
     error = (first.float().clamp(-1, 1) - second.float().clamp(-1, 1)).square().flatten(1).mean(1)
     return 10 * torch.log10(4 / error.clamp_min(1e-10))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Crop:
-    """One shape of training crop: frames, side in pixels, and how many make a batch."""
-
-    frames: int
-    side: int
-    batch: int
-    share: float
-
-
-# short crops teach detail fast, long ones the steady state of the causal convolutions
-CROPS: tuple[Crop, ...] = (
-    Crop(frames=9, side=128, batch=48, share=0.5),
-    Crop(frames=17, side=192, batch=12, share=0.3),
-    Crop(frames=33, side=256, batch=4, share=0.2),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipSize:
-    """Frames and side in pixels of whole training clips."""
-
-    frames: int
-    side: int
-
-
-CLIP_SIZES: tuple[ClipSize, ClipSize] = (
-    ClipSize(frames=33, side=256),
-    ClipSize(frames=49, side=384),
-)
-"""The sizes that the model is made for."""
 
 
 class ClipPool:
@@ -281,27 +107,35 @@ class Average:
 
 
 def train_vae(
-    vae: AutoencoderKLWan,
+    model: SmallModel,
+    vae: Any,
     *,
     seconds: float,
     device: torch.device,
     seed: int,
     log: Log,
     save: Callable[[], None],
-    crops: tuple[Crop, ...] = CROPS,
-    sizes: tuple[ClipSize, ...] = CLIP_SIZES,
-    pool_clips: tuple[int, ...] = (1024, 320),
+    crops: tuple[Crop, ...],
+    sizes: tuple[ClipSize, ...],
+    pool_clips: tuple[int, ...],
+    muon_rate: float | None,
     learning_rate: float = 2e-3,
     divergence_weight: float = 3e-4,
 ) -> None:
-    """Train for a wall-clock time; averaged weights are in place at the end and at each save."""
+    """Train for a wall-clock time; averaged weights are in place at the end and at each save.
+
+    AdamW trains everything, or with a ``muon_rate`` all but the convolutions inside the blocks.
+    """
     rng = random.Random(seed)
-    vae = channels_last(vae.to(device).train())
+    vae = model.prepare_vae(vae.to(device).train())
     pools = [ClipPool(s, n, rng, device) for s, n in zip(sizes, pool_clips, strict=True)]
     log(f"vae: {sum(p.numel() for p in vae.parameters()) / 1e6:.2f} M parameters, pools ready")
     parameters = list(vae.parameters())
+    hidden = [] if muon_rate is None else hidden_matrices(vae)
+    chosen = {id(p) for p in hidden}
+    muon = Muon(hidden, weight_decay=0.01)
     optimizer = torch.optim.AdamW(
-        parameters,
+        [p for p in parameters if id(p) not in chosen],
         lr=learning_rate,
         betas=(0.9, 0.99),
         weight_decay=1e-4,
@@ -309,20 +143,21 @@ def train_vae(
     )
     average = Average(parameters, 0.998)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    start = saved = time.monotonic()
+    start = saved = logged = time.monotonic()
     running: torch.Tensor | None = None
     step = 0
     while (progress := (time.monotonic() - start) / seconds) < 1:
         crop = rng.choices(crops, [c.share for c in crops])[0]
         clip = rng.choice(pools).crops(crop)
+        factor = schedule(progress, step, 200)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * schedule(progress, step, 200)
-        mean, log_variance = encode(
+            group["lr"] = learning_rate * factor
+        mean, log_variance = model.encode(
             vae, clip.to(dtype).contiguous(memory_format=torch.channels_last_3d)
         )
         mean, log_variance = mean.float(), log_variance.float()
         latents = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
-        rebuilt = decode(vae, latents.to(dtype)).float()
+        rebuilt = model.decode(vae, latents.to(dtype)).float()
         error = rebuilt - clip
         squared = error.square().mean()
         # the divergence keeps the latents in scale and free of detail that the picture does not
@@ -331,8 +166,11 @@ def train_vae(
         loss = error.abs().mean() + 4 * squared + divergence_weight * divergence
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(parameters, 1.0)
+        if muon_rate is not None:
+            muon.step(muon_rate * factor)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for parameter in parameters:
+            parameter.grad = None
         average.update()
         step += 1
         seen = squared.detach()
@@ -340,12 +178,13 @@ def train_vae(
         if step % 25 == 0:
             pool = pools[(step // 25) % len(pools)]
             pool.replace(8)
-        if step % 250 == 0 or step == 10:
+        if time.monotonic() - logged > LOG_SECONDS:
+            logged = time.monotonic()
             log(
                 f"vae step {step} psnr {10 * math.log10(4 / running.item()):.2f} "
                 f"kl {divergence.item():.2f} {step / (time.monotonic() - start):.1f} it/s"
             )
-        if time.monotonic() - saved > 60:
+        if time.monotonic() - saved > SAVE_SECONDS:
             saved = time.monotonic()
             average.swap()
             save()
@@ -368,11 +207,11 @@ def held_out_clips(
 
 @torch.no_grad()
 def held_out_psnr(
-    vae: AutoencoderKLWan, size: ClipSize, count: int, device: torch.device
+    model: SmallModel, vae: Any, size: ClipSize, count: int, device: torch.device
 ) -> list[float]:
     """PSNR in dB of each of ``count`` whole held-out clips, in fp32."""
     scores: list[float] = []
     for clip in held_out_clips(size, count, 2, device):
-        mean, _ = encode(vae, clip)
-        scores += psnr(decode(vae, mean), clip).tolist()
+        mean, _ = model.encode(vae, clip)
+        scores += psnr(model.decode(vae, mean), clip).tolist()
     return scores

@@ -2,7 +2,7 @@
 
     python -m vidsparse.apps.small_model.vae_psnr --model FOLDER --device cuda
 
-Whole held-out clips of both training sizes go through the stock diffusers autoencoder in fp32.
+Whole held-out clips of every training size go through the stock diffusers autoencoder in fp32.
 Bar: a mean PSNR of 30 dB at each size.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLWan
 
-from .vae import CLIP_SIZES, held_out_clips, psnr
+from .registry import small_model_of
+from .vae import held_out_clips, psnr
 
 BAR_DB = 30.0
 
@@ -31,11 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="torch device (default: cpu)")
     parser.add_argument("--clips", type=int, default=16, help="clips of each size (default: 16)")
     options = parser.parse_args(arguments)
-    vae = AutoencoderKLWan.from_pretrained(
+    model = small_model_of(options.model)
+    vae = model.vae_class.from_pretrained(
         options.model, subfolder="vae", torch_dtype=torch.float32
     ).to(options.device)
     met = True
-    for size in CLIP_SIZES:
+    for size in model.recipe.sizes:
         scores: list[float] = []
         for clip in held_out_clips(size, options.clips, 1, torch.device(options.device)):
             with torch.no_grad():
