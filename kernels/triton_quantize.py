@@ -177,13 +177,15 @@ def quantize_kernel(
     tl.store(out_ptr + off_out, x.to(out_ptr.dtype.element_ty), mask=both)
 
 
-def block(run: int) -> tuple[int, int]:
-    """Rows of a program that does not cut runs of ``run``, and its warps.
+def block(run: int, pooled: int = 0) -> tuple[int, int]:
+    """Rows of a program that cuts no run and no tile of ``pooled`` tokens, and its warps.
 
     Few rows and warps: many programs of a multiprocessor then load while others look for the
-    largest.
+    largest. Tiles shorter than runs are averaged beside them, for which two warps lack registers.
     """
-    return (64, 2) if run <= 64 else (ROWS_AT_ONCE, 4)
+    if max(run, pooled) > 64:
+        return ROWS_AT_ONCE, 4
+    return 64, 4 if 0 < pooled < run else 2
 
 
 def triton_quantize_runs(
@@ -209,7 +211,7 @@ def triton_quantize_runs(
     product = None
     if multiply is not None:
         product = torch.empty(batch, heads, tokens, dtype=torch.float32, device=x.device)
-    rows, warps = block(max(run, 1 if means is None else means.size))
+    rows, warps = block(run, 0 if means is None else means.size)
     grid = (triton.cdiv(tokens, rows), batch * heads)
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]

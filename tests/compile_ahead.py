@@ -130,7 +130,7 @@ def gluon_extras(cc: int, head_dim: int) -> Iterator[Variant]:
 def quantization(cc: int, head_dim: int, kind: str, *, pooled: int = 0) -> Variant:
     """Rounding to 8 bits, smoothed and in another order; ``pooled``: tokens that are averaged."""
     wide = dict.fromkeys(("scale", "subtract", "multiply", "product"), "fp32")
-    rows, warps = triton_quantize.block(max(64, pooled))
+    rows, warps = triton_quantize.block(64, pooled)
     means = _pointers(high="fp16", low="fp16", mean_scale="fp32", similarity="fp32")
     return _variant(
         cc,
