@@ -1,4 +1,4 @@
-"""``vidsparse ablate``: the papers' ablations on the bundled model, one table each."""
+"""``vidsparse ablate``: the papers' ablations on `shapes`, one table each."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from vidsparse.apps.quality_studies import ABLATIONS, configurations
 from vidsparse.apps.quality_study import Study, prepare_study, study_options
 from vidsparse.apps.row_file import Row, RowFile
 
-BUNDLED: Final = "shapes"
+STUDIED: Final = "shapes"
 TRAINED: Final = (((256, 256), 33), ((384, 384), 49))
-"""Sizes and frames that the bundled model was trained at."""
+"""Sizes and frames that this model was trained at."""
 
 
 @click.command(
@@ -74,11 +74,11 @@ def ablate(
     plots: str | None,
     **options: Any,
 ) -> None:
-    """Measure what each paper's parts are worth on the bundled model.
+    """Measure what each paper's parts are worth on the model `shapes`.
 
     Videos are compared with dense ones of the same seeds, as by ``bench quality``; single calls
     are taken from a dense run. Without PROMPTS.txt the 24 held-out prompts are used, and without a
-    size both that the bundled model was trained at. Methods that need calibration get it, on other
+    size both that this model was trained at. Methods that need calibration get it, on other
     prompts.
     """
     session.interrupted = "Interrupted; finished rows are kept."
@@ -113,9 +113,9 @@ def ablate(
 
 
 def sizes_of(options: Mapping[str, Any]) -> Sequence[tuple[tuple[int, int] | None, int | None]]:
-    """Sizes and frames to study: those asked for, or both that the bundled model was trained at."""
+    """Sizes and frames to study: those asked for, or both that `shapes` was trained at."""
     asked = options["size"], options["frames"]
-    return TRAINED if options["model"] == BUNDLED and asked == (None, None) else (asked,)
+    return TRAINED if options["model"] == STUDIED and asked == (None, None) else (asked,)
 
 
 def _measure_calls(

@@ -26,6 +26,7 @@ from vidsparse.apps.row_file import Row, RowFile
 from vidsparse.errors import OptionError
 from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread
 from vidsparse.report import format_number, format_share, format_spread
+from vidsparse.schedule import Schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -540,9 +541,16 @@ class Study:
                 self._denoise(self._requests[start : start + self._batch])
 
     def _sparse_steps(self) -> range:
-        steps = self._requests[0].steps
-        assert steps is not None
-        return range(min(steps - 1, -(-24 * steps // 100)), steps)
+        first = self._requests[0]
+        assert first.steps is not None
+        assert first.dense_steps is not None
+        window = Schedule(dense_steps=first.dense_steps).sparse_window(first.steps)
+        if not window:
+            raise OptionError(
+                f"all {first.steps} steps are dense with dense_steps={first.dense_steps}, "
+                "so there is no sparse call to look at. Hint: more --steps."
+            )
+        return window
 
     def _denoise(self, requests: Sequence[GenerateRequest]) -> None:
         """Run the pipeline as it is on ``requests`` at once; decoding is left out."""

@@ -30,8 +30,9 @@ from .threads import in_threads
 
 ROWS_AT_ONCE = 256
 
-# more leave less for a thread to wait for at the end of a call, and cost a few operations each.
-PIECES_A_THREAD = 4
+# with more of them a thread waits less for the others at the end of a call, but each costs a few
+# operations.
+SPANS_A_THREAD = 4
 
 
 def _has_flash(device: torch.device) -> bool:
@@ -129,11 +130,13 @@ def gather_attention(
                 # thresholds are on scores with the mean key in them.
                 thresholds = thresholds - quantized.shift * scale
             if gate.keep is not None:
-                kept = kept_pieces(gate.keep, kv_count, tile[1], gate.keys)
+                kept = kept_pieces(gate.keep, kv_count, tile[1], gate.keys).flatten(0, 1)
+        thresholds = thresholds.flatten(0, 1)
+    tiles_of = q_tiles.flatten(0, 1)
     call = _prepare(q, k, v, q_tiles, kv_count, kv_index, tile, scale)
     counts = kv_count.flatten(0, 1).tolist()
     on_cpu = q.device.type == "cpu"
-    share = kv_count.sum().item() / (PIECES_A_THREAD * torch.get_num_threads())
+    share = kv_count.sum().item() / (SPANS_A_THREAD * torch.get_num_threads())
     spans = [
         _Span(head, blocks, counts[head][blocks])
         for head in range(len(counts))
@@ -145,9 +148,9 @@ def gather_attention(
         if gate is not None and thresholds is not None:
             pieces = _Pieces(
                 gate,
-                thresholds.flatten(0, 1)[span.head],
-                None if kept is None else kept.flatten(0, 1)[span.head, span.blocks],
-                q_tiles.flatten(0, 1)[span.head, span.blocks],
+                thresholds[span.head],
+                None if kept is None else kept[span.head, span.blocks],
+                tiles_of[span.head, span.blocks],
             )
         o, s, count = _attend_span(call, span, pieces)
         if skipped is not None:

@@ -93,14 +93,14 @@ def check_run(name: str, run: int) -> None:
         raise ValueError(f"{name} must divide {ROWS_AT_ONCE}, got {run}")
 
 
-def mean_key(k: Tensor) -> Tensor:
-    """The mean key of every head ``[B, H, D]``, in fp32 or better."""
-    if k.is_cuda and k.dtype != torch.float64:
+def mean_token(x: Tensor) -> Tensor:
+    """The mean of every head's queries or keys ``[B, H, D]``, in fp32 or better."""
+    if x.is_cuda and x.dtype != torch.float64:
         # triton is slow to import and absent off linux.
         from .triton_quantize import triton_mean
 
-        return triton_mean(k)
-    return k.mean(2, dtype=torch.promote_types(k.dtype, torch.float32))
+        return triton_mean(x)
+    return x.mean(2, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def quantize_qk(
@@ -131,7 +131,7 @@ def quantize_qk(
         check_run(name, run)
     # autocast would round the mean and the shift.
     with torch.autocast(q.device.type, enabled=False):
-        mean = mean_key(k)
+        mean = mean_token(k)
         rounded = _quantize_on_gpu if q.is_cuda else quantize_runs
         q8, q_scale, shift = rounded(q, kind, q_run, order, None, mean)
         k8, k_scale, _ = rounded(k, kind, k_run, order, mean, None)
@@ -180,7 +180,7 @@ def quantize_four_bits(q: Tensor, k: Tensor, k_run: int, riding: str = "int8") -
     """
     kind = f"int4 in {riding}"
     with torch.autocast(q.device.type, enabled=False):
-        q_mean, k_mean = mean_key(q), mean_key(k)
+        q_mean, k_mean = mean_token(q), mean_token(k)
         rounded = _quantize_on_gpu if q.is_cuda else quantize_runs
         q4, q_scale, shift = rounded(q, kind, 1, None, q_mean, k_mean)
         k4, k_scale, product = rounded(k, kind, k_run, None, k_mean, q_mean)

@@ -2,10 +2,9 @@
 
 PyTorch shares every operation among its OpenMP threads, which wait for each other at its end by
 turning in place. The `torch` implementation has hundreds of small operations a call, and where
-another process wants a core, each can wait for a whole time slice: on two cores with two other busy
-processes a sparse call took 330 to 540 ms where it takes 24 alone, while dense attention, which is
-one operation, took 59 to 68 instead of 34. Pieces that share nothing wait only once, at the end of
-the call: 64 to 67 ms there.
+another process wants a core, each can wait for a whole time slice, where dense attention, which is
+one operation, waits once. Pieces that share nothing wait only once too, at the end of the call.
+BENCHMARKS.md has what both cost on two cores.
 """
 
 from __future__ import annotations

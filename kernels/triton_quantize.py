@@ -25,7 +25,7 @@ from .quantize import (
     QuantizedQK,
     check_format,
     check_run,
-    mean_key,
+    mean_token,
     whole_numbers,
 )
 from .triton_pool import Pooled, room_for_means, store_means
@@ -280,7 +280,7 @@ def quantize_and_pool(
         check_run(name, run)
     # autocast would round the mean and the shift.
     with torch.autocast(q.device.type, enabled=False):
-        mean = mean_key(k)
+        mean = mean_token(k)
         q_means = room_for_means(q, tile[0], judged=judged)
         k_means = room_for_means(k, tile[1], judged=judged)
         q8, q_scale, shift = triton_quantize_runs(q, kind, tile[0], order, None, mean, q_means)

@@ -234,5 +234,5 @@ class Sale(SparseMethod):
             tile=self.tile,
             local=self.local,
             full_rows=site.grid.video // self.tile[0] if text else None,
-            full_columns=site.grid.video // self.tile[1] if text else None,
+            full_columns=self.sink_from(site),
         )
