@@ -100,6 +100,11 @@ def _gluon_reason(
 ) -> str | None:
     if (reason := _triton_reason(device, dtype, head_dim, None, quantize)) is not None:
         return reason
+    return hopper_reason(device)
+
+
+def hopper_reason(device: torch.device) -> str | None:
+    """Why the Gluon kernels cannot run on a GPU that Triton's can run on, or None."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return "needs compute capability 9.0 (Hopper)"
     return _gluon_fault()
@@ -107,11 +112,11 @@ def _gluon_reason(
 
 @cache
 def _gluon_fault() -> str | None:
-    """What of the installed Triton the kernel cannot be imported with, or None."""
+    """What of the installed Triton the kernels cannot be imported with, or None."""
     import triton
 
     try:
-        from . import gluon_hopper  # noqa: F401
+        from . import gluon_hopper, gluon_sale  # noqa: F401
     except (ImportError, AttributeError) as error:
         return (
             f"is known to compile with Triton 3.6 and 3.7, and Triton {triton.__version__} "

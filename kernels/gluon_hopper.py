@@ -19,6 +19,11 @@ their stage. A gate is decided by votes of a consumer's warps (of both consumers
 absolute one before the exponentials, a relative one after them, and the product with the values,
 which is a step late anyway, is left out where no piece is open.
 
+Blocks that are too many for full rounds of all programs are cut into parts of their lists, if that
+is worth it, so that the last round is a short one. A part's rows and log-sum-exps are written
+behind those of all heads, and a second kernel joins them. With a gate all blocks stay whole: a
+relative one goes by the maximum of what stands before in a list.
+
 Only the last chunks of a list can be short of a full step or of the sequence's end. They go first,
 masked, and the loop over the other steps carries no mask. Rows that do not exist lie outside
 the boxes that TMA reads (zeros) and are not stored.
@@ -55,30 +60,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gates import KEY_GROUP, AbsoluteGate, Gate, kept_pieces
+from .gluon_ring import next_stage, plain, tma_load
 from .quantize import QuantizedQK
 from .triton_gather import LOG2_E, gate_kind, heads_together, tables
 
 BLOCK_ROWS = 128
 # triton 3.9 renames these.
-_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 _PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
-
-
-@triton.constexpr_function
-def _plain(x):
-    """The value of a constexpr: arguments of a partition arrive wrapped more than once."""
-    while isinstance(x, triton.language.constexpr):
-        x = x.value
-    return x
 
 
 @gluon.jit
@@ -194,12 +190,6 @@ def _as_float(x, one):
 
 
 @gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    wraps = stage + 1 == STAGES
-    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
 def _scalar(memory):
     value = memory.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return gl.max(value, 0)
@@ -297,7 +287,7 @@ def _store(
     row_max,
     sums,
     block,
-    head,
+    start,
     q_tiles_ptr,
     out_ptr,
     lse_ptr,
@@ -308,7 +298,11 @@ def _store(
     M: gl.constexpr,
     FIRST: gl.constexpr,
 ):
-    """Write the rows of a block that a consumer holds, and their log-sum-exp."""
+    """Write the rows of a block that a consumer holds, and their log-sum-exp.
+
+    ``start`` is the head's first row of the output; of a part of a block, less than zero, it is
+    -1 less the part's own first row.
+    """
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
     BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
@@ -323,7 +317,8 @@ def _store(
     # a row without keys: zeros and -inf, whatever its weights of zero were multiplied with.
     has_keys = sums > 0
     out = gl.where(has_keys[:, None], acc * (1.0 / sums)[:, None], 0.0)
-    token = head.to(gl.int64) * S + row
+    whole = start >= 0
+    token = gl.where(whole, start, -1 - start).to(gl.int64) + gl.where(whole, row, place)
     # eights of columns, so that addresses differ by constants.
     out = out.to(out_ptr.dtype.element_ty).reshape([rows, columns // 8, 8])
     LAYOUT: gl.constexpr = out.type.layout
@@ -335,8 +330,8 @@ def _store(
     mask = alive_out[:, None, None] & (eight < D)[None, :, None]
     gl.store(pointers, out, mask=mask)
     if shift_ptr is not None:
-        # the mean key, which 8-bit keys lack.
-        row_max += gl.load(shift_ptr + token, mask=alive, other=0.0) * scale_log2
+        # the mean key, which 8-bit keys lack. Parts get it when they are joined.
+        row_max += gl.load(shift_ptr + token, mask=alive & whole, other=0.0) * scale_log2
     natural = (row_max + gl.log2(sums)) * 0.6931471805599453
     gl.store(lse_ptr + token, gl.where(has_keys, natural, -float("inf")), mask=alive)
 
@@ -430,7 +425,7 @@ def _is_open(bits, like, PIECES: gl.constexpr, GATE_ROWS: gl.constexpr):
 
 @gluon.jit
 def _next_block(
-    last, block, head, left, keys, row_scale, threshold, q_phase, q_full, record, row_scales,
+    last, block, start, left, keys, row_scale, threshold, q_phase, q_full, record, row_scales,
     thresholds, WHICH: gl.constexpr,
 ):  # fmt: skip
     """After a block's last step the record of the next one, else one step less.
@@ -442,14 +437,14 @@ def _next_block(
         q_phase = q_phase ^ 1
         mbarrier.wait(q_full, q_phase)
         block = _scalar(record.index(0))
-        head = _scalar(record.index(1))
+        start = _scalar(record.index(1))
         left = _scalar(record.index(2))
         keys = _scalar(record.index(3))
         if row_scales is not None:
             row_scale = row_scales.index(WHICH).load(row_scale.type.layout)
         if thresholds is not None:
             threshold = thresholds.index(WHICH).load(threshold.type.layout)
-    return block, head, left, keys, row_scale, threshold, q_phase
+    return block, start, left, keys, row_scale, threshold, q_phase
 
 
 @gluon.jit
@@ -663,14 +658,14 @@ def _consume(
     GATE_ROWS_: gl.constexpr,
     PIECES_: gl.constexpr,
 ):
-    WHICH: gl.constexpr = _plain(WHICH_)
-    D: gl.constexpr = _plain(D_)
-    M: gl.constexpr = _plain(M_)
+    WHICH: gl.constexpr = plain(WHICH_)
+    D: gl.constexpr = plain(D_)
+    M: gl.constexpr = plain(M_)
     # cp.async writes through the generic proxy, wgmma reads through the async one.
-    GENERIC: gl.constexpr = _plain(GENERIC_)
-    GATE: gl.constexpr = _plain(GATE_)
-    GATE_ROWS: gl.constexpr = _plain(GATE_ROWS_)
-    PIECES: gl.constexpr = _plain(PIECES_)
+    GENERIC: gl.constexpr = plain(GENERIC_)
+    GATE: gl.constexpr = plain(GATE_)
+    GATE_ROWS: gl.constexpr = plain(GATE_ROWS_)
+    PIECES: gl.constexpr = plain(PIECES_)
     STAGES: gl.constexpr = k_stages.shape[0]
     BN: gl.constexpr = k_stages.shape[1]
     DP: gl.constexpr = k_stages.shape[2]
@@ -703,14 +698,14 @@ def _consume(
         row_max = gl.full([64], 0.0, gl.float32, BY_ROW)
     weights = gl.convert_layout(nothing.to(dtype), WEIGHTS)
     done = -1
-    done_head = 0
+    done_start = 0
 
     stage = 0
     phase = 0
     q_phase = 0
     mbarrier.wait(q_full, q_phase)
     block = _scalar(record.index(0))
-    head = _scalar(record.index(1))
+    start = _scalar(record.index(1))
     left = _scalar(record.index(2))
     keys = _scalar(record.index(3))
     row_scale = scale_log2
@@ -758,8 +753,8 @@ def _consume(
             fresh, new_max, rescale, new_sums = _soften(
                 scores, first, keys, row_max, sums, row_scale, k_scale, one, dtype, WEIGHTS
             )  # fmt: skip
-            next_block, next_head, left, next_keys, next_row_scale, _, q_phase = _next_block(
-                last, block, head, left, keys, row_scale, row_scale, q_phase, q_full, record,
+            next_block, next_start, left, next_keys, next_row_scale, _, q_phase = _next_block(
+                last, block, start, left, keys, row_scale, row_scale, q_phase, q_full, record,
                 row_scales, thresholds, WHICH,
             )  # fmt: skip
             acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
@@ -775,9 +770,9 @@ def _consume(
                 kept_memory, votes, slot, threshold, largest_yet, dtype, WEIGHTS, GATE, GATE_ROWS,
                 PIECES,
             )  # fmt: skip
-            next_block, next_head, left, next_keys, next_row_scale, next_threshold, q_phase = (
+            next_block, next_start, left, next_keys, next_row_scale, next_threshold, q_phase = (
                 _next_block(
-                    last, block, head, left, keys, row_scale, threshold, q_phase, q_full, record,
+                    last, block, start, left, keys, row_scale, threshold, q_phase, q_full, record,
                     row_scales, thresholds, WHICH,
                 )
             )  # fmt: skip
@@ -796,9 +791,9 @@ def _consume(
                 kept_memory, votes, slot, threshold, largest_yet, dtype, WEIGHTS, GATE, GATE_ROWS,
                 PIECES,
             )  # fmt: skip
-            next_block, next_head, left, next_keys, next_row_scale, next_threshold, q_phase = (
+            next_block, next_start, left, next_keys, next_row_scale, next_threshold, q_phase = (
                 _next_block(
-                    last, block, head, left, keys, row_scale, threshold, q_phase, q_full, record,
+                    last, block, start, left, keys, row_scale, threshold, q_phase, q_full, record,
                     row_scales, thresholds, WHICH,
                 )
             )  # fmt: skip
@@ -806,13 +801,13 @@ def _consume(
         if first:
             if done >= 0:
                 _store(
-                    acc, row_max, sums, done, done_head, q_tiles_ptr, out_ptr, lse_ptr,
+                    acc, row_max, sums, done, done_start, q_tiles_ptr, out_ptr, lse_ptr,
                     shift_ptr, S, scale_log2, D, M, WHICH * 64,
                 )  # fmt: skip
                 if skipped_ptr is not None:
                     gl.atomic_add(skipped_ptr + done, gl.sum(skipped, 0), sem="relaxed")
             done = block
-            done_head = head
+            done_start = start
         # not between the products above: ptxas would let the second wait for the first.
         if GATE is None:
             threads = _by_run(acc, 1)
@@ -848,13 +843,13 @@ def _consume(
         second = first
         first = last
         block = next_block
-        head = next_head
+        start = next_start
         keys = next_keys
         row_scale = next_row_scale
         row_max = new_max
         sums = new_sums
         weights = fresh
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
 
 
 # ---- producer ----
@@ -862,7 +857,7 @@ def _consume(
 
 @gluon.jit
 def _locate(entry, G, BH, TOGETHER):
-    """Head and block of the ``entry``-th piece of work.
+    """Head and block of the ``entry``-th block in the order of work.
 
     TOGETHER heads are worked on at a time, longest blocks first: few enough that their keys and
     values stay in L2.
@@ -871,7 +866,20 @@ def _locate(entry, G, BH, TOGETHER):
     start = group * TOGETHER
     heads = gl.minimum(BH - start, TOGETHER)
     rank = entry - start * G
-    return start + rank % heads, rank // heads
+    head = start + rank % heads
+    return head, head * G + rank // heads
+
+
+@gluon.jit
+def _part(item, WHOLE, PARTS):
+    """Place of an item's block in the order of work, which part it is and of how many.
+
+    The first WHOLE items are blocks, the others parts of the blocks behind them.
+    """
+    beyond = gl.maximum(item - WHOLE, 0)
+    whole = item < WHOLE
+    entry = gl.where(whole, item, WHOLE + beyond // PARTS)
+    return entry, gl.where(whole, 0, beyond % PARTS), gl.where(whole, 1, PARTS)
 
 
 @gluon.jit
@@ -901,7 +909,7 @@ def _load_chunks(
         for c in gl.static_range(FOUR):
             for half in gl.static_range(HALVES):
                 piece = pieces.index((stage * HALVES + half) * CHUNKS + start + c)
-                _tma_load(desc, [head, four[c], half * 64], bar, piece)
+                tma_load(desc, [head, four[c], half * 64], bar, piece)
 
 
 @triton.constexpr_function
@@ -1020,6 +1028,9 @@ def _produce(
     C,
     BH,
     TOGETHER,
+    ITEMS,
+    WHOLE,
+    PARTS,
     scale_log2,
     STAGES_: gl.constexpr,
     BN_: gl.constexpr,
@@ -1031,15 +1042,15 @@ def _produce(
     K_RUN_: gl.constexpr,
     GATE_: gl.constexpr,
 ):
-    STAGES: gl.constexpr = _plain(STAGES_)
-    BN: gl.constexpr = _plain(BN_)
-    D: gl.constexpr = _plain(D_)
-    DP: gl.constexpr = _plain(DP_)
-    M: gl.constexpr = _plain(M_)
-    N: gl.constexpr = _plain(N_)
-    Q_RUN: gl.constexpr = _plain(Q_RUN_)
-    K_RUN: gl.constexpr = _plain(K_RUN_)
-    GATE: gl.constexpr = _plain(GATE_)
+    STAGES: gl.constexpr = plain(STAGES_)
+    BN: gl.constexpr = plain(BN_)
+    D: gl.constexpr = plain(D_)
+    DP: gl.constexpr = plain(DP_)
+    M: gl.constexpr = plain(M_)
+    N: gl.constexpr = plain(N_)
+    Q_RUN: gl.constexpr = plain(Q_RUN_)
+    K_RUN: gl.constexpr = plain(K_RUN_)
+    GATE: gl.constexpr = plain(GATE_)
     CHUNKS: gl.constexpr = BN // N
     HALVES: gl.constexpr = DP // 64
     QK_BITS: gl.constexpr = q_desc.dtype.primitive_bitwidth
@@ -1058,10 +1069,9 @@ def _produce(
     full, empty, q_full, q_empty = barriers
 
     programs = gl.num_programs(0)
-    total = G * BH
-    entry = gl.program_id(0)
-    head, rank = _locate(entry, G, BH, TOGETHER)
-    block = head * G + rank
+    item = gl.program_id(0)
+    entry, part, parts = _part(item, WHOLE, PARTS)
+    head, block = _locate(entry, G, BH, TOGETHER)
     count = gl.load(kv_count_ptr + block)
     q_phase = 0
     stage = 0
@@ -1076,9 +1086,18 @@ def _produce(
         tokens = gl.full([BN], 0, gl.int32, gl.SliceLayout(1, LAYOUT))
         v_from = v_ptr
 
-    while entry < total:
-        list_ptr = kv_index_ptr + block.to(gl.int64) * C
+    while item < ITEMS:
+        entry, part, parts = _part(item, WHOLE, PARTS)
+        head, block = _locate(entry, G, BH, TOGETHER)
+        # a part is some of a block's steps.
+        steps = (count + CHUNKS - 1) // CHUNKS
+        begin = steps * part // parts * CHUNKS
+        count = gl.minimum(steps * (part + 1) // parts * CHUNKS, count) - begin
+        list_ptr = kv_index_ptr + (block.to(gl.int64) * C + begin)
         steps = gl.maximum((count + CHUNKS - 1) // CHUNKS, 1)
+        # rows of parts lie behind those of all heads.
+        start = head * S
+        start = gl.where(parts > 1, -1 - BH * S - (item - WHOLE) * 128, start)
         first = (steps - 1) * CHUNKS
         # the list rises: a chunk that the sequence's end cuts can only be the last.
         last = gl.load(list_ptr + count - 1, mask=count > 0, other=0).to(gl.int32)
@@ -1103,9 +1122,9 @@ def _produce(
             kept_from = kept_ptr + block.to(gl.int64) * ((C * N + BN - 1) // BN)
             kept = kept_from + steps - 1 + gl.arange(0, 1, LINE)
         tile = gl.load(q_tiles_ptr + block.to(gl.int64) * R + gl.arange(0, R, LINE))
-        entry = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        next_head, next_rank = _locate(gl.minimum(entry, total - 1), G, BH, TOGETHER)
-        next_block = next_head * G + next_rank
+        item = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        entry, part, parts = _part(gl.minimum(item, ITEMS - 1), WHOLE, PARTS)
+        _, next_block = _locate(entry, G, BH, TOGETHER)
         next_count = gl.load(kv_count_ptr + next_block)
 
         # the first keys of this block and the last values of the one before.
@@ -1134,7 +1153,7 @@ def _produce(
             async_copy.mbarrier_arrive(bar, increment_count=False)
             tokens = next_tokens
             v_from = v_ptr + head.to(gl.int64) * S * D
-        stage, phase = _next(stage, phase, STAGES)
+        stage, phase = next_stage(stage, phase, STAGES)
 
         # its queries, as soon as the consumers are done with those of the block before.
         past_end = gl.maximum((last + 1) * N - S, 0)
@@ -1142,7 +1161,7 @@ def _produce(
         q_phase = q_phase ^ 1
         q_rows.store(tile * M)
         _put(record.index(0), block)
-        _put(record.index(1), head)
+        _put(record.index(1), start)
         _put(record.index(2), steps)
         _put(record.index(3), gl.where(count > 0, (count - first) * N - past_end, 0))
         if q_scale_ptr is not None or GATE is not None:
@@ -1157,7 +1176,7 @@ def _produce(
             row = _scalar(q_row.index(b * BOX // M)) + b * BOX % M
             for half in gl.static_range(QK_HALVES):
                 piece = (b * BOX // 64 * QK_HALVES + half) * (64 // BOX) + b % (64 // BOX)
-                _tma_load(q_desc, [head, row, half * 64], q_full, q_pieces.index(piece))
+                tma_load(q_desc, [head, row, half * 64], q_full, q_pieces.index(piece))
 
         for step in range(1, steps):
             at = (step - 1) * CHUNKS
@@ -1206,9 +1225,7 @@ def _produce(
                     _cp_async(kept_words.index(stage), kept)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 tokens = next_tokens
-            stage, phase = _next(stage, phase, STAGES)
-        head = next_head
-        block = next_block
+            stage, phase = next_stage(stage, phase, STAGES)
         count = next_count
 
     # the last values of all, and a record that ends the consumers.
@@ -1254,6 +1271,9 @@ def gather_attention_kernel(
     C,
     BH,
     TOGETHER,
+    ITEMS,
+    WHOLE,
+    PARTS,
     scale_log2,
     D: gl.constexpr,
     DP: gl.constexpr,
@@ -1364,14 +1384,71 @@ def gather_attention_kernel(
                     q_desc, k_desc, v_desc, k_ptr, v_ptr, q_pieces, k_pieces, v_pieces, rows,
                     q_rows, record, row_scales, thresholds, k_scales, kept_words, barriers,
                     q_tiles_ptr, kv_count_ptr, kv_index_ptr, q_scale_ptr, k_scale_ptr, shift_ptr,
-                    threshold_ptr, kept_ptr, counter_ptr, S, G, C, BH, TOGETHER, scale_log2,
-                    STAGES, BN, D, DP, M, N, Q_RUN, K_RUN, GATE,
+                    threshold_ptr, kept_ptr, counter_ptr, S, G, C, BH, TOGETHER, ITEMS, WHOLE,
+                    PARTS, scale_log2, STAGES, BN, D, DP, M, N, Q_RUN, K_RUN, GATE,
                 ),
             ),
         ],
         [4, PRODUCER_WARPS],
         [CONSUMER_REGS, PRODUCER_REGS],
     )  # fmt: skip
+
+
+@gluon.jit
+def join_parts_kernel(
+    out_ptr,
+    lse_ptr,
+    shift_ptr,
+    q_tiles_ptr,
+    S,
+    G,
+    BH,
+    TOGETHER,
+    WHOLE,
+    PARTS,
+    scale,
+    D: gl.constexpr,
+    DP: gl.constexpr,
+    M: gl.constexpr,
+    MOST: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Weigh the at most MOST parts of ROWS rows of a block by their log-sum-exps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [MOST, 1, 8], [1, 256 // DP, DP // 8], [1, gl.num_warps(), 1], [2, 1, 0]
+    )
+    PAIR: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    BY_ROW: gl.constexpr = gl.SliceLayout(0, PAIR)
+    head, block = _locate(WHOLE + gl.program_id(0), G, BH, TOGETHER)
+    place = gl.program_id(1) * ROWS + gl.arange(0, ROWS, BY_ROW)
+    tile = gl.load(q_tiles_ptr + block.to(gl.int64) * (128 // M) + place // M)
+    row = tile * M + place % M
+    alive = (tile >= 0) & (row < S)
+    part = gl.arange(0, MOST, gl.SliceLayout(1, PAIR))
+    column = gl.arange(0, DP, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    spare = (BH * S + (gl.program_id(0) * PARTS + part) * 128).to(gl.int64)
+    spare = spare[:, None] + place[None, :]
+    there = (part < PARTS)[:, None] & alive[None, :]
+    lse = gl.load(lse_ptr + spare, mask=there, other=-float("inf"))
+    pointers = out_ptr + (spare * D)[:, :, None] + column[None, None, :]
+    inside = there[:, :, None] & (column < D)[None, None, :]
+    parts = gl.load(pointers, mask=inside, other=0.0).to(gl.float32)
+    top = gl.max(lse, 0)
+    # a row without keys, of zeros in every part.
+    top = gl.where(top == -float("inf"), 0.0, top)
+    weight = gl.exp(lse - top[None, :])
+    total = gl.sum(weight, 0)
+    out = gl.sum(parts * (weight / gl.where(total > 0, total, 1.0)[None, :])[:, :, None], 0)
+    token = head.to(gl.int64) * S + row
+    BY_OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    to = gl.convert_layout(token * D, gl.SliceLayout(1, BY_OUT))[:, None]
+    of_row = gl.convert_layout(alive, gl.SliceLayout(1, BY_OUT))[:, None]
+    column = gl.arange(0, DP, gl.SliceLayout(0, BY_OUT))[None, :]
+    gl.store(out_ptr + to + column, out.to(out_ptr.dtype.element_ty), mask=of_row & (column < D))
+    joined = top + gl.log(total)
+    if shift_ptr is not None:
+        joined += gl.load(shift_ptr + token, mask=alive, other=0.0) * scale
+    gl.store(lse_ptr + token, gl.where(total > 0, joined, -float("inf")), mask=alive)
 
 
 # ---- launch ----
@@ -1386,6 +1463,31 @@ class Config:
     consumer_registers: int
     producer_registers: int
     step: int = KEY_GROUP
+
+
+# what a part takes beyond its own steps, and what joining parts takes, both in steps.
+PART_COST = 1.5
+JOIN_COST = 4.0
+MOST_PARTS = 8
+LEAST_STEPS = 4
+# with less to win, measured calls were as often slower as faster.
+LEAST_GAIN = 0.01
+
+
+def split_tail(blocks: int, programs: int, steps: int) -> tuple[int, int]:
+    """How many blocks of ``steps`` steps to leave whole, and parts to cut each of the others into.
+
+    Equal blocks that do not fill the last round of ``programs`` leave most of the GPU waiting for
+    a few of them: 4,096 blocks take 132 programs as long as 4,224.
+    """
+    rest = blocks % programs
+    rounds = blocks // programs
+    found, least = (blocks, 1), (rounds + 1) * steps * (1 - LEAST_GAIN)
+    for parts in range(2, min(MOST_PARTS, steps // LEAST_STEPS) + 1):
+        last = -(-rest * parts // programs) * (steps / parts + PART_COST)
+        if rest and (time := rounds * steps + last + JOIN_COST) < least:
+            found, least = (blocks - rest, parts), time
+    return found
 
 
 # what a block may have, less room for barriers and tables.
@@ -1469,8 +1571,7 @@ def gluon_attention(
     if q_tiles.shape[3] * rows != BLOCK_ROWS:
         raise ValueError(f"blocks must have {BLOCK_ROWS // rows} tiles, not {q_tiles.shape[3]}")
     batch, heads, tokens, dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
+    dtype = q.dtype
     blocks = q_tiles.shape[2]
     padded = 64 if dim == 64 else 128
     thresholds = kept = None
@@ -1487,10 +1588,22 @@ def gluon_attention(
     c = config(keys, padded, key_bytes=k.element_size())
     # a chunk of one token is gathered by pointers, without boxes.
     box = keys if keys >= 8 else 8
-    programs = min(_multiprocessors(q.device.index), blocks * batch * heads)
+    total = blocks * batch * heads
+    programs = _multiprocessors(q.device.index)
+    whole, parts = total, 1
+    if gate is None:
+        whole, parts = split_tail(total, programs, -(-kv_index.shape[-1] * keys // c.step))
+    items = whole + (total - whole) * parts
+    # parts have rows of their own behind all others.
+    all_rows = batch * heads * tokens
+    spare = BLOCK_ROWS * (items - whole)
+    out = torch.empty(all_rows + spare, dim, dtype=dtype, device=q.device)
+    lse = torch.empty(all_rows + spare, dtype=torch.float32, device=q.device)
+    together = heads_together(batch * heads, tokens * dim * (k.element_size() + v.element_size()))
+    plan = tables(q_tiles, kv_count, kv_index, quantized)
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(q):
-        gather_attention_kernel[(programs,)](
+        gather_attention_kernel[(min(programs, items),)](
             _boxes(q, min(rows, 64), padded),
             _boxes(k, box, padded),
             _boxes(v, box, padded),
@@ -1498,7 +1611,7 @@ def gluon_attention(
             v,
             out,
             lse,
-            *tables(q_tiles, kv_count, kv_index, quantized),
+            *plan,
             thresholds,
             kept,
             skipped,
@@ -1507,7 +1620,10 @@ def gluon_attention(
             blocks,
             kv_index.shape[-1],
             batch * heads,
-            heads_together(batch * heads, tokens * dim * (k.element_size() + v.element_size())),
+            together,
+            items,
+            whole,
+            parts,
             scale * LOG2_E,
             D=dim,
             DP=padded,
@@ -1525,4 +1641,25 @@ def gluon_attention(
             PRODUCER_WARPS=1 if keys >= 8 else 4,
             num_warps=4,
         )
-    return out, lse
+        if parts > 1:
+            rows_at_once = 1024 // padded
+            join_parts_kernel[(total - whole, BLOCK_ROWS // rows_at_once)](
+                out,
+                lse,
+                plan[-1],
+                plan[0],
+                tokens,
+                blocks,
+                batch * heads,
+                together,
+                whole,
+                parts,
+                scale,
+                D=dim,
+                DP=padded,
+                M=rows,
+                MOST=triton.next_power_of_2(parts),
+                ROWS=rows_at_once,
+                num_warps=4,
+            )
+    return out[:all_rows].view(q.shape), lse[:all_rows].view(batch, heads, tokens)

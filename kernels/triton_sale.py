@@ -29,12 +29,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .dispatch import hopper_reason
 from .quantize import FourBitQK, quantize_four_bits
 from .triton_bits import bits_from, ones
 from .triton_mask import device_facts
 
 AREA_KEYS = 64
 AREA_WARPS = 4
+FINISHED_TILES = 16
+FINISHED_WORDS = 128
 FACTOR_KEYS = 128
 # columns of the second product; six are used.
 EXTRA = 16
@@ -196,14 +199,10 @@ def sale_kernel(
     q_extra_ptr,
     k_extra_ptr,
     words_ptr,
-    keys_ptr,
     S,
     TQ,
     TK,
     W,
-    local,
-    full_rows,
-    full_columns,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     M: tl.constexpr,
@@ -214,7 +213,7 @@ def sale_kernel(
     STAGES: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """The mask of BLOCK_M rows. With TMA, the first four are descriptors of boxes."""
+    """The words of BLOCK_M rows. With TMA, the first four are descriptors of boxes."""
     TILES: tl.constexpr = BLOCK_N // N
     # a head's programs run together: its keys then stay in L2.
     blocks = tl.cdiv(S, BLOCK_M)
@@ -238,12 +237,7 @@ def sale_kernel(
         q_extra = tl.load(q_extra_ptr + off_q, (off_m < TQ * M)[:, None], other=0.0)
 
     tile = start // M + tl.arange(0, BLOCK_M // M)
-    low = tile * M + tl.minimum(S - tile * M, M) // 2 - local // 2
-    near = tl.maximum(low, 0) // N
-    far = (low + local + N - 1) // N
-    whole = tile >= full_rows
     words_ptr += (head.to(tl.int64) * TQ + tile) * W
-    counts = tl.zeros([BLOCK_M // M], dtype=tl.int32)
     # a thread's elements of sixteen rows: two rows eight apart, and pairs of columns.
     seen = tl.zeros([BLOCK_M // 16, 8, 4], dtype=tl.int32)
     for begin in tl.range(0, padded, BLOCK_N, num_stages=STAGES):
@@ -267,16 +261,48 @@ def sale_kernel(
         if (done % 32 == 0) | (done >= TK):
             word = (done - 1) // 32
             found = tl.reduce(tl.reshape(seen, [BLOCK_M // M, M * 2]), 1, _or)
-            found |= bits_from(word, near) & ~bits_from(word, far)
-            found |= bits_from(word, tl.where(whole, 0, full_columns))
-            found &= ~bits_from(word, tl.zeros_like(tile) + TK)
             tl.store(words_ptr + word, found, mask=(tile < TQ) & (word < W))
-            counts += ones(found) * N
-            # the last key tile, which may be short.
-            last = (found >> ((TK - 1) % 32)) & 1
-            counts -= tl.where(word == W - 1, last * (TK * N - S), 0)
             seen = tl.zeros([BLOCK_M // 16, 8, 4], dtype=tl.int32)
-    tl.store(keys_ptr + head.to(tl.int64) * TQ + tile, counts, mask=tile < TQ)
+
+
+@triton.jit
+def areas_kernel(
+    words_ptr,
+    keys_ptr,
+    S,
+    TQ,
+    TK,
+    W,
+    local,
+    full_rows,
+    full_columns,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Add what is kept anyway to the words of TILES query tiles, and count their keys."""
+    runs = tl.cdiv(TQ, TILES)
+    head = (tl.program_id(0) // runs).to(tl.int64)
+    tile = (tl.program_id(0) % runs) * TILES + tl.arange(0, TILES)
+    low = tile * M + tl.minimum(S - tile * M, M) // 2 - local // 2
+    near = (tl.maximum(low, 0) // N)[:, None]
+    far = ((low + local + N - 1) // N)[:, None]
+    sink = tl.where(tile >= full_rows, 0, full_columns)[:, None]
+    counts = tl.zeros([TILES], dtype=tl.int32)
+    for first in range(0, W, BLOCK_W):
+        word = (first + tl.arange(0, BLOCK_W))[None, :]
+        place = (head * TQ + tile)[:, None] * W + word
+        alive = (tile < TQ)[:, None] & (word < W)
+        found = tl.load(words_ptr + place, mask=alive, other=0)
+        found |= bits_from(word, near) & ~bits_from(word, far)
+        found |= bits_from(word, sink)
+        found &= ~bits_from(word, tl.zeros_like(near) + TK)
+        tl.store(words_ptr + place, found, mask=alive)
+        # the last key tile may be short.
+        last = (found >> ((TK - 1) % 32)) & 1
+        counts += tl.sum(ones(found) * N - tl.where(word == W - 1, last * (TK * N - S), 0), 1)
+    tl.store(keys_ptr + head * TQ + tile, counts, mask=tile < TQ)
 
 
 def can_estimate(q: Tensor, tile: tuple[int, int]) -> bool:
@@ -308,7 +334,7 @@ def sale_words(
         local: tokens of the local area, which is kept.
         full_rows: query tiles from this one on keep everything.
         full_columns: key tiles from this one on are the sink, and kept in every row.
-        how: sizes to run with, the GPU's own by default.
+        how: sizes of the plain kernel; by default the GPU's own kernel and sizes.
         riding: ``fp8`` or ``fp16``, the type that 4-bit numbers ride in; the GPU's own by default.
 
     Returns:
@@ -320,6 +346,7 @@ def sale_words(
     q, k = q.contiguous(), k.contiguous()
     q_tiles, k_tiles = triton.cdiv(tokens, rows), triton.cdiv(tokens, keys)
     capability, shared, _ = device_facts(q.device)
+    own = how is None
     how = how or config(capability, shared)
     riding = riding or ("fp8" if capability >= (8, 9) else "fp16")
     four = quantize_four_bits(q, k, keys, riding)
@@ -332,14 +359,6 @@ def sale_words(
     )
     counts = torch.empty(batch, heads, q_tiles, dtype=torch.int32, device=q.device)
     by_head = isinstance(tau, Tensor)
-    operands: list[Any] = [four.q, four.k, q_extra, k_extra]
-    if how.tma:
-        block_d = _block_d(dim)
-        boxes = ([how.rows, block_d], [how.keys, block_d], [how.rows, EXTRA], [how.keys, EXTRA])
-        operands = [
-            TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), box)
-            for x, box in zip(operands, boxes, strict=True)
-        ]
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         least_sums_kernel[(batch * heads * q_tiles,)](
             q,
@@ -357,8 +376,13 @@ def sale_words(
             **area_constants(dim, tile, by_head),
             num_warps=AREA_WARPS,
         )
-        sale_kernel[(batch * heads * triton.cdiv(tokens, how.rows),)](
-            *operands,
+        if own and riding == "fp8" and hopper_reason(q.device) is None:
+            from .gluon_sale import gluon_sale
+
+            gluon_sale(four.q, four.k, q_extra, k_extra, words, tile=tile)
+        else:
+            _triton_sale(four.q, four.k, q_extra, k_extra, words, tile, how)
+        areas_kernel[(batch * heads * triton.cdiv(q_tiles, FINISHED_TILES),)](
             words,
             counts,
             tokens,
@@ -368,10 +392,44 @@ def sale_words(
             local,
             q_tiles if full_rows is None else full_rows,
             k_tiles if full_columns is None else full_columns,
-            **sale_constants(how, dim, tile),
-            num_warps=how.warps,
+            M=rows,
+            N=keys,
+            TILES=FINISHED_TILES,
+            BLOCK_W=FINISHED_WORDS,
+            num_warps=4,
         )
     return words, counts
+
+
+def _triton_sale(
+    q: Tensor,
+    k: Tensor,
+    q_extra: Tensor,
+    k_extra: Tensor,
+    words: Tensor,
+    tile: tuple[int, int],
+    how: Config,
+) -> None:
+    """``gluon_sale`` by the plain kernel, for any GPU."""
+    batch, heads, tokens, dim = q.shape
+    operands: list[Any] = [q, k, q_extra, k_extra]
+    if how.tma:
+        block_d = _block_d(dim)
+        boxes = ([how.rows, block_d], [how.keys, block_d], [how.rows, EXTRA], [how.keys, EXTRA])
+        operands = [
+            TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), box)
+            for x, box in zip(operands, boxes, strict=True)
+        ]
+    sale_kernel[(batch * heads * triton.cdiv(tokens, how.rows),)](
+        *operands,
+        words,
+        tokens,
+        words.shape[2],
+        triton.cdiv(tokens, tile[1]),
+        words.shape[3],
+        **sale_constants(how, dim, tile),
+        num_warps=how.warps,
+    )
 
 
 def _key_factors(four: FourBitQK, step: int, half: torch.dtype) -> Tensor:

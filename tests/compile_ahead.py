@@ -31,6 +31,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from vidsparse.kernels import (
     gluon_hopper,
+    gluon_sale,
     triton_antidiagonal,
     triton_gather,
     triton_mask,
@@ -104,6 +105,9 @@ def variants(
         if cc == 90:
             yield gluon_attention(cc, max(head_dims), (16, 1), "bf16", aligned=False)
             yield from gluon_extras(cc, max(head_dims))
+            for head_dim in head_dims:
+                yield join_parts(head_dim, "bf16", 8, shifted=False)
+            yield join_parts(max(head_dims), "bf16", 2, shifted=True)
         for head_dim in head_dims if every else [max(head_dims)]:
             for gate, quantize in EXTRAS:
                 if quantize != "fp8" or cc >= 89:
@@ -195,10 +199,13 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
             yield antidiagonal(cc, head_dim, stride)
     yield block_sums(cc, 8)
     yield key_factors(cc)
+    yield areas(cc)
     for head_dim in head_dims:
         yield least_sums(cc, head_dim, (64, 32))
         for tile in ((64, 32), (16, 16), (128, 128)) if every else ((64, 32),):
             yield sale(cc, head_dim, tile, "fp8e4nv" if cc >= 89 else "fp16")
+            if cc == 90:
+                yield sale_on_hopper(head_dim, tile)
 
 
 def _pointers(**dtypes: str) -> dict[str, str]:
@@ -323,6 +330,33 @@ def gluon_attention(
         4,
         floats=("scale_log2",),
         aligned=("S", "C") if aligned else ("C",),
+        source=GluonASTSource,
+    )
+
+
+def join_parts(head_dim: int, dtype: str, parts: int, *, shifted: bool) -> Variant:
+    """What joins the parts of the Gluon kernel's last blocks."""
+    padded = 64 if head_dim == 64 else 128
+    pointers = _pointers(out=dtype, lse="fp32", q_tiles="i32")
+    constants = {
+        "D": head_dim,
+        "DP": padded,
+        "M": 16,
+        "MOST": parts,
+        "ROWS": 1024 // padded,
+    }
+    if shifted:
+        pointers |= _pointers(shift="fp32")
+    else:
+        constants["shift_ptr"] = None
+    return _variant(
+        90,
+        f"gluon parts D={head_dim} {dtype}, {parts} of them" + (", shifted" if shifted else ""),
+        gluon_hopper.join_parts_kernel,
+        pointers,
+        constants,
+        4,
+        floats=("scale",),
         source=GluonASTSource,
     )
 
@@ -576,9 +610,56 @@ def sale(cc: int, head_dim: int, tile: tuple[int, int], riding: str) -> Variant:
         cc,
         f"sale D={head_dim} {tile[0]}x{tile[1]} {riding}",
         triton_sale.sale_kernel,
-        _pointers(words="i32", keys="i32") | types,
+        _pointers(words="i32") | types,
         constants,
         how.warps,
+    )
+
+
+def sale_on_hopper(head_dim: int, tile: tuple[int, int]) -> Variant:
+    """SALE's selection pass for Hopper."""
+    padded, extra = max(32, triton.next_power_of_2(head_dim)), triton_sale.EXTRA
+    eight_bits, factors = gluon_sale.layouts(padded, extra)
+    rows, keys = gluon_sale.ROWS, gluon_sale.KEYS
+    descriptors = {
+        "q_desc": f"tensordesc<fp8e4nv[{rows}, {padded}],{eight_bits!r}>",
+        "k_desc": f"tensordesc<fp8e4nv[{keys}, {padded}],{eight_bits!r}>",
+        "q_extra_desc": f"tensordesc<bf16[{rows}, {extra}],{factors!r}>",
+        "k_extra_desc": f"tensordesc<bf16[{keys}, {extra}],{factors!r}>",
+    }
+    constants = {
+        "M": tile[0],
+        "N": tile[1],
+        "STAGES": gluon_sale.STAGES,
+        "CONSUMERS": gluon_sale.CONSUMERS,
+        "CONSUMER_REGS": gluon_sale.CONSUMER_REGISTERS,
+        "PRODUCER_REGS": gluon_sale.PRODUCER_REGISTERS,
+    }
+    return _variant(
+        90,
+        f"gluon sale D={head_dim} {tile[0]}x{tile[1]}",
+        gluon_sale.sale_kernel,
+        descriptors | _pointers(words="i32"),
+        constants,
+        4,
+        source=GluonASTSource,
+    )
+
+
+def areas(cc: int) -> Variant:
+    """What SALE keeps anyway, and the count of keys."""
+    return _variant(
+        cc,
+        "areas",
+        triton_sale.areas_kernel,
+        _pointers(words="i32", keys="i32"),
+        {
+            "M": 64,
+            "N": 32,
+            "TILES": triton_sale.FINISHED_TILES,
+            "BLOCK_W": triton_sale.FINISHED_WORDS,
+        },
+        4,
     )
 
 

@@ -29,6 +29,8 @@ from budget import (
     random_qkv,
     random_work,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vidsparse.kernels import (
     AbsoluteGate,
@@ -402,9 +404,53 @@ def test_gluon_compiles_ahead_of_time_for_hopper_and_overlaps_its_products(compi
         assert int(overlapped) >= 64
 
 
+def test_sale_on_hopper_chains_its_two_products(compiled: str) -> None:
+    assert max(resources(90, compiled, "gluon sale")) == 0
+    # of each of three consumers: one wait between the products that waits for nothing, one at the
+    # end. More of them would be ptxas' own.
+    assert re.findall(r"^sm_90 gluon sale .* (\d+) waits", compiled, re.M) == ["6"]
+
+
+@given(st.integers(1, 5000), st.integers(1, 200), st.integers(0, 600))
+def test_a_cut_tail_is_what_full_rounds_leave(blocks: int, programs: int, steps: int) -> None:
+    from vidsparse.kernels.gluon_hopper import MOST_PARTS, split_tail
+
+    whole, parts = split_tail(blocks, programs, steps)
+    assert 1 <= parts <= MOST_PARTS
+    if parts == 1:
+        assert whole == blocks
+    else:
+        # never more steps for the busiest program than with whole blocks.
+        assert 0 <= whole < blocks
+        assert whole % programs == 0
+        rounds = whole // programs * steps
+        rounds += -(-(blocks - whole) * parts // programs) * -(-steps // parts)
+        assert rounds < -(-blocks // programs) * steps
+
+
+def test_four_blocks_too_many_are_cut_and_full_rounds_are_not() -> None:
+    from vidsparse.kernels.gluon_hopper import split_tail
+
+    assert split_tail(31 * 132 + 4, 132, 77) == (31 * 132, 8)
+    assert split_tail(31 * 132, 132, 77) == (31 * 132, 1)
+    # lists too short to be worth it.
+    assert split_tail(31 * 132 + 4, 132, 6) == (31 * 132 + 4, 1)
+
+
 @pytest.mark.parametrize("cc", [80, 89, 90, 100])
 def test_what_goes_before_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str) -> None:
-    names = ("quantise", "pool", "scores", "top-p", "group", "join", "longest first", "list")
+    names = [
+        "quantise",
+        "mean",
+        "pool",
+        "scores",
+        "top-p",
+        "group",
+        "join",
+        "longest first",
+        "list",
+    ]
+    names += ["least sums", "key factors", "areas"]
     for name in names:
         found = resources(cc, compiled, name)
         assert found
@@ -479,6 +525,36 @@ class TestOnGpu:
             again = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.1)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))  # type: ignore[call-overload]
             check_kernel(kernel, q, k, v, work)
+
+    @pytest.mark.parametrize("kind", [None, "int8"])
+    @pytest.mark.parametrize("keys", CHUNKS)
+    def test_the_last_blocks_in_parts(
+        self, monkeypatch: pytest.MonkeyPatch, keys: int, kind: str | None
+    ) -> None:
+        from vidsparse.kernels import gluon_hopper
+
+        self.skip_without("gluon")
+        kernel = gluon_hopper.gluon_attention
+        for tokens, dim, rows in ((900, 128, 16), (1000, 96, 128), (333, 64, 64)):
+            # with more parts than a list has steps, some have no key; and there are empty lists.
+            counts = [tokens // (2 * keys), 1, 0]
+            qkv = clustered_qkv(tokens, dim, torch.bfloat16, batch=2, pull=2.0, mean=1.0)
+            q, k, v = (x.cuda() for x in qkv)
+            work = random_work(tokens, (rows, keys), batch=2, counts=counts).to("cuda")
+            options = {"tile": work.tile, "scale": dim**-0.5}
+            if kind is not None:
+                options["quantized"] = quantize_qk(q, k, kind, q_run=rows)
+            monkeypatch.setattr(gluon_hopper, "split_tail", lambda blocks, *_: (blocks, 1))
+            out, lse = kernel(q, k, v, *work.tensors, **options)
+            for cut in ((0, 3), (5, 2), (1, 16)):
+                monkeypatch.setattr(gluon_hopper, "split_tail", lambda *_, cut=cut: cut)
+                if kind is None:
+                    check_kernel(kernel, q, k, v, work)
+                # parts are rounded once more, each to half a unit of its last place.
+                joined, joined_lse = kernel(q, k, v, *work.tensors, **options)
+                unit = 2 * torch.finfo(q.dtype).eps * float(v.abs().max())
+                torch.testing.assert_close(joined, out, rtol=0, atol=unit)
+                torch.testing.assert_close(joined_lse, lse, rtol=0, atol=1e-4)
 
     def test_two_heads_that_are_alike_give_the_same(self, kernel: Callable[..., object]) -> None:
         q, k, v = (x.cuda().repeat(2, 3, 1, 1) for x in random_qkv(1000, 96, torch.float16))

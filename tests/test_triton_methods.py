@@ -255,9 +255,9 @@ def check_sale(
         assert 0.02 < float(got.float().mean()) < 0.98
 
 
-def sale_cases(device: str) -> Iterator[Case]:
+def sale_cases(device: str, riding: str = "fp16") -> Iterator[Case]:
     def case(tokens: int, tile: Tile = (64, 32), **more: Any) -> Callable[[], None]:
-        return lambda: check_sale(tokens, tile, device, **more)
+        return lambda: check_sale(tokens, tile, device, riding=riding, **more)
 
     for tokens in (1, 64, 130, 517):
         yield f"sale {tokens} tokens", case(tokens)
@@ -357,6 +357,29 @@ class TestOnGpu:
     @pytest.mark.parametrize("stride", [4, 8, 16, 64])
     def test_antidiagonals_of_long_sequences(self, stride: int, dtype: torch.dtype) -> None:
         check_antidiagonal(32_764, (128, 128), stride, "cuda", dim=128, dtype=dtype, top_p=0.9)
+
+    @pytest.mark.parametrize("name", [name for name, _ in sale_cases(INTERPRETER)])
+    def test_sale_in_fp8(self, name: str) -> None:
+        # what Hopper has a kernel of its own for.
+        if torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("fp8 needs compute capability 8.9 (Ada) or newer")
+        dict(sale_cases("cuda", "fp8"))[name]()
+
+    @pytest.mark.parametrize("tile", [(64, 32), (16, 8), (128, 128)], ids=str)
+    def test_hoppers_kernel_finds_what_the_plain_one_finds(self, tile: Tile) -> None:
+        from vidsparse.kernels.triton_sale import config, sale_words
+
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("gluon is for compute capability 9.0 (Hopper)")
+        # blocks of 384 rows that heads do not fill, and keys that end within a step.
+        q, k = (drifting(3001, 128, torch.bfloat16, "cuda", batch=3, seed=i) for i in (0, 1))
+        kept = {"local": 64, "full_rows": 2900 // tile[0], "full_columns": 2900 // tile[1]}
+        words, counts = sale_words(q, k, 0.01, tile=tile, **kept)
+        how = config((9, 0), 227 * 1024)
+        plain, plain_counts = sale_words(q, k, 0.01, tile=tile, how=how, **kept)
+        assert torch.equal(words, plain)
+        assert torch.equal(counts, plain_counts)
+        assert 0.02 < float(counts.float().mean()) / 3001 < 0.98
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("riding", ["fp16", "fp8"])
