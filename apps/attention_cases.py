@@ -59,20 +59,13 @@ def _suite() -> Iterator[Case]:
     long, longer = (32_768, 16), (75_600, 8)
     for kept, tile in ((0.3, (128, 16)), (0.5, (128, 16)), (0.3, (128, 128))):
         for seq_len, heads in (long, longer):
-            case = Case(counts=KERNEL, tile=tile, kept=kept, seq_len=seq_len, heads=heads)
-            yield case
-            yield replace(case, seq_len=seq_len - SMALL_SHIFT)
+            yield Case(counts=KERNEL, tile=tile, kept=kept, seq_len=seq_len, heads=heads)
     first = Case(counts=KERNEL, tile=(128, 16), kept=0.3, seq_len=long[0], heads=long[1])
-    for other in (
-        replace(first, tile=(128, 1)),
-        replace(first, counts=WITH_PLAN, tile=(64, 16), merge="xor-window"),
-        replace(first, skew=0.8),
-        replace(first, seq_len=8_192),
-        replace(first, seq_len=17_776, heads=48, head_dim=64),
-    ):
-        yield other
-        if other.counts == KERNEL and not other.skew:
-            yield replace(other, seq_len=other.seq_len - SMALL_SHIFT)
+    yield replace(first, tile=(128, 1))
+    yield replace(first, counts=WITH_PLAN, tile=(64, 16), merge="xor-window")
+    yield replace(first, skew=0.8)
+    yield replace(first, seq_len=8_192)
+    yield replace(first, seq_len=17_776, heads=48, head_dim=64)
     for kind in ("int8", "fp8"):
         yield replace(
             first,
@@ -88,8 +81,10 @@ def _suite() -> Iterator[Case]:
     )
 
 
-SUITE: Final[tuple[Case, ...]] = tuple(_suite())
-"""The cases of ``docs/benchmarks/attention-h200.json``."""
+SUITE: Final[tuple[Case, ...]] = tuple(
+    replace(case, seq_len=case.seq_len - less) for case in _suite() for less in (0, SMALL_SHIFT)
+)
+"""The standard cases, each also with a length that fills neither blocks nor chunks of 128."""
 
 
 def random_mask(case: Case, device: torch.device) -> torch.Tensor:
