@@ -99,8 +99,8 @@ def _compare(
         k = k_stages.index(stage).permute((1, 0))
         k_extra = k_extra_stages.index(stage).permute((1, 0))
         sums = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
-        # waits for nothing: one product may be under way. The next one takes its sums over in the
-        # tensor cores.
+        # waits for nothing: one product may be under way. The next takes its sums over in the
+        # tensor cores, which PTX orders by the fence between products of two shapes.
         sums = gl.convert_layout(warpgroup_mma_wait(1, deps=[sums]), EXTRA)
         sums = warpgroup_mma(q_extra, k_extra, sums, is_async=True)
         sums = gl.convert_layout(warpgroup_mma_wait(0, deps=[sums]), SUMS)
@@ -264,6 +264,8 @@ def gluon_sale(
         tile: (M, N), from (16, 8) to (128, 128).
     """
     batch, heads, tokens, dim = q.shape
+    assert k_extra.shape[2] == triton.cdiv(tokens, KEYS) * KEYS
+    assert q_extra.shape[2] == words.shape[2] * tile[0]
     padded, extra = max(32, triton.next_power_of_2(dim)), q_extra.shape[-1]
     eight_bits, factors = layouts(padded, extra)
     operands = (

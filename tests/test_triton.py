@@ -29,7 +29,7 @@ from budget import (
     random_qkv,
     random_work,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vidsparse.kernels import (
@@ -411,6 +411,8 @@ def test_sale_on_hopper_chains_its_two_products(compiled: str) -> None:
     assert re.findall(r"^sm_90 gluon sale .* (\d+) waits", compiled, re.M) == ["6"]
 
 
+# the first example imports the kernel.
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 200), st.integers(0, 600))
 def test_a_cut_tail_is_what_full_rounds_leave(blocks: int, programs: int, steps: int) -> None:
     from vidsparse.kernels.gluon_hopper import MOST_PARTS, split_tail

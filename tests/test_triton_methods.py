@@ -276,6 +276,14 @@ def sale_cases(device: str, riding: str = "fp16") -> Iterator[Case]:
     # more key tiles than a word has bits, in steps that fill a word at once.
     yield "sale many words", case(600, (64, 8), local=40)
 
+    def few_words_at_a_time() -> None:
+        from vidsparse.kernels import triton_sale
+
+        with mock.patch.object(triton_sale, "FINISHED_WORDS", 1):
+            check_sale(600, (64, 8), device, local=40, riding=riding)
+
+    yield "sale a word at a time", few_words_at_a_time
+
 
 # ---- plans ----
 
@@ -366,11 +374,24 @@ class TestOnGpu:
         dict(sale_cases("cuda", "fp8"))[name]()
 
     @pytest.mark.parametrize("tile", [(64, 32), (16, 8), (128, 128)], ids=str)
-    def test_hoppers_kernel_finds_what_the_plain_one_finds(self, tile: Tile) -> None:
+    def test_hoppers_kernel_finds_what_the_plain_one_finds(
+        self, monkeypatch: pytest.MonkeyPatch, tile: Tile
+    ) -> None:
+        from vidsparse.kernels.dispatch import hopper_reason
         from vidsparse.kernels.triton_sale import config, sale_words
 
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("gluon is for compute capability 9.0 (Hopper)")
+        # else this would be the plain kernel twice.
+        assert hopper_reason(torch.device("cuda")) is None
+        allocate = torch.empty
+
+        def filled(*args: Any, **kwargs: Any) -> Tensor:
+            fresh = allocate(*args, **kwargs)
+            return fresh.fill_(-1) if fresh.dtype == torch.int32 else fresh
+
+        # words that nobody writes keep everything.
+        monkeypatch.setattr(torch, "empty", filled)
         # blocks of 384 rows that heads do not fill, and keys that end within a step.
         q, k = (drifting(3001, 128, torch.bfloat16, "cuda", batch=3, seed=i) for i in (0, 1))
         kept = {"local": 64, "full_rows": 2900 // tile[0], "full_columns": 2900 // tile[1]}
