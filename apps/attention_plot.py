@@ -52,7 +52,8 @@ def draw_ratios(rows: Sequence[Row], path: Path) -> None:
     panel.set_ylim(len(labels) - 0.5, -0.5)
     panel.set_xlabel(f"times faster than {against}")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour[name]) for name in names]
-    panel.legend(handles, names, fontsize=8, loc="lower right")
+    # above the panel: inside, it would hide the last bars.
+    figure.legend(handles, names, fontsize=8, loc="outside upper center", ncols=min(3, len(names)))
     try:
         figure.savefig(path, dpi=140)
     except ValueError as error:
