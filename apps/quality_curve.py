@@ -51,11 +51,12 @@ def draw_lines(rows: Sequence[Row], path: Path, label: Callable[[Row], str]) -> 
     def draw(panel: Any, rows: Sequence[Row], density: str) -> None:
         for place, name in enumerate(names):
             own = [row for row in rows if label(row) == name]
-            # more lines than colours get other marks.
-            marks = place + place // len(_COLOURS)
+            # more lines than colours get other marks, and are dashed.
+            again = place // len(_COLOURS)
             style = {
                 "color": _COLOURS[place % len(_COLOURS)],
-                "marker": _MARKS[marks % len(_MARKS)],
+                "marker": _MARKS[(place + again) % len(_MARKS)],
+                "linestyle": "--" if again else "-",
             }
             _line(panel, own, density, label=name, **style)
 
@@ -96,7 +97,6 @@ def draw_bars(rows: Sequence[Row], path: Path, axis: str, columns: Mapping[str, 
             panel.grid(axis="y", alpha=0.25)
             if size is not None:
                 panel.set_title(size, fontsize=10)
-        panels[0][0].legend(fontsize=8)
 
     _figure(path, (1, len(sizes)), draw)
 
@@ -133,14 +133,17 @@ def _draw(
                 panel.set_ylabel("PSNR to dense, dB")
                 panel.set_title(f"{size}, {frames} frames", fontsize=10)
                 panel.grid(alpha=0.25)
-        for first in panels[:, 0]:
-            first.legend(title=legend, fontsize=8)
 
-    _figure(path, (1, len(sizes)) if flat else (len(sizes), len(densities)), draw_all)
+    _figure(path, (1, len(sizes)) if flat else (len(sizes), len(densities)), draw_all, legend)
 
 
-def _figure(path: Path, shape: tuple[int, int], draw: Callable[[Any], None]) -> None:
-    """Write a picture of ``shape`` panels, which ``draw`` gets as rows of columns."""
+def _figure(
+    path: Path, shape: tuple[int, int], draw: Callable[[Any], None], legend: str | None = None
+) -> None:
+    """Write a picture of ``shape`` panels, which ``draw`` gets as rows of columns.
+
+    Their labels stand above them, under the title ``legend``: inside, they would hide data.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,6 +154,20 @@ def _figure(path: Path, shape: tuple[int, int], draw: Callable[[Any], None]) -> 
     )
     try:
         draw(panels)
+        named: dict[str, Any] = {}
+        for panel in panels.flat:
+            handles, labels = panel.get_legend_handles_labels()
+            named |= dict(zip(labels, handles, strict=True))
+        columns = min(len(named), 2 * shape[1])
+        figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(named) // columns))
+        figure.legend(
+            named.values(),
+            named,
+            title=legend,
+            fontsize=8,
+            loc="outside upper center",
+            ncols=columns,
+        )
         figure.savefig(path, dpi=140)
     except ValueError as error:
         raise OptionError(f"no curve can be written to {path}: {error}") from None

@@ -75,6 +75,8 @@ _CELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
         name: option_text(name)
         for name in ("tile", "top_p", "merge", "order", "reuse", "dense_ends")
     },
+    **{name: option_text(name) for name in ("tau", "theta", "stride", "pattern")},
+    "lambda": option_text("lambda_"),
     "set to": knob_text,
     **QUALITY_CELLS,
     "Sim-q": _number("sim_q", ".3f"),
@@ -83,11 +85,18 @@ _CELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "sparsity": _number("sparsity", ".3f"),
 }
 _QUALITY = tuple(QUALITY_CELLS)
-_COLUMNS: Mapping[str, tuple[str, ...]] = {
+_METHODS = ("method", "tile", "set to", "order", *_QUALITY)
+_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "tiles": ("tile", "top_p", *_QUALITY),
     "merging": ("tile", "top_p", "merge", *_QUALITY),
     "orders": ("method", "order", "top_p", "Sim-q", "Sim-k", "L1", "sparsity", *_QUALITY),
-    "equal": ("method", "tile", "set to", "order", *_QUALITY),
+    "equal": _METHODS,
     "defaults": ("top_p", "reuse", "dense_ends", "order", *_QUALITY),
-    "curves": ("method", "tile", "set to", "order", *_QUALITY),
+    "curves": _METHODS,
+    "calibration": _METHODS,
+    "judge": ("theta", "order", *_QUALITY),
+    "stages": ("tau", "lambda", *_QUALITY),
+    "patterns": ("stride", "pattern", *_QUALITY),
+    "strides": ("stride", *_QUALITY),
+    "selections": ("set to", *_QUALITY),
 }

@@ -1,0 +1,54 @@
+"""The pages of measurements: what prints and draws them again must go on doing so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from vidsparse.apps.cli import main
+from vidsparse.apps.quality_rows import markdown_tables, quality_file
+from vidsparse.apps.quality_studies import ABLATIONS, STUDIES
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("BENCHMARKS.md", "docs/ablations.md", "docs/models.md")
+# what only reads rows that are there.
+COMMAND = re.compile(r"^vidsparse (.*(?:--show|--limit-rows 0).*)$", re.M)
+
+
+def documented() -> list[str]:
+    return [line for page in PAGES for line in COMMAND.findall((ROOT / page).read_text("utf-8"))]
+
+
+def test_commands_that_measure_nothing_are_documented() -> None:
+    assert len(documented()) >= 4
+
+
+@pytest.mark.parametrize("command", documented())
+def test_a_documented_command_works_on_the_rows_that_are_there(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, shlex.split(command))
+    assert result.exit_code == 0, result.output
+    # tables on the pages are those of the rows.
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (tmp_path / "docs" / page.name).read_bytes() == page.read_bytes()
+    if "--show" in command:
+        printed = [line for line in result.output.splitlines() if line.startswith("| ")]
+        assert len(printed) > 10
+        assert set(printed) <= set((ROOT / "BENCHMARKS.md").read_text("utf-8").splitlines())
+
+
+def test_every_study_of_the_quality_file_has_a_table() -> None:
+    rows = quality_file(ROOT / "docs/benchmarks/quality-small.json").rows
+    studies = {row["study"] for row in rows}
+    assert studies == {*STUDIES, *ABLATIONS}
+    tables = markdown_tables(rows)
+    for study in studies:
+        assert f"frames: {study}\n" in tables
