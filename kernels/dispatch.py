@@ -14,6 +14,9 @@ from .gather_sdpa import gather_attention
 from .quantize import QuantizedQK, check_format, quantize_qk
 from .reference import reference_attention
 
+KNOWN_TRITON: Final = ("3.6.", "3.7.")
+"""What the versions begin with that the Gluon kernels are known to compile with."""
+
 
 class Implementation(Protocol):
     """The signature that all implementations share."""
@@ -107,20 +110,29 @@ def hopper_reason(device: torch.device) -> str | None:
     """Why the Gluon kernels cannot run on a GPU that Triton's can run on, or None."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return "needs compute capability 9.0 (Hopper)"
-    return _gluon_fault()
+    return _gluon_fault(device)
 
 
 @cache
-def _gluon_fault() -> str | None:
-    """What of the installed Triton the kernels cannot be imported with, or None."""
+def _gluon_fault(device: torch.device) -> str | None:
+    """What of the installed Triton the kernels cannot be imported or compiled with, or None.
+
+    Gluon is an experimental part of Triton. With a version that nobody has tried, some tokens are
+    attended first: what it lacks then sends calls to the plain kernels, not to an error.
+    """
     import triton
 
     try:
-        from . import gluon_hopper, gluon_sale  # noqa: F401
-    except (ImportError, AttributeError) as error:
+        from . import gluon_hopper, gluon_sale
+
+        if not triton.__version__.startswith(KNOWN_TRITON):
+            gluon_hopper.try_out(device)
+            gluon_sale.try_out(device)
+    except Exception as error:  # a compiler's errors have no common class
+        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         return (
             f"is known to compile with Triton 3.6 and 3.7, and Triton {triton.__version__} "
-            f"differs: {error}"
+            f"differs: {last}"
         )
     return None
 

@@ -292,3 +292,11 @@ def gluon_sale(
             PRODUCER_REGS=PRODUCER_REGISTERS,
             num_warps=4,
         )
+
+
+def try_out(device: torch.device) -> None:
+    """Compare a block, to see whether this Triton compiles the kernel."""
+    x = torch.zeros(1, 1, ROWS, 64, dtype=torch.float8_e4m3fn, device=device)
+    factors = torch.zeros(1, 1, ROWS, 16, dtype=torch.bfloat16, device=device)
+    words = torch.zeros(1, 1, ROWS // 64, 1, dtype=torch.int32, device=device)
+    gluon_sale(x, x, factors, factors, words, tile=(64, 32))

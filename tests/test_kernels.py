@@ -328,6 +328,34 @@ def test_a_triton_without_what_gluon_imports_is_named(
     assert f"Triton 3.6 and 3.7, and Triton {version} differs" in reason
 
 
+@pytest.mark.parametrize(("version", "tried"), [("3.7.1", False), ("3.10.0", True)])
+def test_a_triton_that_cannot_compile_gluon_leaves_the_plain_kernels(
+    monkeypatch: pytest.MonkeyPatch, version: str, tried: bool
+) -> None:
+    triton = pytest.importorskip("triton")
+    from vidsparse.kernels import dispatch, gluon_hopper
+
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("at 12:4:\nPassManager::run failed")
+
+    monkeypatch.setattr(gluon_hopper, "try_out", broken)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton, "__version__", version)
+    dispatch._gluon_fault.cache_clear()
+    try:
+        reason = support("gluon", "cuda", torch.float16, 64)
+        chosen = choose("auto", "cuda", torch.float16, 64)
+    finally:
+        dispatch._gluon_fault.cache_clear()
+    if tried:
+        assert reason is not None
+        assert reason.endswith(f"Triton {version} differs: PassManager::run failed")
+    else:
+        assert reason is None
+    assert chosen == ("triton" if tried else "gluon")
+
+
 def test_gluon_refuses_tiles_and_blocks_that_it_has_no_kernel_for() -> None:
     pytest.importorskip("triton")
     from vidsparse.kernels.gluon_hopper import gluon_attention

@@ -558,6 +558,14 @@ class TestOnGpu:
                 torch.testing.assert_close(joined, out, rtol=0, atol=unit)
                 torch.testing.assert_close(joined_lse, lse, rtol=0, atol=1e-4)
 
+    def test_what_an_unknown_triton_is_tried_with(self) -> None:
+        from vidsparse.kernels import gluon_hopper, gluon_sale
+
+        self.skip_without("gluon")
+        for module in (gluon_hopper, gluon_sale):
+            module.try_out(torch.device("cuda"))
+        torch.cuda.synchronize()
+
     def test_two_heads_that_are_alike_give_the_same(self, kernel: Callable[..., object]) -> None:
         q, k, v = (x.cuda().repeat(2, 3, 1, 1) for x in random_qkv(1000, 96, torch.float16))
         work = random_work(1000, (32, 8)).to("cuda")
