@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -304,56 +305,58 @@ def test_gluon_is_for_hopper_and_first_there(
     assert choose("auto", "cuda", dtype, dim) == chosen
 
 
+@pytest.fixture
+def hopper_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Pretend a Hopper GPU and a version of Triton."""
+    triton = pytest.importorskip("triton")
+
+    def pretend(version: str) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(triton, "__version__", version)
+        dispatch._gluon_fault.cache_clear()
+
+    yield pretend
+    # what was found out for that version is not true of the real one.
+    dispatch._gluon_fault.cache_clear()
+
+
 @pytest.mark.parametrize("version", ["3.5.1", "4.0.0"])
 def test_a_triton_without_what_gluon_imports_is_named(
-    monkeypatch: pytest.MonkeyPatch, version: str
+    monkeypatch: pytest.MonkeyPatch, hopper_with: Callable[[str], None], version: str
 ) -> None:
-    triton = pytest.importorskip("triton")
     import vidsparse.kernels
-    from vidsparse.kernels import dispatch
 
     # as where gluon's modules are not there, or have other names.
     monkeypatch.setitem(sys.modules, "vidsparse.kernels.gluon_hopper", None)
     monkeypatch.delattr(vidsparse.kernels, "gluon_hopper", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton, "__version__", version)
-    dispatch._gluon_fault.cache_clear()
-    try:
-        reason = support("gluon", "cuda", torch.float16, 64)
-    finally:
-        # what was found out for this version is not true of the real one.
-        dispatch._gluon_fault.cache_clear()
+    hopper_with(version)
+    reason = support("gluon", "cuda", torch.float16, 64)
     assert reason is not None
     assert f"Triton 3.6 and 3.7, and Triton {version} differs" in reason
 
 
 @pytest.mark.parametrize(("version", "tried"), [("3.7.1", False), ("3.10.0", True)])
 def test_a_triton_that_cannot_compile_gluon_leaves_the_plain_kernels(
-    monkeypatch: pytest.MonkeyPatch, version: str, tried: bool
+    monkeypatch: pytest.MonkeyPatch,
+    hopper_with: Callable[[str], None],
+    version: str,
+    tried: bool,
 ) -> None:
-    triton = pytest.importorskip("triton")
-    from vidsparse.kernels import dispatch, gluon_hopper
-
     def broken(device: torch.device) -> None:
         raise RuntimeError("at 12:4:\nPassManager::run failed")
 
+    hopper_with(version)
+    from vidsparse.kernels import gluon_hopper
+
     monkeypatch.setattr(gluon_hopper, "try_out", broken)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton, "__version__", version)
-    dispatch._gluon_fault.cache_clear()
-    try:
-        reason = support("gluon", "cuda", torch.float16, 64)
-        chosen = choose("auto", "cuda", torch.float16, 64)
-    finally:
-        dispatch._gluon_fault.cache_clear()
+    reason = support("gluon", "cuda", torch.float16, 64)
     if tried:
         assert reason is not None
         assert reason.endswith(f"Triton {version} differs: PassManager::run failed")
     else:
         assert reason is None
-    assert chosen == ("triton" if tried else "gluon")
+    assert choose("auto", "cuda", torch.float16, 64) == ("triton" if tried else "gluon")
 
 
 def test_gluon_refuses_tiles_and_blocks_that_it_has_no_kernel_for() -> None:
