@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from vidsparse.apps.quality_rows import QUALITY_CELLS, knob_text, option_text
+from vidsparse.apps.quality_rows import (
+    ORDER_CELLS,
+    QUALITY_CELLS,
+    STUDY_CELLS,
+    Cell,
+    knob_text,
+    markdown_table,
+    option_text,
+)
 from vidsparse.apps.row_file import Row
 from vidsparse.report import format_number
-
-Cell = Callable[[Row], str]
 
 
 def tables(videos: Sequence[Row], calls: Sequence[Row]) -> dict[str, str]:
@@ -33,9 +39,7 @@ def _table(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str | None:
     if "size" in rows[0]:
         columns = {"size": _text("size"), **columns}
         rows = sorted(rows, key=lambda row: str(row["size"]))
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
-    return "\n".join(lines)
+    return markdown_table(rows, columns)
 
 
 def _text(name: str) -> Cell:
@@ -50,35 +54,11 @@ def _percent(name: str, spec: str = ".1%") -> Cell:
     return lambda row: "-" if row[name] is None else format(row[name], spec)
 
 
-_METHOD_CELLS: Final[Mapping[str, Cell]] = {
-    "method": _text("method"),
-    "tile": option_text("tile"),
-    "set to": knob_text,
-    "order": option_text("order"),
-    **QUALITY_CELLS,
-}
-
 _OF_VIDEOS: Final[Mapping[str, tuple[tuple[str, ...], Mapping[str, Cell]]]] = {
-    "judge": (
-        ("judge",),
-        {"theta": option_text("theta"), "order": option_text("order"), **QUALITY_CELLS},
-    ),
-    "stages": (
-        ("stages",),
-        {
-            "tau": option_text("tau"),
-            "lambda": option_text("lambda_"),
-            # of all products, q·k and p·v, as the paper counts.
-            "sparsity": lambda row: format_number(1 - row["computed"], ".3f"),
-            **QUALITY_CELLS,
-        },
-    ),
-    "patterns": (
-        ("patterns",),
-        {"stride": option_text("stride"), "pattern": option_text("pattern"), **QUALITY_CELLS},
-    ),
-    "strides": (("strides",), {"stride": option_text("stride"), **QUALITY_CELLS}),
-    "selections": (("selections",), {"by": knob_text, **QUALITY_CELLS}),
+    **{
+        name: ((name,), STUDY_CELLS[name])
+        for name in ("judge", "stages", "patterns", "strides", "selections")
+    },
     "tiles": (
         ("tiles", "merging"),
         {
@@ -94,16 +74,10 @@ _OF_VIDEOS: Final[Mapping[str, tuple[tuple[str, ...], Mapping[str, Cell]]]] = {
             "method": _text("method"),
             "order": option_text("order"),
             "set to": knob_text,
-            "Sim-q": _number("sim_q", ".3f"),
-            "Sim-k": _number("sim_k", ".3f"),
-            "L1": _number("l1", ".4f"),
-            "sparsity": _number("sparsity", ".3f"),
-            **QUALITY_CELLS,
+            **ORDER_CELLS,
         },
     ),
-    "equal": (("equal",), _METHOD_CELLS),
-    "calibration": (("calibration",), _METHOD_CELLS),
-    "curves": (("curves",), _METHOD_CELLS),
+    **{name: ((name,), STUDY_CELLS[name]) for name in ("equal", "calibration", "curves")},
 }
 
 _OF_CALLS: Final[Mapping[str, Mapping[str, Cell]]] = {

@@ -884,6 +884,13 @@ def _part(item, WHOLE, PARTS):
 
 
 @gluon.jit
+def _block_of(item, G, BH, TOGETHER, WHOLE, PARTS):
+    entry, _, _ = _part(item, WHOLE, PARTS)
+    _, block = _locate(entry, G, BH, TOGETHER)
+    return block
+
+
+@gluon.jit
 def _chunk_rows(
     list_ptr, first, count, S, N: gl.constexpr, CHUNKS: gl.constexpr, MASKED: gl.constexpr
 ):
@@ -1071,9 +1078,7 @@ def _produce(
 
     programs = gl.num_programs(0)
     item = gl.program_id(0)
-    entry, part, parts = _part(item, WHOLE, PARTS)
-    head, block = _locate(entry, G, BH, TOGETHER)
-    count = gl.load(kv_count_ptr + block)
+    count = gl.load(kv_count_ptr + _block_of(item, G, BH, TOGETHER, WHOLE, PARTS))
     q_phase = 0
     stage = 0
     phase = 0
@@ -1124,8 +1129,7 @@ def _produce(
             kept = kept_from + steps - 1 + gl.arange(0, 1, LINE)
         tile = gl.load(q_tiles_ptr + block.to(gl.int64) * R + gl.arange(0, R, LINE))
         item = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        entry, part, parts = _part(gl.minimum(item, ITEMS - 1), WHOLE, PARTS)
-        _, next_block = _locate(entry, G, BH, TOGETHER)
+        next_block = _block_of(gl.minimum(item, ITEMS - 1), G, BH, TOGETHER, WHOLE, PARTS)
         next_count = gl.load(kv_count_ptr + next_block)
 
         # the first keys of this block and the last values of the one before.
@@ -1484,12 +1488,13 @@ def split_tail(blocks: int, programs: int, steps: int) -> tuple[int, int]:
     Equal blocks that do not fill the last round of ``programs`` leave most of the GPU waiting for
     a few of them: 4,096 blocks take 132 programs as long as 4,224.
     """
-    rest = blocks % programs
-    rounds = blocks // programs
+    rounds, rest = divmod(blocks, programs)
+    if rest == 0:
+        return blocks, 1
     found, least = (blocks, 1), (rounds + 1) * steps * (1 - LEAST_GAIN)
     for parts in range(2, min(MOST_PARTS, steps // LEAST_STEPS) + 1):
         last = -(-rest * parts // programs) * (steps / parts + PART_COST)
-        if rest and (time := rounds * steps + last + JOIN_COST) < least:
+        if (time := rounds * steps + last + JOIN_COST) < least:
             found, least = (blocks - rest, parts), time
     return found
 
@@ -1606,6 +1611,7 @@ def gluon_attention(
     lse = torch.empty(all_rows + spare, dtype=torch.float32, device=q.device)
     together = heads_together(batch * heads, tokens * dim * (k.element_size() + v.element_size()))
     plan = tables(q_tiles, kv_count, kv_index, quantized)
+    q_tiles, shift = plan[0], plan[-1]
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(q):
         gather_attention_kernel[(min(programs, items),)](
@@ -1651,8 +1657,8 @@ def gluon_attention(
             join_parts_kernel[(total - whole, BLOCK_ROWS // rows_at_once)](
                 out,
                 lse,
-                plan[-1],
-                plan[0],
+                shift,
+                q_tiles,
                 tokens,
                 blocks,
                 batch * heads,

@@ -266,7 +266,7 @@ def sale_kernel(
 
 
 @triton.jit
-def areas_kernel(
+def finish_kernel(
     words_ptr,
     keys_ptr,
     S,
@@ -382,7 +382,7 @@ def sale_words(
             gluon_sale(four.q, four.k, q_extra, k_extra, words, tile=tile)
         else:
             _triton_sale(four.q, four.k, q_extra, k_extra, words, tile, how)
-        areas_kernel[(batch * heads * triton.cdiv(q_tiles, FINISHED_TILES),)](
+        finish_kernel[(batch * heads * triton.cdiv(q_tiles, FINISHED_TILES),)](
             words,
             counts,
             tokens,

@@ -199,7 +199,7 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
             yield antidiagonal(cc, head_dim, stride)
     yield block_sums(cc, 8)
     yield key_factors(cc)
-    yield areas(cc)
+    yield finish(cc)
     for head_dim in head_dims:
         yield least_sums(cc, head_dim, (64, 32))
         for tile in ((64, 32), (16, 16), (128, 128)) if every else ((64, 32),):
@@ -646,12 +646,12 @@ def sale_on_hopper(head_dim: int, tile: tuple[int, int]) -> Variant:
     )
 
 
-def areas(cc: int) -> Variant:
+def finish(cc: int) -> Variant:
     """What SALE keeps anyway, and the count of keys."""
     return _variant(
         cc,
-        "areas",
-        triton_sale.areas_kernel,
+        "finish",
+        triton_sale.finish_kernel,
         _pointers(words="i32", keys="i32"),
         {
             "M": 64,

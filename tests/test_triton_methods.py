@@ -369,8 +369,13 @@ class TestOnGpu:
     @pytest.mark.parametrize("name", [name for name, _ in sale_cases(INTERPRETER)])
     def test_sale_in_fp8(self, name: str) -> None:
         # what Hopper has a kernel of its own for.
-        if torch.cuda.get_device_capability() < (8, 9):
+        from vidsparse.kernels.dispatch import hopper_reason
+
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
             pytest.skip("fp8 needs compute capability 8.9 (Ada) or newer")
+        # else this would be the plain kernel once more.
+        assert capability != (9, 0) or hopper_reason(torch.device("cuda")) is None
         dict(sale_cases("cuda", "fp8"))[name]()
 
     @pytest.mark.parametrize("tile", [(64, 32), (16, 8), (128, 128)], ids=str)
