@@ -54,12 +54,12 @@ class Comparison:
     def warm_up(self, chunk: Sequence[Job], defaults: Defaults) -> None:
         """Run two steps of both sides untimed: a process's first call pays for its set-up.
 
-        A GPU and the compiler prepare for one shape, so they get the true one; on a CPU a few
-        frames do.
+        A GPU and the compiler prepare for one shape, so they get the true one, and a preset fits
+        no other; on a CPU a few frames do.
         """
         request = chunk[0].request
         frames = request.frames
-        if request.device == "cpu" and not request.compile:
+        if request.device == "cpu" and not request.compile and request.preset is None:
             frames = defaults.frame_factor + 1
         for side in (dense_side, lambda one: replace(one, dense_steps=0)):
             self._generate(

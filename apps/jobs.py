@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vidsparse.apps.console import Session
 from vidsparse.apps.options import build_request
 from vidsparse.apps.prompts import Prompt, PromptFile
+from vidsparse.errors import OptionError
 
 if TYPE_CHECKING:
     from vidsparse.pipelines.models import LoadedPipeline, ModelRef
@@ -42,13 +43,14 @@ class Jobs:
         """Load the model, once for all jobs.
 
         Raises:
-            VidsparseError: the model cannot be loaded.
+            VidsparseError: the model cannot be loaded, or is not the one of the preset.
         """
+        from vidsparse.pipelines.generate import check_preset
         from vidsparse.pipelines.models import load
 
         request = self.request
         session.say(f"Loading {request.model} on {request.device} ...")
-        return load(
+        loaded = load(
             self.model,
             device=request.device,
             dtype=request.dtype,
@@ -57,6 +59,9 @@ class Jobs:
             compile=request.compile,
             image=request.image is not None,
         )
+        # of all jobs alike: not to be found out by each.
+        check_preset(loaded, request)
+        return loaded
 
 
 def prepare(
@@ -71,6 +76,7 @@ def prepare(
     """
     from vidsparse.pipelines.models import check_takes, resolve_model, unknown_words
     from vidsparse.pipelines.request import check_ready, resolve
+    from vidsparse.presets import load_preset
 
     requests = [build_request(prompt.text, options) for prompt in source.prompts]
     if ready:
@@ -78,6 +84,13 @@ def prepare(
     model = resolve_model(requests[0].model)
     first = requests[0]
     check_takes(model, image=first.image is not None, last_image=first.last_image is not None)
+    if first.preset is not None:
+        preset = load_preset(first.preset)
+        if not preset.may_fit(model.transformers):
+            raise OptionError(
+                f"{preset.source} was calibrated for {preset.model['name']}, and {model.name} has "
+                "another transformer. Hint: calibrate for this model."
+            )
     jobs = []
     for prompt, request in zip(source.prompts, requests, strict=True):
         jobs.append(Job(prompt=prompt, request=resolve(request, model.defaults)))

@@ -25,7 +25,7 @@ from vidsparse.pipelines.image import fit_image, image_hash, read_image
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.request import GenerateRequest, resolve
-from vidsparse.presets import load_preset
+from vidsparse.presets import Preset, load_preset
 
 Progress = Callable[[int, int, float], object]
 """Called after each denoising step with its number from 1, the number of steps, its seconds."""
@@ -256,6 +256,19 @@ def _device_key(name: str) -> str:
     return "cuda:0" if name == "cuda" else name
 
 
+def check_preset(loaded: LoadedPipeline, request: GenerateRequest) -> Preset | None:
+    """The preset of ``request``, where it has one.
+
+    Raises:
+        OptionError: it cannot be read, or was calibrated for another model than the loaded one.
+    """
+    if request.preset is None:
+        return None
+    preset = load_preset(request.preset)
+    preset.check_model(transformer_configs(loaded.pipe), loaded.weights_hash)
+    return preset
+
+
 @contextmanager
 def _maybe_sparse(
     loaded: LoadedPipeline, request: GenerateRequest
@@ -268,9 +281,7 @@ def _maybe_sparse(
             )
         yield None
         return
-    preset = None if request.preset is None else load_preset(request.preset)
-    if preset is not None:
-        preset.check_model(transformer_configs(loaded.pipe), loaded.weights_hash)
+    preset = check_preset(loaded, request)
     with sparsify(
         loaded.pipe,
         request.method,

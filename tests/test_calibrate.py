@@ -324,6 +324,39 @@ def test_a_method_that_needs_a_preset_says_so(prompts: Path) -> None:
     assert "vidsparse calibrate --method bsfa" in result.output
 
 
+def test_compare_takes_a_preset(folder: Path, prompts: Path, sparge: Path, tmp_path: Path) -> None:
+    result = invoke(
+        "compare", str(prompts), "--model", str(folder), "--device", "cpu", "--steps", "3",
+        "--preset", str(sparge), "--out", str(tmp_path / "videos"),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (run,) = (tmp_path / "videos").iterdir()
+    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
+    assert report["settings"]["method"] == "spargeattn"
+    # the sparse side is sparse, and not by the method's own numbers.
+    assert 0 < report["summary"]["selected"] <= 1
+    assert report["settings"]["preset"] == str(sparge)
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_a_preset_of_another_model_ends_with_2_once_for_all_prompts(
+    command: str, prompts: Path, sparge: Path, tmp_path: Path
+) -> None:
+    for model, message, loaded in (
+        (save_tiny_wan(tmp_path / "deeper", layers=3), "has another transformer", False),
+        (save_tiny_wan(tmp_path / "trained", seed=1), "with other weights than these", True),
+    ):
+        result = invoke(
+            command, str(prompts), "--model", str(model), "--device", "cpu", "--preset", str(sparge)
+        )
+        assert result.exit_code == 2, result.output
+        text = " ".join(result.output.split())
+        assert text.count("was calibrated for") == 1
+        assert message in text
+        assert ("Loading" in text) == loaded
+        assert "failed" not in text
+
+
 @pytest.mark.parametrize("command", ["generate", "compare"])
 def test_a_preset_that_does_not_fit_ends_with_2(
     command: str, folder: Path, prompts: Path, sparge: Path
