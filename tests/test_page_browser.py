@@ -37,6 +37,8 @@ pytestmark = [
 ]
 
 PATIENCE = 180_000
+# from the start, so slowly that a key pressed after the look at the first frame meets it.
+SLOWLY = "(video) => { video.playbackRate = 0.1; video.currentTime = 0; }"
 SMALL = {"Steps": 3, "Frames (4k+1)": 5, "Width": 64, "Height": 64}
 
 
@@ -81,6 +83,7 @@ def chromium() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
         # no sandbox: continuous integration runs as root, and the only page is our own.
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        playwright.expect.set_options(timeout=PATIENCE)
         yield browser
         browser.close()
 
@@ -113,7 +116,7 @@ class Visitor:
         self.page.get_by_role("tab", name=name).click()
 
     def see(self, area: str, text: str) -> None:
-        playwright.expect(self.page.locator(area)).to_contain_text(text, timeout=PATIENCE)
+        playwright.expect(self.page.locator(area)).to_contain_text(text)
 
     def value(self, script: str) -> Any:
         return self.page.evaluate(script)
@@ -240,6 +243,7 @@ def test_compare_plays_in_step_and_shows_where_attention_was_sparse(visit: Any) 
     slider = visitor.page.locator("vs-viewer .seek")
     slider.focus()
     slider.press("Home")
+    playwright.expect(visitor.page.locator("vs-viewer .play")).to_have_text("Play")
     visitor.see("vs-viewer .counter", "frame 1 / 5")
     for _ in range(3):
         slider.press("ArrowRight")
@@ -284,6 +288,20 @@ def test_compare_plays_in_step_and_shows_where_attention_was_sparse(visit: Any) 
     playwright.expect(kept).to_be_hidden()
 
 
+def test_a_key_stops_the_video_also_where_the_slider_is_there_already(visit: Any) -> None:
+    visitor = visit()
+    visitor.tab("Compare")
+    visitor.page.click("#compare")
+    visitor.see("#compare-status", "Both videos are ready")
+    button = visitor.page.locator("vs-viewer .play")
+    playwright.expect(button).to_have_text("Pause")
+    visitor.value(f"({SLOWLY})(document.querySelector('vs-viewer').video)")
+    visitor.see("vs-viewer .counter", "frame 1 / 5")
+    visitor.page.locator("vs-viewer .seek").press("Home")
+    playwright.expect(button).to_have_text("Play")
+    visitor.see("vs-viewer .counter", "frame 1 / 5")
+
+
 def test_the_viewer_s_panels_are_the_two_videos_and_their_difference(visit: Any, out: Path) -> None:
     visitor = visit()
     visitor.tab("Compare")
@@ -320,9 +338,22 @@ def test_report_exports_the_command_line_s_page(visit: Any, tmp_path: Path) -> N
     playwright.expect(visitor.page.locator("#report-summary tbody tr")).to_have_count(2)
     playwright.expect(visitor.page.locator("#report-curve .dot.mean")).to_have_count(2)
     link = visitor.page.get_by_role("link", name="report.html (top_p 0.3)")
-    page = _download(visitor, link).read_text("utf-8")
-    assert page.count("data:video/mp4;base64,") == 2
-    assert "Dense against sparse: FG-Attn on shapes" in page
+    page = _download(visitor, link)
+    text = page.read_text("utf-8")
+    assert text.count("data:video/mp4;base64,") == 2
+    assert "Dense against sparse: FG-Attn on shapes" in text
+
+    # and it works from a file, by keys: its first video stands still on the frame asked for.
+    visitor.page.goto(page.rename(tmp_path / "report.html").as_uri())
+    clip = visitor.page.locator(".clip").first
+    clip.scroll_into_view_if_needed()
+    playwright.expect(clip.locator(".play")).to_have_text("Pause")
+    clip.locator("video").evaluate(SLOWLY)
+    playwright.expect(clip.locator(".counter")).to_have_text("frame 1 / 5")
+    for key, frame in (("Home", 1), ("ArrowRight", 2), ("End", 5)):
+        clip.locator("input[type=range]").press(key)
+        playwright.expect(clip.locator(".counter")).to_have_text(f"frame {frame} / 5")
+        playwright.expect(clip.locator(".play")).to_have_text("Play")
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ class Viewer extends HTMLElement {
       if (video.paused) video.play(); else video.pause();
     });
     this.seek.addEventListener("input", () => this.goTo(Number(this.seek.value)));
+    // Home on the first frame is no input, and yet a hand on the slider: playing on, the video
+    // would move the slider away under it.
+    this.seek.addEventListener("pointerdown", () => this.goTo(this.frame));
+    this.seek.addEventListener("keydown", ({ key }) => {
+      if (/^(Arrow|Page|Home|End)/.test(key)) this.goTo(this.frame);
+    });
     const slider = this.querySelector(".times-slider");
     slider.addEventListener("input", () => this.amplify(Number(slider.value)));
     this.amplify(Number(slider.value));
