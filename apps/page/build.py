@@ -85,6 +85,7 @@ def _connect_form(
         take_example,
         inputs=[form.examples],
         outputs=[form.controls["prompt"]],
+        trigger_mode="multiple",
         show_progress="hidden",
         api_visibility="private",
     )

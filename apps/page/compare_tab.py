@@ -18,10 +18,12 @@ from vidsparse.apps.page.workbench import Workbench
 from vidsparse.errors import OptionError
 from vidsparse.probe import CellRecord
 
-# the cell chosen in the density map comes to python as an event of the component around it.
+# a cell chosen in the density map is an event of the component around it, which puts the cell into
+# the fields below without asking the server: answers to quick choices could come out of turn.
 _FORWARD_CELL = """
-element.addEventListener('vs-cell', (event) => trigger('select', event.detail));
+element.addEventListener('vs-cell', () => trigger('select'));
 """
+_CHOSEN_CELL = "() => document.querySelector('vs-heat').chosen.map((place) => place + 1)"
 
 
 class CompareTab:
@@ -96,7 +98,8 @@ class CompareTab:
             api_visibility="private",
         )
         self.heat.select(
-            self.choose,
+            None,
+            js=_CHOSEN_CELL,
             outputs=[self.step, self.layer],
             show_progress="hidden",
             api_visibility="private",
@@ -167,14 +170,6 @@ class CompareTab:
         """Stop what this visit has running or waiting in this tab."""
         asked = self._desk.cancel(self._desk.visit(request), "compare")
         return gr.skip() if asked else draw.note("Nothing is running.")
-
-    def choose(self, event: gr.EventData) -> tuple[Any, Any]:
-        """Take the cell that was chosen in the density map."""
-        cell = event._data if isinstance(event._data, dict) else {}
-        step, layer = cell.get("step"), cell.get("layer")
-        if not isinstance(step, int) or not isinstance(layer, int):
-            return gr.skip(), gr.skip()
-        return step + 1, layer + 1
 
     async def record_cell(
         self, request: gr.Request, step: Any, layer: Any

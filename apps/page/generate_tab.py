@@ -89,6 +89,8 @@ class GenerateTab:
         self.history.select(
             self.show,
             outputs=[self.video, self.facts, self.actions, self.links, self.record],
+            # a second choice while the first is answered counts; gradio would drop it.
+            trigger_mode="multiple",
             show_progress="hidden",
             api_visibility="private",
         )

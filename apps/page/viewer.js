@@ -181,7 +181,7 @@ class Heat extends HTMLElement {
       row.append(name, bar, value);
       box.append(row);
     }
-    this.dispatchEvent(new CustomEvent("vs-cell", { bubbles: true, detail: { step, layer } }));
+    this.dispatchEvent(new CustomEvent("vs-cell", { bubbles: true }));
   }
 }
 
