@@ -30,10 +30,10 @@ def draw_curve(rows: Sequence[Row], path: Path) -> None:
             of_tile = [row for row in rows if row["options"]["tile"] == tile]
             swept = [row for row in of_tile if row["study"] == "tiles"]
             _line(panel, swept, density, color=colour, marker=mark, label=tile)
-            for row in of_tile:
-                if row["study"] == "merging":
-                    hollow = {"markerfacecolor": "none", "color": colour, "linestyle": "none"}
-                    panel.plot(row[density], row["psnr_mean"], marker=mark, **hollow)
+            merged = [row for row in of_tile if row["study"] == "merging"]
+            hollow = {"markerfacecolor": "none", "linestyle": "none"}
+            name = None if swept else tile
+            _line(panel, merged, density, color=colour, marker=mark, label=name, **hollow)
 
     drawn = [row for row in rows if row["study"] in ("tiles", "merging")]
     _draw(drawn, path, ("selected", "computed"), "tile", draw)
@@ -158,7 +158,7 @@ def _figure(
         for panel in panels.flat:
             handles, labels = panel.get_legend_handles_labels()
             named |= dict(zip(labels, handles, strict=True))
-        columns = min(len(named), 2 * shape[1])
+        columns = max(1, min(len(named), 2 * shape[1]))
         figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(named) // columns))
         figure.legend(
             named.values(),

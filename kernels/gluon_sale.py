@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gluon_ring import next_stage, plain, tma_load
+from .triton_sale import block_d
 
 ROWS = 128
 KEYS = 128
@@ -266,7 +267,7 @@ def gluon_sale(
     batch, heads, tokens, dim = q.shape
     assert k_extra.shape[2] == triton.cdiv(tokens, KEYS) * KEYS
     assert q_extra.shape[2] == words.shape[2] * tile[0]
-    padded, extra = max(32, triton.next_power_of_2(dim)), q_extra.shape[-1]
+    padded, extra = block_d(dim), q_extra.shape[-1]
     eight_bits, factors = layouts(padded, extra)
     operands = (
         (q, ROWS, padded, eight_bits),

@@ -414,8 +414,8 @@ def _triton_sale(
     batch, heads, tokens, dim = q.shape
     operands: list[Any] = [q, k, q_extra, k_extra]
     if how.tma:
-        block_d = _block_d(dim)
-        boxes = ([how.rows, block_d], [how.keys, block_d], [how.rows, EXTRA], [how.keys, EXTRA])
+        columns = block_d(dim)
+        boxes = ([how.rows, columns], [how.keys, columns], [how.rows, EXTRA], [how.keys, EXTRA])
         operands = [
             TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), box)
             for x, box in zip(operands, boxes, strict=True)
@@ -452,8 +452,8 @@ def _key_factors(four: FourBitQK, step: int, half: torch.dtype) -> Tensor:
     return out
 
 
-def _block_d(dim: int) -> int:
-    # a product of 8-bit numbers takes 32 columns or more.
+def block_d(dim: int) -> int:
+    """Columns of a product of 8-bit numbers, of which there are 32 or more."""
     return max(32, int(triton.next_power_of_2(dim)))
 
 
@@ -474,7 +474,7 @@ def sale_constants(how: Config, dim: int, tile: tuple[int, int]) -> dict[str, An
     """What ``sale_kernel`` is compiled for."""
     return {
         "D": dim,
-        "BLOCK_D": _block_d(dim),
+        "BLOCK_D": block_d(dim),
         "M": tile[0],
         "N": tile[1],
         "EXTRA": EXTRA,

@@ -618,7 +618,7 @@ def sale(cc: int, head_dim: int, tile: tuple[int, int], riding: str) -> Variant:
 
 def sale_on_hopper(head_dim: int, tile: tuple[int, int]) -> Variant:
     """SALE's selection pass for Hopper."""
-    padded, extra = max(32, triton.next_power_of_2(head_dim)), triton_sale.EXTRA
+    padded, extra = triton_sale.block_d(head_dim), triton_sale.EXTRA
     eight_bits, factors = gluon_sale.layouts(padded, extra)
     rows, keys = gluon_sale.ROWS, gluon_sale.KEYS
     descriptors = {

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from matplotlib.figure import Figure
 from tiny_pipelines import save_tiny_wan
 
 from vidsparse.apps.cli import main
+from vidsparse.apps.quality_curve import draw_curve
 from vidsparse.apps.quality_studies import STUDIES, Knob, configurations
 from vidsparse.apps.quality_study import held_out_prompts
 
+ROOT = Path(__file__).resolve().parents[1]
 PROMISED = [
     "method", "options", "size", "selected", "computed", "psnr_mean", "psnr_std", "ssim_mean",
     "prompts", "commit",
@@ -66,6 +70,27 @@ def test_rows_are_written_resumed_drawn_and_tabled(tiny_model: Path, tmp_path: P
     assert curve.read_bytes().startswith(b"\x89PNG")
     assert "| 32x32 | 0.5 |" in shown.stdout
     assert _rows(tmp_path) == [first, second]
+
+
+def test_rows_of_merging_alone_are_drawn_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = json.loads((ROOT / "docs/benchmarks/quality-small.json").read_text("utf-8"))["rows"]
+    named: list[str] = []
+    legend = Figure.legend
+
+    def spy(figure: Figure, handles: Any, labels: Any, **options: Any) -> Any:
+        named.extend(labels)
+        return legend(figure, handles, labels, **options)
+
+    monkeypatch.setattr(Figure, "legend", spy)
+    merged = [row for row in rows if row["study"] == "merging"]
+    draw_curve(merged, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert set(named) == {row["options"]["tile"] for row in merged}
+    # rows of a tile that no colour is for leave an empty picture, not an error.
+    other = [{**row, "options": {"tile": "1x1"}} for row in merged]
+    draw_curve(other, tmp_path / "other.png")
 
 
 def test_orders_are_compared_at_equal_computed_density(tiny_model: Path, tmp_path: Path) -> None:

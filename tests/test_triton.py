@@ -441,19 +441,9 @@ def test_four_blocks_too_many_are_cut_and_full_rounds_are_not() -> None:
 
 @pytest.mark.parametrize("cc", [80, 89, 90, 100])
 def test_what_goes_before_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str) -> None:
-    names = [
-        "quantise",
-        "mean",
-        "pool",
-        "scores",
-        "top-p",
-        "group",
-        "join",
-        "longest first",
-        "list",
-    ]
-    names += ["least sums", "key factors", "finish"]
-    for name in names:
+    names = "quantise, mean, pool, scores, top-p, group, join, longest first, list"
+    names += ", least sums, key factors, finish"
+    for name in names.split(", "):
         found = resources(cc, compiled, name)
         assert found
         # two registers of a thread, in the kernel for rows that do not fit a program.
@@ -466,15 +456,9 @@ def test_what_goes_before_compiles_ahead_of_time_and_hardly_spills(cc: int, comp
 class TestOnGpu:
     @pytest.fixture(params=["triton", "gluon"])
     def kernel(self, request: pytest.FixtureRequest) -> Callable[..., object]:
-        from vidsparse.kernels.dispatch import _LOADERS, support
+        from vidsparse.kernels.dispatch import _LOADERS
 
-        capability = torch.cuda.get_device_capability()
-        if request.param == "gluon" and capability != (9, 0):
-            pytest.skip("gluon is for compute capability 9.0 (Hopper)")
-        if capability < (8, 0):
-            pytest.skip("triton needs compute capability 8.0 (Ampere) or newer")
-        # on the right GPU any other reason is a fault, not a reason to skip.
-        assert support(request.param, "cuda", torch.bfloat16, 128) is None
+        self.skip_without(request.param)
         return _LOADERS[request.param]()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -678,8 +662,11 @@ class TestOnGpu:
         capability = torch.cuda.get_device_capability()
         if name == "gluon" and capability != (9, 0):
             pytest.skip("gluon is for compute capability 9.0 (Hopper)")
+        if capability < (8, 0):
+            pytest.skip("triton needs compute capability 8.0 (Ampere) or newer")
         if kind is not None and "fp8" in kind and capability < (8, 9):
             pytest.skip("fp8 needs compute capability 8.9 (Ada) or newer")
+        # on the right GPU any other reason is a fault, not a reason to skip.
         assert support(name, "cuda", torch.bfloat16, 128, quantize=kind) is None
 
     @pytest.mark.parametrize("kind", ["int8", "fp8"])
