@@ -24,6 +24,13 @@ is worth it, so that the last round is a short one. A part's rows and log-sum-ex
 behind those of all heads, and a second kernel joins them. With a gate all blocks stay whole: a
 relative one goes by the maximum of what stands before in a list.
 
+A row's weights are powers of its scores less an anchor. In fp16 that is a running maximum. bf16 has
+the exponents of fp32, so the largest score of a block's first step serves for all steps, which then
+look for no maxima and rescale nothing. What comes out is right unless it left fp32's range, which
+is seen when a block is stored. Such blocks are noted, and a second launch attends them again with
+running maxima. It finds none where later scores are no more than 70 above the first ones and values
+are of ordinary size.
+
 Only the last chunks of a list can be short of a full step or of the sequence's end. They go first,
 masked, and the loop over the other steps carries no mask. Rows that do not exist lie outside
 the boxes that TMA reads (zeros) and are not stored.
@@ -51,6 +58,7 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -69,7 +77,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .gates import KEY_GROUP, AbsoluteGate, Gate, kept_pieces
 from .gluon_ring import next_stage, plain, tma_load
 from .quantize import QuantizedQK
-from .triton_gather import LOG2_E, gate_kind, heads_together, tables
+from .triton_gather import (
+    LARGEST_SUM,
+    LOG2_E,
+    gate_kind,
+    heads_together,
+    is_anchored,
+    tables,
+)
 
 BLOCK_ROWS = 128
 # triton 3.9 renames these.
@@ -293,6 +308,7 @@ def _store(
     out_ptr,
     lse_ptr,
     shift_ptr,
+    noted_ptr,
     S,
     scale_log2,
     D: gl.constexpr,
@@ -302,7 +318,8 @@ def _store(
     """Write the rows of a block that a consumer holds, and their log-sum-exp.
 
     ``start`` is the head's first row of the output; of a part of a block, less than zero, it is
-    -1 less the part's own first row.
+    -1 less the part's own first row. ``noted_ptr`` has a word that says whether any block is to be
+    attended again, and one for each block.
     """
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
@@ -318,6 +335,12 @@ def _store(
     # a row without keys: zeros and -inf, whatever its weights of zero were multiplied with.
     has_keys = sums > 0
     out = gl.where(has_keys[:, None], acc * (1.0 / sums)[:, None], 0.0)
+    if noted_ptr is not None:
+        # what is infinite or NaN is no number times zero, and no comparison holds for NaN.
+        holds = (sums <= LARGEST_SUM) & (gl.sum(out * 0.0, 1) == 0.0)
+        nowhere = gl.zeros_like(row)
+        gl.store(noted_ptr + nowhere, 1, mask=alive & ~holds)
+        gl.store(noted_ptr + 1 + block + nowhere, 1, mask=alive & ~holds)
     whole = start >= 0
     token = gl.where(whole, start, -1 - start).to(gl.int64) + gl.where(whole, row, place)
     # eights of columns, so that addresses differ by constants.
@@ -510,32 +533,53 @@ def _weighed(scores, factor, subtracted, sums, rescale, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def _weights_of(scores, row_max, row_scale, k_scale, one):
-    """Weights of a step's keys as ``_by_run`` gives them, and the rows' maxima with them in it."""
+def _raise_anchor(scores, factor, old_max, sums, one):
+    """Rows' maxima with these scores in them, what that lowers weights by, and lowered sums."""
+    largest = gl.max(gl.max(scores, 4), 2)
+    if scores.dtype.is_int():
+        largest = _as_float(largest, one) - OFFSET_OF_INTEGERS
+    if len(factor.shape) > 0:
+        factor = factor.reshape(factor.shape[0], factor.shape[1])
+        factor = gl.convert_layout(factor, gl.SliceLayout(2, largest.type.layout))[:, :, None]
+    largest = gl.convert_layout(gl.max(largest * factor, 1), old_max.type.layout)
+    new_max = _raised(largest, old_max)
+    rescale = _exp2(old_max - new_max)
+    return new_max, rescale, sums * rescale
+
+
+@gluon.jit
+def _weights_of(
+    scores, first, row_max, sums, row_scale, k_scale, one, ANCHORED: gl.constexpr
+):  # fmt: skip
+    """Weights of a step's keys as ``_by_run`` gives them, and what their rows carry on.
+
+    If ANCHORED, ``row_max`` is the first step's for all steps, and the third answer says nothing.
+    """
     INTEGERS: gl.constexpr = scores.dtype.is_int()
     scores = _by_run(scores, 1 if k_scale is None else k_scale.shape[0])
-    largest = gl.max(gl.max(scores, 4), 2)
-    if INTEGERS:
-        largest = _as_float(largest, one) - OFFSET_OF_INTEGERS
     factor = row_scale
-    if len(row_scale.shape) == 0:
-        largest = largest * row_scale
-    else:
+    if len(row_scale.shape) > 0:
         PAIR: gl.constexpr = _first_two(scores.type.layout, 5)
         scale = gl.convert_layout(row_scale, gl.SliceLayout(1, PAIR))[:, None]
         if k_scale is not None:
             scale = scale * gl.convert_layout(k_scale, gl.SliceLayout(0, PAIR))[None, :]
-        largest_scale = gl.convert_layout(scale, gl.SliceLayout(2, largest.type.layout))
-        largest = largest * largest_scale[:, :, None]
         factor = scale[:, :, None, None, None]
-    largest = gl.convert_layout(gl.max(largest, 1), row_max.type.layout)
-    new_max = _raised(largest, row_max)
-    subtracted = _thread_vector(new_max, scores)
+    rescale = row_max
+    row_max = gl.where(first, -1.0e30, row_max)
+    sums = gl.where(first, 0.0, sums)
+    if ANCHORED:
+        raises = first
+    else:
+        raises: gl.constexpr = True
+    if raises:
+        row_max, rescale, sums = _raise_anchor(scores, factor, row_max, sums, one)
+    subtracted = _thread_vector(row_max, scores)
     if INTEGERS:
         # behind the branch in which maxima are raised, where the exponentials leave time for it.
         scores = _as_float(scores, one)
         subtracted = subtracted + factor * OFFSET_OF_INTEGERS
-    return _exp2(scores * factor - subtracted), new_max
+    fresh = _exp2(scores * factor - subtracted)
+    return fresh, row_max, rescale, sums + _sums_of(fresh, sums)
 
 
 @gluon.jit
@@ -547,7 +591,7 @@ def _sums_of(fresh, like):
 @gluon.jit
 def _soften(
     scores, first, keys, row_max, sums, row_scale, k_scale, one, dtype: gl.constexpr,
-    WEIGHTS: gl.constexpr,
+    WEIGHTS: gl.constexpr, ANCHORED: gl.constexpr,
 ):  # fmt: skip
     """Weights of a step's scores, and what its rows carry on.
 
@@ -558,7 +602,6 @@ def _soften(
     keys_at_once: gl.constexpr = scores.shape[1]
     if first:
         scores = _mask(scores, keys)
-    old_max = gl.where(first, -1.0e30, row_max)
     # one scale a column is no run.
     COLUMNS: gl.constexpr = k_scale is not None and k_scale.shape[0] > keys_at_once // 8
     if COLUMNS:
@@ -566,10 +609,9 @@ def _soften(
             scores = _as_float(scores, one) - OFFSET_OF_INTEGERS
         scores = scores * k_scale[None, :]
         k_scale = None
-    sums = gl.where(first, 0.0, sums)
-    fresh, new_max = _weights_of(scores, old_max, row_scale, k_scale, one)
-    rescale = _exp2(old_max - new_max)
-    sums = sums * rescale + _sums_of(fresh, sums)
+    fresh, new_max, rescale, sums = _weights_of(
+        scores, first, row_max, sums, row_scale, k_scale, one, ANCHORED
+    )
     fresh = gl.convert_layout(fresh.reshape([rows, keys_at_once]), SCORES)
     return gl.convert_layout(fresh.to(dtype), WEIGHTS), new_max, rescale, sums
 
@@ -649,6 +691,7 @@ def _consume(
     lse_ptr,
     shift_ptr,
     skipped_ptr,
+    words_ptr,
     S,
     scale_log2,
     WHICH_: gl.constexpr,
@@ -658,6 +701,7 @@ def _consume(
     GATE_: gl.constexpr,
     GATE_ROWS_: gl.constexpr,
     PIECES_: gl.constexpr,
+    PASS_: gl.constexpr,
 ):
     WHICH: gl.constexpr = plain(WHICH_)
     D: gl.constexpr = plain(D_)
@@ -671,6 +715,10 @@ def _consume(
     BN: gl.constexpr = k_stages.shape[1]
     DP: gl.constexpr = k_stages.shape[2]
     dtype: gl.constexpr = v_stages.dtype
+    ANCHORED: gl.constexpr = plain(PASS_) == "first"
+    noted_ptr = None
+    if ANCHORED:
+        noted_ptr = words_ptr + 2
     QK_DEPTH: gl.constexpr = 256 // k_stages.dtype.primitive_bitwidth
     full, empty, q_full, q_empty = barriers
 
@@ -752,7 +800,8 @@ def _consume(
             if RUNS > BN // 8:
                 k_scale = k_scales.index(stage).load(gl.SliceLayout(0, SCORES))
             fresh, new_max, rescale, new_sums = _soften(
-                scores, first, keys, row_max, sums, row_scale, k_scale, one, dtype, WEIGHTS
+                scores, first, keys, row_max, sums, row_scale, k_scale, one, dtype,
+                WEIGHTS, ANCHORED,
             )  # fmt: skip
             next_block, next_start, left, next_keys, next_row_scale, _, q_phase = _next_block(
                 last, block, start, left, keys, row_scale, row_scale, q_phase, q_full, record,
@@ -803,7 +852,7 @@ def _consume(
             if done >= 0:
                 _store(
                     acc, row_max, sums, done, done_start, q_tiles_ptr, out_ptr, lse_ptr,
-                    shift_ptr, S, scale_log2, D, M, WHICH * 64,
+                    shift_ptr, noted_ptr, S, scale_log2, D, M, WHICH * 64,
                 )  # fmt: skip
                 if skipped_ptr is not None:
                     gl.atomic_add(skipped_ptr + done, gl.sum(skipped, 0), sem="relaxed")
@@ -811,9 +860,10 @@ def _consume(
             done_start = start
         # not between the products above: ptxas would let the second wait for the first.
         if GATE is None:
-            threads = _by_run(acc, 1)
-            threads = _rescaled(threads, _thread_vector(rescale, threads))
-            acc = gl.convert_layout(threads.reshape([64, DP]), OUTPUT)
+            if not ANCHORED:
+                threads = _by_run(acc, 1)
+                threads = _rescaled(threads, _thread_vector(rescale, threads))
+                acc = gl.convert_layout(threads.reshape([64, DP]), OUTPUT)
         else:
             acc = _rescaled(acc, gl.convert_layout(rescale, OUT_BY_ROW)[:, None])
         if GATE is not None:
@@ -888,6 +938,19 @@ def _block_of(item, G, BH, TOGETHER, WHOLE, PARTS):
     entry, _, _ = _part(item, WHOLE, PARTS)
     _, block = _locate(entry, G, BH, TOGETHER)
     return block
+
+
+@gluon.jit
+def _next_noted(item, noted_ptr, counter_ptr, G, BH, TOGETHER, ITEMS, WHOLE, PARTS):
+    """``item``, or the next one whose block is noted."""
+    passing = item < ITEMS
+    while passing:
+        block = _block_of(item, G, BH, TOGETHER, WHOLE, PARTS)
+        passing = gl.load(noted_ptr + 1 + block) == 0
+        if passing:
+            item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+            passing = item < ITEMS
+    return item
 
 
 @gluon.jit
@@ -1030,7 +1093,7 @@ def _produce(
     shift_ptr,
     threshold_ptr,
     kept_ptr,
-    counter_ptr,
+    words_ptr,
     S,
     G,
     C,
@@ -1049,6 +1112,7 @@ def _produce(
     Q_RUN_: gl.constexpr,
     K_RUN_: gl.constexpr,
     GATE_: gl.constexpr,
+    PASS_: gl.constexpr,
 ):
     STAGES: gl.constexpr = plain(STAGES_)
     BN: gl.constexpr = plain(BN_)
@@ -1076,9 +1140,19 @@ def _produce(
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     full, empty, q_full, q_empty = barriers
 
+    counter_ptr = words_ptr
+    noted_ptr = None
+    if plain(PASS_) == "second":
+        counter_ptr = words_ptr + 1
+        noted_ptr = words_ptr + 2
     programs = gl.num_programs(0)
     item = gl.program_id(0)
-    count = gl.load(kv_count_ptr + _block_of(item, G, BH, TOGETHER, WHOLE, PARTS))
+    if noted_ptr is not None:
+        # most often there is none.
+        item = gl.where(gl.load(noted_ptr) == 0, ITEMS, item)
+        item = _next_noted(item, noted_ptr, counter_ptr, G, BH, TOGETHER, ITEMS, WHOLE, PARTS)
+    first_block = _block_of(gl.minimum(item, ITEMS - 1), G, BH, TOGETHER, WHOLE, PARTS)
+    count = gl.load(kv_count_ptr + first_block)
     q_phase = 0
     stage = 0
     phase = 0
@@ -1129,6 +1203,8 @@ def _produce(
             kept = kept_from + steps - 1 + gl.arange(0, 1, LINE)
         tile = gl.load(q_tiles_ptr + block.to(gl.int64) * R + gl.arange(0, R, LINE))
         item = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        if noted_ptr is not None:
+            item = _next_noted(item, noted_ptr, counter_ptr, G, BH, TOGETHER, ITEMS, WHOLE, PARTS)
         next_block = _block_of(gl.minimum(item, ITEMS - 1), G, BH, TOGETHER, WHOLE, PARTS)
         next_count = gl.load(kv_count_ptr + next_block)
 
@@ -1270,7 +1346,7 @@ def gather_attention_kernel(
     threshold_ptr,
     kept_ptr,
     skipped_ptr,
-    counter_ptr,
+    words_ptr,
     S,
     G,
     C,
@@ -1294,9 +1370,12 @@ def gather_attention_kernel(
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
+    PASS: gl.constexpr,
 ):
     """Attend blocks of 128 query rows to their key lists; all tensors contiguous.
 
+    ``words_ptr`` has zeros: an item counter for each pass, and where the first notes blocks for the
+    second. PASS is which it is, or None where no block can need a second one.
     Pointers that are None leave out what they are for: scales and shift of 8-bit operands, a gate's
     thresholds and words of kept pieces, the count of skipped pairs.
     """
@@ -1370,8 +1449,8 @@ def gather_attention_kernel(
                 (
                     q_memory, k_stages, v_stages, record, row_scales, thresholds, votes,
                     k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
-                    skipped_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC, GATE,
-                    GATE_ROWS, PIECES,
+                    skipped_ptr, words_ptr, S, scale_log2, gl.constexpr(0), D, M, GENERIC,
+                    GATE, GATE_ROWS, PIECES, PASS,
                 ),
             ),
             (
@@ -1379,8 +1458,8 @@ def gather_attention_kernel(
                 (
                     q_memory, k_stages, v_stages, record, row_scales, thresholds, votes,
                     k_scales, kept_words, barriers, q_tiles_ptr, out_ptr, lse_ptr, shift_ptr,
-                    skipped_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC, GATE,
-                    GATE_ROWS, PIECES,
+                    skipped_ptr, words_ptr, S, scale_log2, gl.constexpr(1), D, M, GENERIC,
+                    GATE, GATE_ROWS, PIECES, PASS,
                 ),
             ),
             (
@@ -1389,8 +1468,8 @@ def gather_attention_kernel(
                     q_desc, k_desc, v_desc, k_ptr, v_ptr, q_pieces, k_pieces, v_pieces, rows,
                     q_rows, record, row_scales, thresholds, k_scales, kept_words, barriers,
                     q_tiles_ptr, kv_count_ptr, kv_index_ptr, q_scale_ptr, k_scale_ptr, shift_ptr,
-                    threshold_ptr, kept_ptr, counter_ptr, S, G, C, BH, TOGETHER, ITEMS, WHOLE,
-                    PARTS, scale_log2, STAGES, BN, D, DP, M, N, Q_RUN, K_RUN, GATE,
+                    threshold_ptr, kept_ptr, words_ptr, S, G, C, BH, TOGETHER, ITEMS, WHOLE, PARTS,
+                    scale_log2, STAGES, BN, D, DP, M, N, Q_RUN, K_RUN, GATE, PASS,
                 ),
             ),
         ],
@@ -1520,6 +1599,7 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
 def boxes_layout(padded_dim: int, bits: int) -> tuple[int, gl.NVMMASharedLayout]:
     """Columns of a TMA box of numbers of ``bits`` bits, and how it lies in shared memory."""
     columns = 64 if bits == 16 else padded_dim
@@ -1553,6 +1633,30 @@ def _kept_words(gate: AbsoluteGate, kv_count: Tensor, keys: int) -> Tensor:
     kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % pieces)).to(torch.int32)
     kept = kept.view(*kept.shape[:-1], -1, pieces)
     return (kept << torch.arange(pieces, device=kept.device)).sum(-1, dtype=torch.int32)
+
+
+# of a compiled first pass, the second one.
+_SECOND: dict[object, Any] = {}
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    operands: tuple[Any, ...],
+    constants: dict[str, Any],
+    passes: tuple[str | None, ...],
+) -> None:
+    """Launch the kernel for each pass.
+
+    What triton finds out about arguments at every launch, which takes longer than the second pass
+    on the GPU, holds for both.
+    """
+    launch = gather_attention_kernel[grid]
+    compiled = launch(*operands, **constants, PASS=passes[0], num_warps=4)
+    for name in passes[1:]:
+        if compiled in _SECOND:
+            _SECOND[compiled][grid](*operands, *constants.values(), name)
+        else:
+            _SECOND[compiled] = launch(*operands, **constants, PASS=name, num_warps=4)
 
 
 def gluon_attention(
@@ -1612,46 +1716,51 @@ def gluon_attention(
     together = heads_together(batch * heads, tokens * dim * (k.element_size() + v.element_size()))
     plan = tables(q_tiles, kv_count, kv_index, quantized)
     q_tiles, shift = plan[0], plan[-1]
+    words = torch.zeros(3 + total, dtype=torch.int32, device=q.device)
+    operands = (
+        _boxes(q, min(rows, 64), padded),
+        _boxes(k, box, padded),
+        _boxes(v, box, padded),
+        k,
+        v,
+        out,
+        lse,
+        *plan,
+        thresholds,
+        kept,
+        skipped,
+        words,
+        tokens,
+        blocks,
+        kv_index.shape[-1],
+        batch * heads,
+        together,
+        items,
+        whole,
+        parts,
+        scale * LOG2_E,
+    )
+    constants = {
+        "D": dim,
+        "DP": padded,
+        "M": rows,
+        "N": keys,
+        "BN": c.step,
+        "Q_RUN": 1 if quantized is None else quantized.q_run,
+        "K_RUN": 1 if quantized is None else quantized.k_run,
+        "GATE": gate_kind(gate),
+        "GATE_ROWS": 128 if gate is None else gate.rows,
+        "GATE_KEYS": c.step if gate is None else gate.keys,
+        "STAGES": c.stages,
+        "CONSUMER_REGS": c.consumer_registers,
+        "PRODUCER_REGS": c.producer_registers,
+        "PRODUCER_WARPS": 1 if keys >= 8 else 4,
+    }
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(q):
-        gather_attention_kernel[(min(programs, items),)](
-            _boxes(q, min(rows, 64), padded),
-            _boxes(k, box, padded),
-            _boxes(v, box, padded),
-            k,
-            v,
-            out,
-            lse,
-            *plan,
-            thresholds,
-            kept,
-            skipped,
-            torch.zeros(1, dtype=torch.int32, device=q.device),
-            tokens,
-            blocks,
-            kv_index.shape[-1],
-            batch * heads,
-            together,
-            items,
-            whole,
-            parts,
-            scale * LOG2_E,
-            D=dim,
-            DP=padded,
-            M=rows,
-            N=keys,
-            BN=c.step,
-            Q_RUN=1 if quantized is None else quantized.q_run,
-            K_RUN=1 if quantized is None else quantized.k_run,
-            GATE=gate_kind(gate),
-            GATE_ROWS=128 if gate is None else gate.rows,
-            GATE_KEYS=c.step if gate is None else gate.keys,
-            STAGES=c.stages,
-            CONSUMER_REGS=c.consumer_registers,
-            PRODUCER_REGS=c.producer_registers,
-            PRODUCER_WARPS=1 if keys >= 8 else 4,
-            num_warps=4,
-        )
+        grid = (min(programs, items), 1, 1)
+        passes = ("first", "second") if is_anchored(gate, dtype) else (None,)
+        _launch(grid, operands, constants, passes)
         if parts > 1:
             rows_at_once = 1024 // padded
             join_parts_kernel[(total - whole, BLOCK_ROWS // rows_at_once)](
@@ -1677,8 +1786,12 @@ def gluon_attention(
 
 
 def try_out(device: torch.device) -> None:
-    """Attend a block, to see whether this Triton compiles the kernel."""
-    x = torch.zeros(1, 1, BLOCK_ROWS, 64, dtype=torch.float16, device=device)
+    """Attend a block in both passes, to see whether this Triton compiles the kernel.
+
+    Twice, because the second call launches its second pass without looking at the arguments.
+    """
+    x = torch.zeros(1, 1, BLOCK_ROWS, 64, dtype=torch.bfloat16, device=device)
     nought = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
     tile = (BLOCK_ROWS, KEY_GROUP)
-    gluon_attention(x, x, x, nought, nought[..., 0] + 1, nought, tile=tile, scale=1.0)
+    for _ in range(2):
+        gluon_attention(x, x, x, nought, nought[..., 0] + 1, nought, tile=tile, scale=1.0)

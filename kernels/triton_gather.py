@@ -9,6 +9,12 @@ in steps of BLOCK_N; only the last step can hold dead tokens, so its group of 12
 masked, and the loop over the others carries no mask. A few heads are worked on at a time, so that
 their keys and values stay in L2, and of those the longest blocks start first.
 
+A row's weights are powers of its scores less an anchor. In fp16 and with a gate that is a running
+maximum. Where weights have the exponents of fp32, the largest of the first scores serves for all:
+no later maxima are looked for, and nothing is rescaled. What comes out is right unless it left
+fp32's range, which the finished sums show; such a block is attended again with running maxima. That
+takes scores that rise by more than 70, or large values.
+
 Gates and 8-bit operands are compiled in where they are asked for. A gate's branch around a product
 with V is taken by the whole block of rows: pieces of fewer rows that are skipped beside others that
 are not get weights of zero. V is loaded all the same, since a load that waits for the branch could
@@ -33,6 +39,9 @@ STAGES = 2
 LARGE_SHARED_BYTES = 163 * 1024
 
 LOG2_E = 1.4426950408889634
+# weights relative to an anchor hold for a row whose sum of them is no larger. So far from fp32's
+# last power of two that the sum's reciprocal is no subnormal.
+LARGEST_SUM = tl.constexpr(2.0**120)
 
 
 @triton.jit
@@ -53,6 +62,7 @@ def _step(
     GATE: tl.constexpr,
     GATE_ROWS: tl.constexpr,
     MASKED: tl.constexpr,
+    ANCHORED: tl.constexpr,
 ):
     # scores stay unscaled until the exponential, which takes the scale in one instruction with the
     # maximum: row_scale is positive.
@@ -64,14 +74,20 @@ def _step(
             scores *= key_scale[None, :]
     if MASKED:
         scores = tl.where(alive[None, :], scores, -float("inf"))
-    local_max = tl.max(scores, 1) * row_scale
-    new_max = tl.maximum(row_max, local_max)
-    if GATE is None:
+    if ANCHORED:
+        new_max = row_max
+        weights = tl.exp2(scores * row_scale[:, None] - row_max[:, None])
+        row_sum += tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc)
+    elif GATE is None:
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * row_scale)
         weights = tl.exp2(scores * row_scale[:, None] - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])
     else:
+        local_max = tl.max(scores, 1) * row_scale
+        new_max = tl.maximum(row_max, local_max)
         compared = local_max
         if GATE == "relative":
             compared = local_max - new_max
@@ -117,6 +133,141 @@ def _step(
 
 
 @triton.jit
+def _attend(
+    q,
+    k_ptr,
+    v_ptr,
+    kv_index_ptr,
+    k_scale_ptr,
+    kept_ptr,
+    row_scale,
+    row_alive,
+    threshold,
+    keys,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    K_RUN: tl.constexpr,
+    GATE: tl.constexpr,
+    GATE_ROWS: tl.constexpr,
+    ANCHORED: tl.constexpr,
+):
+    """A block's sums of weighted values and of weights, their anchor, and pairs skipped.
+
+    If ANCHORED, the anchor is the maximum of the first KEY_GROUP scores, otherwise of all.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    # keys of a step that all share a scale: it goes to the rows, a multiplication less a score.
+    SHARED_SCALE: tl.constexpr = N % BLOCK_N == 0 and K_RUN % BLOCK_N == 0
+    off_n = tl.arange(0, BLOCK_N)
+    off_d = tl.arange(0, BLOCK_D)
+    dim_alive = off_d < D
+    steps = tl.cdiv(keys, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    # finite: with -inf a fully masked first step would subtract infinities.
+    row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
+    skipped = tl.zeros([BLOCK_M], dtype=tl.int32)
+
+    if steps > 0:
+        # gates count on this order: the last KEY_GROUP keys, in one step or several, go first.
+        early = tl.cdiv(keys, KEY_GROUP) * (KEY_GROUP // BLOCK_N) - KEY_GROUP // BLOCK_N
+        for part in tl.static_range(KEY_GROUP // BLOCK_N):
+            step = early + part
+            if step < steps:
+                place = step * BLOCK_N + off_n
+                alive = place < keys
+                chunk = tl.load(kv_index_ptr + place // N, mask=alive, other=0)
+                # numbers of 16 bits are widened before they count tokens.
+                token = chunk.to(tl.int32) * N + place % N
+                # how much ptxas spills goes by the order of these lines too.
+                off_v = token[:, None] * D + off_d[None, :]
+                v_alive = alive[:, None] & dim_alive[None, :]
+                k = tl.load(
+                    k_ptr + token[None, :] * D + off_d[:, None],
+                    mask=alive[None, :] & dim_alive[:, None],
+                    other=0.0,
+                )
+                v = tl.load(v_ptr + off_v, mask=v_alive, other=0.0)
+                key_scale = None
+                if k_scale_ptr is not None:
+                    if SHARED_SCALE:
+                        chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N).to(tl.int32)
+                        first = chunk_of_step * N + step * BLOCK_N % N
+                        key_scale = tl.load(k_scale_ptr + first // K_RUN)
+                    else:
+                        key_scale = tl.load(k_scale_ptr + token // K_RUN, mask=alive, other=0.0)
+                kept = None
+                if kept_ptr is not None:
+                    kept = tl.load(kept_ptr + step).to(tl.int32)
+                acc, row_sum, row_max, skipped = _step(
+                    q,
+                    k,
+                    v,
+                    acc,
+                    row_sum,
+                    row_max,
+                    row_scale,
+                    key_scale,
+                    alive,
+                    row_alive,
+                    threshold,
+                    kept,
+                    skipped,
+                    GATE,
+                    GATE_ROWS,
+                    True,
+                    False,
+                )
+        for step in tl.range(0, early, num_stages=STAGES):
+            place = step * BLOCK_N + off_n
+            token = tl.load(kv_index_ptr + place // N).to(tl.int32) * N + place % N
+            off_v = token[:, None] * D + off_d[None, :]
+            if D == BLOCK_D:
+                k = tl.load(k_ptr + token[None, :] * D + off_d[:, None])
+                v = tl.load(v_ptr + off_v)
+            else:
+                k = tl.load(
+                    k_ptr + token[None, :] * D + off_d[:, None], mask=dim_alive[:, None], other=0.0
+                )
+                v = tl.load(v_ptr + off_v, mask=dim_alive[None, :], other=0.0)
+            key_scale = None
+            if k_scale_ptr is not None:
+                if SHARED_SCALE:
+                    chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N).to(tl.int32)
+                    first = chunk_of_step * N + step * BLOCK_N % N
+                    key_scale = tl.load(k_scale_ptr + first // K_RUN)
+                else:
+                    key_scale = tl.load(k_scale_ptr + token // K_RUN)
+            kept = None
+            if kept_ptr is not None:
+                kept = tl.load(kept_ptr + step).to(tl.int32)
+            acc, row_sum, row_max, skipped = _step(
+                q,
+                k,
+                v,
+                acc,
+                row_sum,
+                row_max,
+                row_scale,
+                key_scale,
+                None,
+                row_alive,
+                threshold,
+                kept,
+                skipped,
+                GATE,
+                GATE_ROWS,
+                False,
+                ANCHORED,
+            )
+    return acc, row_sum, row_max, skipped
+
+
+@triton.jit
 def gather_attention_kernel(
     q_ptr,
     k_ptr,
@@ -150,6 +301,7 @@ def gather_attention_kernel(
     K_RUN: tl.constexpr,
     GATE: tl.constexpr,
     GATE_ROWS: tl.constexpr,
+    ANCHORED: tl.constexpr,
 ):
     """Attend one block of 128 query rows to its key list; all tensors contiguous.
 
@@ -165,7 +317,6 @@ def gather_attention_kernel(
     entry = head.to(tl.int64) * G + block
 
     off_m = tl.arange(0, BLOCK_M)
-    off_n = tl.arange(0, BLOCK_N)
     off_d = tl.arange(0, BLOCK_D)
     tile = tl.load(q_tiles_ptr + entry * (BLOCK_M // M) + off_m // M)
     row = tile * M + off_m % M
@@ -186,8 +337,6 @@ def gather_attention_kernel(
         row_scale *= tl.load(q_scale_ptr + runs + row // Q_RUN, mask=row_alive, other=1.0)
         shift = tl.load(shift_ptr + base + row, mask=row_alive, other=0.0) * scale_log2
         k_scale_ptr += head.to(tl.int64) * tl.cdiv(S, K_RUN)
-    # keys of a step that all share a scale: it goes to the rows, a multiplication less a score.
-    SHARED_SCALE: tl.constexpr = N % BLOCK_N == 0 and K_RUN % BLOCK_N == 0
     threshold = shift
     if GATE is not None:
         tiles = head.to(tl.int64) * tl.cdiv(S, M)
@@ -204,100 +353,55 @@ def gather_attention_kernel(
     last = tl.load(kv_index_ptr + tl.maximum(count - 1, 0)).to(tl.int32)
     past_end = tl.maximum((last + 1) * N - S, 0)
     keys = tl.where(count > 0, count * N - past_end, 0)
-    steps = tl.cdiv(keys, BLOCK_N)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # finite: with -inf a fully masked first step would subtract infinities.
-    row_max = tl.full([BLOCK_M], -1.0e30, dtype=tl.float32)
-    skipped = tl.zeros([BLOCK_M], dtype=tl.int32)
-
-    if steps > 0:
-        # gates count on this order: the last KEY_GROUP keys, in one step or several, go first.
-        early = tl.cdiv(keys, KEY_GROUP) * (KEY_GROUP // BLOCK_N) - KEY_GROUP // BLOCK_N
-        for part in tl.static_range(KEY_GROUP // BLOCK_N):
-            step = early + part
-            if step < steps:
-                place = step * BLOCK_N + off_n
-                alive = place < keys
-                chunk = tl.load(kv_index_ptr + place // N, mask=alive, other=0)
-                # numbers of 16 bits are widened before they count tokens.
-                token = chunk.to(tl.int32) * N + place % N
-                k = tl.load(
-                    k_ptr + token[None, :] * D + off_d[:, None],
-                    mask=alive[None, :] & dim_alive[:, None],
-                    other=0.0,
-                )
-                v = tl.load(
-                    v_ptr + token[:, None] * D + off_d[None, :],
-                    mask=alive[:, None] & dim_alive[None, :],
-                    other=0.0,
-                )
-                key_scale = None
-                if k_scale_ptr is not None:
-                    if SHARED_SCALE:
-                        chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N).to(tl.int32)
-                        first = chunk_of_step * N + step * BLOCK_N % N
-                        key_scale = tl.load(k_scale_ptr + first // K_RUN)
-                    else:
-                        key_scale = tl.load(k_scale_ptr + token // K_RUN, mask=alive, other=0.0)
-                kept = None
-                if kept_ptr is not None:
-                    kept = tl.load(kept_ptr + step).to(tl.int32)
-                acc, row_sum, row_max, skipped = _step(
-                    q,
-                    k,
-                    v,
-                    acc,
-                    row_sum,
-                    row_max,
-                    row_scale,
-                    key_scale,
-                    alive,
-                    row_alive,
-                    threshold,
-                    kept,
-                    skipped,
-                    GATE,
-                    GATE_ROWS,
-                    True,
-                )
-        for step in tl.range(0, early, num_stages=STAGES):
-            place = step * BLOCK_N + off_n
-            token = tl.load(kv_index_ptr + place // N).to(tl.int32) * N + place % N
-            if D == BLOCK_D:
-                k = tl.load(k_ptr + token[None, :] * D + off_d[:, None])
-                v = tl.load(v_ptr + token[:, None] * D + off_d[None, :])
-            else:
-                off_k = token[None, :] * D + off_d[:, None]
-                k = tl.load(k_ptr + off_k, mask=dim_alive[:, None], other=0.0)
-                off_v = token[:, None] * D + off_d[None, :]
-                v = tl.load(v_ptr + off_v, mask=dim_alive[None, :], other=0.0)
-            key_scale = None
-            if k_scale_ptr is not None:
-                if SHARED_SCALE:
-                    chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N).to(tl.int32)
-                    first = chunk_of_step * N + step * BLOCK_N % N
-                    key_scale = tl.load(k_scale_ptr + first // K_RUN)
-                else:
-                    key_scale = tl.load(k_scale_ptr + token // K_RUN)
-            kept = None
-            if kept_ptr is not None:
-                kept = tl.load(kept_ptr + step).to(tl.int32)
-            acc, row_sum, row_max, skipped = _step(
+    acc, row_sum, row_max, skipped = _attend(
+        q,
+        k_ptr,
+        v_ptr,
+        kv_index_ptr,
+        k_scale_ptr,
+        kept_ptr,
+        row_scale,
+        row_alive,
+        threshold,
+        keys,
+        D,
+        BLOCK_D,
+        N,
+        BLOCK_N,
+        KEY_GROUP,
+        STAGES,
+        K_RUN,
+        GATE,
+        GATE_ROWS,
+        ANCHORED,
+    )
+    if ANCHORED:
+        # what is infinite or NaN is no number times zero, and no comparison holds for NaN. sums are
+        # no less than 1, the weight of the anchor.
+        finite = tl.sum(acc * 0.0, 1) == 0
+        # in another order ptxas spills 40 registers of the loop above.
+        lost = row_alive & (keys > 0) & ~((row_sum <= LARGEST_SUM) & finite)
+        # a column, as with a gate.
+        if tl.reduce_or(lost.to(tl.int32)[:, None], 0).item() != 0:
+            acc, row_sum, row_max, skipped = _attend(
                 q,
-                k,
-                v,
-                acc,
-                row_sum,
-                row_max,
+                k_ptr,
+                v_ptr,
+                kv_index_ptr,
+                k_scale_ptr,
+                kept_ptr,
                 row_scale,
-                key_scale,
-                None,
                 row_alive,
                 threshold,
-                kept,
-                skipped,
+                keys,
+                D,
+                BLOCK_D,
+                N,
+                BLOCK_N,
+                KEY_GROUP,
+                1,
+                K_RUN,
                 GATE,
                 GATE_ROWS,
                 False,
@@ -422,9 +526,15 @@ def triton_attention(
             K_RUN=1 if quantized is None else quantized.k_run,
             GATE=gate_kind(gate),
             GATE_ROWS=0 if gate is None else gate.rows,
+            ANCHORED=is_anchored(gate, out.dtype),
             num_warps=warps,
         )
     return out, lse
+
+
+def is_anchored(gate: Gate | None, dtype: torch.dtype) -> bool:
+    """Whether a row's weights are relative to its first scores; fp16 has none far above 1."""
+    return gate is None and dtype != torch.float16
 
 
 def tables(

@@ -121,7 +121,9 @@ def variants(
 
 
 def gluon_extras(cc: int, head_dim: int) -> Iterator[Variant]:
-    """The Gluon kernel with gates and 8-bit operands."""
+    """The Gluon kernel with gates and 8-bit operands, and what attends blocks again."""
+    for tile, kind in (((16, 1), None), ((16, 16), None), ((128, 64), "int8")):
+        yield gluon_attention(cc, head_dim, tile, "bf16", quantize=kind, second=True)
     for gate, quantize in EXTRAS:
         for tile in ((128, 64),) if gate else ((16, 1), (128, 64)):
             yield gluon_attention(cc, head_dim, tile, "bf16", gate=gate, quantize=quantize)
@@ -259,6 +261,7 @@ def attention(
         "K_RUN": 64,
         "GATE": gate,
         "GATE_ROWS": 64,
+        "ANCHORED": gate is None and dtype == "bf16",
     }
     operand = EIGHT_BITS[quantize] if quantize else dtype
     pointers = _attention_pointers(tile, dtype, aligned) | _pointers(q=operand, k=operand)
@@ -286,8 +289,9 @@ def gluon_attention(
     gate_rows: int = 64,
     gate_keys: int = 64,
     quantize: str | None = None,
+    second: bool = False,
 ) -> Variant:
-    """The Gluon kernel of attention."""
+    """The Gluon kernel of attention, in bf16 without a gate the first or the second pass."""
     rows, keys = tile
     padded = 64 if head_dim == 64 else 128
     config = gluon_hopper.config(keys, padded, key_bytes=1 if quantize else 2)
@@ -301,7 +305,7 @@ def gluon_attention(
     for name, (box, kind) in boxes.items():
         columns, layout = gluon_hopper.boxes_layout(padded, 16 if kind == dtype else 8)
         descriptors[f"{name}_desc"] = f"tensordesc<{kind}[1, {box}, {columns}],{layout!r}>"
-    pointers = _attention_pointers(tile, dtype, aligned) | _pointers(k=operand, counter="i32")
+    pointers = _attention_pointers(tile, dtype, aligned) | _pointers(k=operand, words="i32")
     constants = {
         "D": head_dim,
         "DP": padded,
@@ -317,13 +321,15 @@ def gluon_attention(
         "CONSUMER_REGS": config.consumer_registers,
         "PRODUCER_REGS": config.producer_registers,
         "PRODUCER_WARPS": 1 if keys >= 8 else 4,
+        "PASS": ("second" if second else "first") if dtype == "bf16" and gate is None else None,
     }
     kept = {"kept": "i32"} if gate == "absolute" else {}
     _ask(pointers, constants, quantize, gate, kept)
     return _variant(
         cc,
         f"gluon {_call(head_dim, tile, dtype, aligned)}{_extra(gate, quantize)}"
-        + (f" of {gate_rows}x{gate_keys}" if gate else ""),
+        + (f" of {gate_rows}x{gate_keys}" if gate else "")
+        + (" again" if second else ""),
         gluon_hopper.gather_attention_kernel,
         descriptors | pointers,
         constants,

@@ -7,6 +7,7 @@ test below reads its case's answer.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from budget import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from vidsparse.kernels import (
     AbsoluteGate,
@@ -60,6 +63,33 @@ LISTS = {
     "full, some, none": [19, 7, 0],
     "any order": [0, 3, 19],
 }
+
+
+# how far scores are above those before them. fp32 holds the weights of the first; of the second the
+# weights, not their sums; of the others neither.
+FAR = [50, 87, 110, 3000]
+# of values: with small ones a product is finite where the sum of weights is not, with large ones
+# the other way round.
+SIZES = [1, 1e-3, 1e33]
+EARLY = 40
+
+
+def far_above(
+    above: float, keys: int, dim: int, rows: int, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor, Work]:
+    """In the last head scores of EARLY tokens are ``above`` others; every second list has none."""
+    tokens = 900
+    q, k, v = random_qkv(tokens, dim, dtype, batch=2, spread=0.5)
+    q[..., 0], k[..., 0] = 16, 0
+    k[1, 1, :EARLY, 0] = above * dim**0.5 / 16
+    work = random_work(tokens, (rows, keys), batch=2, share=0.5)
+    for b, h, g in itertools.product(*map(range, work.kv_count.shape)):
+        chunks = work.kv_index[b, h, g, : work.kv_count[b, h, g]]
+        if g % 2 and bool((chunks * keys >= EARLY).any()):
+            others = chunks[chunks * keys >= EARLY].clone()
+            work.kv_count[b, h, g] = len(others)
+            chunks[: len(others)] = others
+    return q, k, v, work
 
 
 def triton_kernel() -> Callable[..., object]:
@@ -109,10 +139,19 @@ def interpreted_cases() -> Iterator[tuple[str, Callable[[], None]]]:
             )
     for rows in (16, 32, 64, 128):
         yield f"M={rows}", case(300, 64, torch.float16, (rows, 8))
+    for above in FAR:
+        for keys, rows in ((1, 64), (16, 16), (128, 128)):
+            yield f"N={keys} {above} above those before", partial(keys_far_above, keys, rows, above)
     yield from interpreted_gates()
     yield from interpreted_quantized()
     yield "batch 2", case(200, 64, torch.float16, (16, 16), batch=2, heads=2)
     yield "strided", case(200, 64, torch.float16, (16, 16), batch=2, heads=2, layout=strided)
+
+
+def keys_far_above(keys: int, rows: int, above: float) -> None:
+    q, k, v, work = far_above(above, keys, 64, rows, torch.float32)
+    for size in SIZES:
+        check_kernel(triton_kernel(), q, k, v * size, work)
 
 
 def gates(work: Work, rows: int, keys: int) -> list[Gate]:
@@ -386,8 +425,9 @@ def test_triton_compiles_ahead_of_time_and_hardly_spills(cc: int, compiled: str)
     # four plain ones, two gates, 8 bits without a gate and, where there is fp8, with one.
     assert len(found) == (7 if cc < 89 else 8)
     # 26 to 28 registers of a thread on Ampere and Ada, none on Blackwell. Two programs of 4 warps
-    # on a Hopper multiprocessor spill and are faster all the same than one of 8 that does not.
-    assert max(found) <= {80: 128, 89: 128, 90: 384, 100: 0}[cc]
+    # on a Hopper multiprocessor spill and are faster all the same than one of 8 that does not; with
+    # 344 bytes, part of them in the loop, they were 20 to 40 % slower.
+    assert max(found) <= {80: 128, 89: 128, 90: 320, 100: 0}[cc]
 
 
 def test_gluon_compiles_ahead_of_time_for_hopper_and_overlaps_its_products(compiled: str) -> None:
@@ -396,7 +436,7 @@ def test_gluon_compiles_ahead_of_time_for_hopper_and_overlaps_its_products(compi
     found = re.findall(
         r"^sm_90 gluon D=128 (.*): .* (\d+) waits, (\d+) exponentials", compiled, re.M
     )
-    assert len(found) == 12
+    assert len(found) == 15
     for name, waits, overlapped in found:
         # one wait after each product of each consumer, and the softmax between the two. With a gate
         # there is a wait more, where the second product is skipped.
@@ -448,6 +488,17 @@ def test_what_goes_before_compiles_ahead_of_time_and_hardly_spills(cc: int, comp
         assert found
         # two registers of a thread, in the kernel for rows that do not fit a program.
         assert max(found) <= 8
+
+
+def blocks_that_meet_late(work: Work) -> Tensor:
+    """Blocks of ``far_above`` whose first step, the last 128 keys of a list, has no EARLY ones."""
+    late = torch.zeros_like(work.kv_count, dtype=torch.bool)
+    at_once = 128 // work.tile[1]
+    for g, count in enumerate(work.kv_count[1, 1].tolist()):
+        early = work.kv_index[1, 1, g, :count] * work.tile[1] < EARLY
+        first = (count - 1) // at_once * at_once
+        late[1, 1, g] = bool(early.any()) and not bool(early[first:].any())
+    return late
 
 
 @pytest.mark.gpu
@@ -605,7 +656,8 @@ class TestOnGpu:
         from vidsparse.kernels.triton_gather import _launch
 
         self.skip_without(name)
-        q, k, v = (x.cuda() for x in random_qkv(1000, 128, torch.bfloat16, batch=2))
+        # in bf16 weights are powers of other differences without a gate.
+        q, k, v = (x.cuda() for x in random_qkv(1000, 128, torch.float16, batch=2))
         work = random_work(1000, (16, 16), batch=2, counts=[63, 20, 1, 0]).to("cuda")
         step = _launch(q.device, None)[0] if name == "triton" else 128
         never = torch.tensor(-torch.inf)
@@ -714,6 +766,72 @@ class TestOnGpu:
     def test_large_scores_do_not_overflow(self, kernel: Callable[..., object]) -> None:
         q, k, v = (x.cuda() for x in random_qkv(300, 128, torch.bfloat16, spread=20))
         check_kernel(kernel, q, k, v, random_work(300, (16, 16)).to("cuda"))
+
+    @pytest.mark.parametrize("above", FAR)
+    @pytest.mark.parametrize("keys", CHUNKS)
+    def test_keys_far_above_those_before_them(
+        self, kernel: Callable[..., object], keys: int, above: int
+    ) -> None:
+        for dim, rows in ((64, 128), (96, 16), (128, 64)):
+            q, k, v, work = (x.to("cuda") for x in far_above(above, keys, dim, rows))
+            for size in SIZES:
+                check_kernel(kernel, q, k, v * size, work)
+
+    @pytest.mark.parametrize("kind", [None, "int8", "fp8"])
+    @pytest.mark.parametrize("keys", CHUNKS)
+    def test_blocks_are_attended_again_only_where_they_have_to(
+        self, monkeypatch: pytest.MonkeyPatch, keys: int, kind: str | None
+    ) -> None:
+        from vidsparse.kernels import gluon_hopper
+
+        self.skip_without("gluon", kind)
+        made: list[Tensor] = []
+
+        def zeros(*size: int, real: Callable[..., Tensor] = torch.zeros, **options: Any) -> Tensor:
+            made.append(real(*size, **options))
+            return made[-1]
+
+        monkeypatch.setattr(torch, "zeros", zeros)
+        everything = (32, 1)
+        for above, cut, programs in (
+            (50, everything, 132),
+            (200, everything, 132),
+            # a program goes from block to block, and from part to part.
+            (200, everything, 3),
+            (200, (1, 3), 132),
+            (200, (1, 3), 3),
+        ):
+            q, k, v, work = (x.to("cuda") for x in far_above(above, keys, 128, 16))
+            assert work.kv_count.numel() == 32
+            monkeypatch.setattr(gluon_hopper, "split_tail", lambda *_, cut=cut: cut)
+            monkeypatch.setattr(gluon_hopper, "_multiprocessors", lambda _, n=programs: n)
+            options = {"tile": work.tile, "scale": 128**-0.5}
+            if kind is not None:
+                options["quantized"] = quantize_qk(q, k, kind, q_run=16)
+            made.clear()
+            out, lse = gluon_hopper.gluon_attention(q, k, v, *work.tensors, **options)
+            (words,) = (x for x in made if x.numel() == 3 + work.kv_count.numel())
+            some, again = bool(words[2]), words[3:].view(work.kv_count.shape).cpu() != 0
+            late = blocks_that_meet_late(work.to("cpu"))
+            assert some == bool(again.any()) == (above > 100)
+            if cut == everything and some:
+                assert torch.equal(again, late)
+            assert not bool((again & ~late).any())
+            assert not bool(late.all(-1).any())
+            # the same products of q and k, and maxima that always run.
+            halves = (x.half() for x in (q, k, v))
+            expected, expected_lse = gluon_hopper.gluon_attention(*halves, *work.tensors, **options)
+            weight = 0.0
+            if kind == "int8":
+                # each holds integers with an offset, which their scale rounds.
+                scales = options["quantized"].q_scale.max() * options["quantized"].k_scale.max()
+                largest = gluon_hopper.OFFSET_OF_INTEGERS.value * 128**-0.5 * scales.item()
+                weight = 2 * 2.0**-24 * largest
+            close = partial(torch.testing.assert_close, rtol=2.0**-20)
+            close(lse, expected_lse, atol=1e-5 + weight)
+            # weights and output rounded to 8 bits, the others to 11.
+            rounding = 2.0**-8 + 2.0**-10 + 2 * weight
+            close(out.float(), expected.float(), atol=rounding * v.abs().max().item())
 
     def test_nothing_waits_for_the_gpu_between_q_and_output(self) -> None:
         from vidsparse.attention import AttentionEngine
