@@ -12,20 +12,34 @@ from typing import Any
 import click
 
 from vidsparse._version import __version__
-from vidsparse.apps.console import Session, run, verbosity_options
+from vidsparse.apps.terminal.console import Terminal, run, verbosity_options
 
 
 class LazyGroup(click.Group):
     """A group whose commands are imported on first use.
 
+    The command ``NAME`` is the function ``NAME``, behind the group's prefix, in the file of that
+    name in ``commands/``.
+
     Args:
-        members: command name to (``module:attribute``, one line of help). The line stands here and
-            not in the command, since listing commands must not import them.
+        members: a line of help by the name of each command. It stands here and not in the command,
+            since listing commands must not import them.
+        groups: the members that are groups.
+        prefix: what stands before its commands' names there.
     """
 
-    def __init__(self, *args: Any, members: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        members: Mapping[str, str],
+        groups: Mapping[str, click.Group] | None = None,
+        prefix: str = "",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._members = members
+        self._groups = groups or {}
+        self._prefix = prefix
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Show the help where nothing was given: that is a question, not a mistake."""
@@ -42,8 +56,11 @@ class LazyGroup(click.Group):
         """Import one command."""
         if cmd_name not in self._members:
             return None
-        module, _, attribute = self._members[cmd_name][0].partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        if cmd_name in self._groups:
+            return self._groups[cmd_name]
+        name = f"{self._prefix}{cmd_name}"
+        module = importlib.import_module(f"vidsparse.apps.commands.{name}")
+        command: click.Command = getattr(module, name)
         return command
 
     def resolve_command(
@@ -60,39 +77,29 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands with their line of help, without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in self._members.items()])
+            formatter.write_dl(list(self._members.items()))
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run, print errors as one sentence, and leave with the exit code of ``console``."""
-        session = Session()
+        terminal = Terminal()
         # while PyTorch's threads wait for each other, their core is free for what they wait for.
         # Read when torch is imported, which no command has done yet.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        kwargs.update(standalone_mode=False, obj=session)
+        kwargs.update(standalone_mode=False, obj=terminal)
         kwargs.setdefault("prog_name", "vidsparse")
-        sys.exit(run(session, lambda: super(LazyGroup, self).main(*args, **kwargs)))
+        sys.exit(run(terminal, lambda: super(LazyGroup, self).main(*args, **kwargs)))
 
 
 bench = LazyGroup(
     name="bench",
+    prefix="bench_",
     help="Measure speed and quality on this machine.",
     members={
-        "attention": (
-            "vidsparse.apps.bench_attention:attention",
-            "time one attention call, sparse against dense",
-        ),
-        "masks": (
-            "vidsparse.apps.bench_masks:masks",
-            "time what the methods' masks cost, as a share of dense attention",
-        ),
-        "model": (
-            "vidsparse.apps.bench_model:model",
-            "time whole transformers of published sizes",
-        ),
-        "quality": (
-            "vidsparse.apps.quality:quality",
-            "sweep tiles, merging and orders on the small model",
-        ),
+        "attention": "time one attention call, sparse against dense",
+        "calls": "time whole attention calls of methods, and what they err by",
+        "masks": "time what the methods' masks cost, as a share of dense attention",
+        "model": "time whole transformers of published sizes",
+        "quality": "sweep tiles, merging and orders on the small model",
     },
 )
 
@@ -112,25 +119,17 @@ Start here:
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     members={
-        "generate": (
-            "vidsparse.apps.generate_command:generate",
-            "make a video of every prompt in a file",
-        ),
-        "compare": (
-            "vidsparse.apps.compare_command:compare",
-            "measure sparse videos against dense ones",
-        ),
-        "calibrate": (
-            "vidsparse.apps.calibrate_command:calibrate",
-            "find a method's numbers for a model",
-        ),
-        "ui": ("vidsparse.apps.page.command:ui", "open the page in a browser"),
-        "ablate": ("vidsparse.apps.ablate:ablate", "measure what each paper's parts are worth"),
-        "doctor": ("vidsparse.apps.doctor:doctor", "check this machine"),
-        "methods": ("vidsparse.apps.catalog:methods", "list the sparse attention methods"),
-        "models": ("vidsparse.apps.catalog:models", "list bundled models and supported families"),
-        "bench": ("vidsparse.apps.cli:bench", "measure speed and quality"),
+        "generate": "make a video of every prompt in a file",
+        "compare": "measure sparse videos against dense ones",
+        "calibrate": "find a method's numbers for a model",
+        "ui": "open the page in a browser",
+        "ablate": "measure what each paper's parts are worth",
+        "doctor": "check this machine",
+        "methods": "list the sparse attention methods",
+        "models": "list bundled models and supported families",
+        "bench": "measure speed and quality",
     },
+    groups={"bench": bench},
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @verbosity_options

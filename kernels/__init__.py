@@ -10,26 +10,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .dispatch import (
-        IMPLEMENTATIONS,
-        block_rows,
-        choose,
-        plans_on_device,
-        sparse_attention,
-        support,
-    )
-    from .gates import AbsoluteGate, RelativeGate
-    from .quantize import QuantizedQK, quantize_qk
+    from .attention.gates import AbsoluteGate, RelativeGate
+    from .dispatch import IMPLEMENTATIONS, choose, sparse_attention, support
+    from .hardware import block_rows, plans_on_device
+    from .tokens.formats import QuantizedQK
+    from .tokens.quantize import quantize_qk
 
 _HOMES = {
     "IMPLEMENTATIONS": "dispatch",
-    "AbsoluteGate": "gates",
-    "QuantizedQK": "quantize",
-    "RelativeGate": "gates",
-    "block_rows": "dispatch",
+    "AbsoluteGate": "attention.gates",
+    "QuantizedQK": "tokens.formats",
+    "RelativeGate": "attention.gates",
+    "block_rows": "hardware",
     "choose": "dispatch",
-    "plans_on_device": "dispatch",
-    "quantize_qk": "quantize",
+    "plans_on_device": "hardware",
+    "quantize_qk": "tokens.quantize",
     "sparse_attention": "dispatch",
     "support": "dispatch",
 }

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from .gates import Gate, check_gate
-from .gather_sdpa import gather_attention
-from .quantize import QuantizedQK, check_format, quantize_qk
-from .reference import reference_attention
-
-KNOWN_TRITON: Final = ("3.6.", "3.7.")
-"""What the versions begin with that the Gluon kernels are known to compile with."""
+from .attention.gates import Gate, check_gate
+from .attention.means import KeyMeans, check_means, quantize_means
+from .attention.reference import reference_attention
+from .attention.torch_sdpa import gather_attention
+from .hardware import fp8_reason, hopper_reason, triton_reason
+from .tokens.formats import QuantizedQK, check_format
+from .tokens.quantize import quantize_qk
 
 
 class Implementation(Protocol):
@@ -34,6 +33,7 @@ class Implementation(Protocol):
         scale: float,
         gate: Gate | None = None,
         quantized: QuantizedQK | None = None,
+        means: KeyMeans | None = None,
         skipped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Output ``[B, H, S, D]`` and log-sum-exp ``[B, H, S]``.
@@ -44,30 +44,15 @@ class Implementation(Protocol):
 
 def _triton_attention() -> Implementation:
     # triton is absent off Linux and slow to import; only a CUDA call comes here.
-    from .triton_gather import triton_attention
+    from .attention.triton_gather import triton_attention
 
     return triton_attention
 
 
 def _gluon_attention() -> Implementation:
-    from .gluon_hopper import gluon_attention
+    from .attention.hopper.launch import gluon_attention
 
     return gluon_attention
-
-
-def triton_reason(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot run on ``device``, or None if they can."""
-    if device.type != "cuda":
-        return f"runs on CUDA devices, not on {device.type}"
-    if not torch.cuda.is_available():
-        return "needs a CUDA device, and PyTorch finds none"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "the triton package is not installed"
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return "needs compute capability 8.0 (Ampere) or newer"
-    return None
 
 
 def _triton_reason(
@@ -80,12 +65,10 @@ def _triton_reason(
         return f"computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
     if head_dim not in (64, 96, 128):
         return f"handles head dims 64, 96 and 128, not {head_dim}"
-    if quantize == "fp8" and (
-        torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9)
-    ):
-        return "needs compute capability 8.9 (Ada) or newer for fp8"
+    if quantize == "fp8" and (reason := fp8_reason(device)) is not None:
+        return reason
     if gate is not None:
-        from .triton_gather import keys_of_a_gate
+        from .attention.triton_gather import keys_of_a_gate
 
         if gate.keys > (most := keys_of_a_gate(device)):
             return f"gates at most {most} keys at once on this GPU, not {gate.keys}"
@@ -103,53 +86,13 @@ def _gluon_reason(
 ) -> str | None:
     if (reason := _triton_reason(device, dtype, head_dim, None, quantize)) is not None:
         return reason
-    return hopper_reason(device)
+    return hopper_reason(device, _gluon_trial)
 
 
-def hopper_reason(device: torch.device) -> str | None:
-    """Why the Gluon kernels cannot run on a GPU that Triton's can run on, or None."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
-        return "needs compute capability 9.0 (Hopper)"
-    return _gluon_fault(device)
+def _gluon_trial() -> Callable[[torch.device], None]:
+    from .attention.hopper.launch import try_out
 
-
-@cache
-def _gluon_fault(device: torch.device) -> str | None:
-    """What of the installed Triton the kernels cannot be imported or compiled with, or None.
-
-    Gluon is an experimental part of Triton. With a version that nobody has tried, some tokens are
-    attended first: what it lacks then sends calls to the plain kernels, not to an error.
-    """
-    import triton
-
-    try:
-        from . import gluon_hopper, gluon_sale
-
-        if not triton.__version__.startswith(KNOWN_TRITON):
-            gluon_hopper.try_out(device)
-            gluon_sale.try_out(device)
-    except Exception as error:  # a compiler's errors have no common class
-        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        return (
-            f"is known to compile with Triton 3.6 and 3.7, and Triton {triton.__version__} "
-            f"differs: {last}"
-        )
-    return None
-
-
-def block_rows(device: torch.device | str) -> int:
-    """Query rows that the kernels of ``device`` work on together: what a plan should be made for.
-
-    A GPU's tensor cores want 128. On a CPU the 64-row block loses nothing in its products and
-    computes less, because fewer tiles share a key list.
-    """
-    return 64 if torch.device(device).type == "cpu" else 128
-
-
-def plans_on_device(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether Triton's kernels can pool, select and plan for such q and k."""
-    known = dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return known and head_dim <= 256 and triton_reason(device) is None
+    return try_out
 
 
 _LOADERS: Final[dict[str, Callable[[], Implementation]]] = {
@@ -211,8 +154,8 @@ def choose(
     """The implementation that runs such a call: the named one, or the fastest for ``auto``.
 
     Raises:
-        ValueError: the named one does not exist or cannot run here; it is never replaced quietly.
-            Or no such 8-bit format.
+        ValueError: the named one does not exist or cannot run here (it is never replaced by
+            another), or there is no such 8-bit format.
     """
 
     def reason_of(name: str) -> str | None:
@@ -264,11 +207,16 @@ def sparse_attention(
     tile: tuple[int, int],
     scale: float | None = None,
     implementation: str = "auto",
+    chosen: bool = False,
     gate: Gate | None = None,
     quantize: str | QuantizedQK | None = None,
+    means: KeyMeans | None = None,
     skipped: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in which each block of query rows sees only its listed key chunks.
+
+    Keys that a block does not list are left out, or with ``means`` approximated: each group of them
+    by its mean key and value, in the same softmax.
 
     Args:
         q: queries ``[B, H, S, D]``.
@@ -282,12 +230,16 @@ def sparse_attention(
         tile: (M, N), query rows of a tile and keys of a chunk. Last ones may be short.
         scale: positive factor on q·k, 1/sqrt(D) by default.
         implementation: ``auto`` or one of ``IMPLEMENTATIONS``.
+        chosen: ``implementation`` is what ``choose`` returned for just such a call: whether it can
+            run here is not asked again.
         gate: a ``RelativeGate`` or ``AbsoluteGate``: pieces of scores whose product with V is
-            skipped. ``vidsparse.kernels.gates`` defines the pieces; the implementations agree.
+            skipped. ``attention/gates.py`` defines the pieces; the implementations agree.
         quantize: ``int8`` or ``fp8``: q·k in 8 bits with a scale for every tile of queries and
             every 64 keys. Or what ``quantize_qk`` has made of these very q and k. The product
             with V stays in 16 bits. ``gluon`` and ``triton`` are faster for it; the others compute
             with the rounded numbers, in fp32.
+        means: mean keys and values of groups of tokens, and for how many tokens each stands in
+            each block (``attention/means.py`` has the definition). A gate leaves them alone.
         skipped: int32 ``[B, H, G]``, overwritten with the query-key pairs of every block whose
             product with V the gate skipped (half of a pair's work). Zeros without a gate.
 
@@ -303,15 +255,10 @@ def sparse_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
-    kind = quantize.kind if isinstance(quantize, QuantizedQK) else quantize
-    name = choose(
-        implementation,
-        q.device,
-        q.dtype,
-        q.shape[-1],
-        gate=gate,
-        quantize=kind,
-    )
+    name = implementation
+    if not chosen:
+        kind = quantize.kind if isinstance(quantize, QuantizedQK) else quantize
+        name = choose(implementation, q.device, q.dtype, q.shape[-1], gate=gate, quantize=kind)
     if (
         (name != "reference" or quantize is not None)
         and torch.is_grad_enabled()
@@ -325,6 +272,8 @@ def sparse_attention(
         )
     if gate is not None:
         check_gate(gate, q, q_tiles, kv_index, tile[0])
+    if means is not None:
+        check_means(means, q, kv_count, tile[1])
     if skipped is not None:
         if skipped.shape != kv_count.shape or skipped.dtype != torch.int32:
             raise ValueError(
@@ -345,6 +294,8 @@ def sparse_attention(
             quantized = quantize_qk(q, k, quantize, q_run=tile[0])
         else:
             quantized = None
+        if means is not None and quantized is not None:
+            means = quantize_means(means, quantized)
         return _LOADERS[name]()(
             q,
             k,
@@ -356,5 +307,6 @@ def sparse_attention(
             scale=scale,
             gate=gate,
             quantized=quantized,
+            means=means,
             skipped=None if gate is None else skipped,
         )

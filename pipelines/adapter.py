@@ -18,7 +18,6 @@ removal takes all of it back. A session lives as long as the processors that poi
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 import re
@@ -33,11 +32,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vidsparse.attention import AttentionEngine
+from vidsparse.engine import AttentionEngine
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
-from vidsparse.kernels.dispatch import triton_reason
-from vidsparse.pipelines.families import FAMILIES, Family, supported_pipelines
+from vidsparse.kernels.hardware import triton_reason
+from vidsparse.pipelines.families import Family
 from vidsparse.site import CallSite
 
 
@@ -98,28 +97,6 @@ class Adapter:
     processor: type[SparseProcessor]
     layout: Callable[[Any, Mapping[str, Any]], Layout | None]
     branches: tuple[str, ...] = ("conditional",)
-
-
-def find_adapter(pipe: Any) -> Adapter:
-    """The adapter for ``pipe``, by the nearest diffusers class it is or derives from.
-
-    Raises:
-        UnsupportedError: no family covers it.
-    """
-    host_classes = [
-        cls.__name__ for cls in type(pipe).__mro__ if cls.__module__.split(".")[0] == "diffusers"
-    ]
-    for family in FAMILIES:
-        if host_classes and host_classes[0] in family.pipelines:
-            # adapters import this module for the base class: looked up when first needed.
-            adapter: Adapter = importlib.import_module(
-                f"vidsparse.pipelines.{family.adapter}"
-            ).ADAPTER
-            return adapter
-    raise UnsupportedError(
-        f"{type(pipe).__name__} is not a supported pipeline. "
-        f"Hint: sparsify takes {supported_pipelines()}."
-    )
 
 
 def transformers_of(pipe: Any, adapter: Adapter) -> list[nn.Module]:
@@ -292,7 +269,7 @@ class Session:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int) -> Tensor:
         """One attention call, ``[B, S, H, D]`` in and out (the host's layout).
 
-        Padded text takes no part: it is cut off, and its rows of the answer are zero.
+        Padded text takes no part: it is cut off, and its rows of the output are zero.
         """
         dense = partial(stock_attention, self._modules[part, layer].processor.stock)
         site, layout = self._site, self._layout
@@ -304,7 +281,7 @@ class Session:
         for rows, padding in groups:
             tokens = q.shape[1] - padding
             grid = replace(site.grid, text=site.grid.text - padding)
-            answer = _swapped(
+            part_out = _swapped(
                 self.engines[part].attend(
                     _swapped(q[rows, :tokens]),
                     _swapped(k[rows, :tokens]),
@@ -314,8 +291,8 @@ class Session:
                 )
             )
             if out is None:
-                return answer.contiguous()
-            out[rows, :tokens] = answer
+                return part_out.contiguous()
+            out[rows, :tokens] = part_out
             out[rows, tokens:] = 0
         assert out is not None
         return out
@@ -373,7 +350,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tens
     formed in their precision and rounded as the stock processors do.
     """
     if _by_kernel(x, cos, sin):
-        from vidsparse.kernels.triton_rotate import rotate_rows
+        from vidsparse.kernels.tokens.rotate import rotate_rows
 
         return rotate_rows(x, cos, sin, halves=halves)
     if halves:
@@ -397,7 +374,7 @@ def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
         return False
     if triton_reason(x.device) is not None:
         return False
-    from vidsparse.kernels.triton_rotate import can_rotate
+    from vidsparse.kernels.tokens.rotate import can_rotate
 
     return can_rotate(x, cos, sin)
 
@@ -442,7 +419,8 @@ def _place(timesteps: Any, value: Any) -> int | None:
 def _no_step(scheduler: Any) -> UnsupportedError:
     return UnsupportedError(
         f"{type(scheduler).__name__} does not say which step it is at: it has no step_index, and "
-        "the timestep is none of its list. Hint: use the scheduler that the model came with."
+        "the timestep given to the transformer is not in its list of timesteps. "
+        "Hint: use the scheduler that the model came with."
     )
 
 
@@ -507,6 +485,14 @@ class SparseProcessor:
     def _parallel_config(self, config: Any) -> None:
         if config is not None:
             raise parallel_unsupported()
+
+    def unexpected(self, what: str) -> UnsupportedError:
+        """The error for a call that the family's pipelines never make: it came ``what``."""
+        family = self.session.adapter.family.name
+        return UnsupportedError(
+            f"sparse attention in {family} was called {what}. "
+            "Hint: this version of diffusers may be too new; please report it."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseProcessor:
         raise UnsupportedError(

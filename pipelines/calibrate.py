@@ -57,6 +57,9 @@ def calibrate(
     Raises:
         OptionError: the method cannot be calibrated, or a setting is not valid.
         OutputError: the files cannot be written.
+
+    Returns:
+        The preset, as it was written.
     """
     if not prompts:
         raise OptionError("calibration needs at least one prompt")
@@ -172,7 +175,7 @@ class _Run:
         return {**self.calibrator.state(), **own}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a ``state()``."""
+        """Continue from a ``state()``."""
         self._grid, self._timesteps = state["run.grid"], state["run.timesteps"]
         self.calibrator.restore(state)
 
@@ -181,8 +184,8 @@ class _Run:
         request, loaded, calibrator = self._request, self._loaded, self.calibrator
         if not bool(self._grid.all()):
             raise OptionError(
-                f"{loaded.ref.name} made no attention call on a known token grid: there is nothing "
-                "to calibrate"
+                f"{loaded.ref.name} cannot be calibrated: none of its attention calls had a token "
+                "grid that sparse attention knows. Hint: please report it with the model's name."
             )
         frames, height, width = self._grid.tolist()
         times = self._timesteps.tolist()

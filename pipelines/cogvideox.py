@@ -13,7 +13,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.adapter import (
     Adapter,
     Layout,
@@ -40,7 +39,7 @@ class CogVideoXSparseProcessor(SparseProcessor):
     ) -> tuple[Tensor, Tensor]:
         """Attention of video ``hidden_states`` ``[B, S, C]`` and text ``[B, T, C]``."""
         if attention_mask is not None:
-            raise UnsupportedError("CogVideoX's attention takes no mask here")
+            raise self.unexpected("with an attention mask")
         text = encoder_hidden_states.shape[1]
         x = torch.cat([encoder_hidden_states, hidden_states], 1)
         # unfusing leaves the fused weights where they are, so the processor has to say.

@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 
 from vidsparse._version import __version__
-from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
+from vidsparse.errors import OptionError, UnsupportedError, VidsparseError, listed
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
 from vidsparse.pipelines.image import fit_image, image_hash, read_image
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.presets import Preset, load_preset
+from vidsparse.work import Work
 
 Progress = Callable[[int, int, float], object]
 """Called after each denoising step with its number from 1, the number of steps, its seconds."""
@@ -75,7 +76,7 @@ def generate(
             the model was loaded with.
         UnsupportedError: the GPU's memory is too small, the implementation cannot run here, or the
             pipeline needs a package that is not installed.
-        GenerationCancelled: ``cancel`` answered True.
+        GenerationCancelled: ``cancel`` returned True.
     """
     return generate_batch(loaded, [request], progress, cancel, attach)[0]
 
@@ -96,7 +97,7 @@ def generate_batch(
     Raises:
         OptionError: as ``generate``, or requests that differ in more than the prompt, or several
             for a pipeline that takes one.
-        GenerationCancelled: ``cancel`` answered True.
+        GenerationCancelled: ``cancel`` returned True.
     """
     if not requests:
         return []
@@ -106,13 +107,13 @@ def generate_batch(
         if other.options() != first.options():
             differing = [k for k, v in first.options().items() if other.options()[k] != v]
             raise OptionError(
-                f"the requests of a batch may differ in their prompts only, these differ in "
-                f"{', '.join(differing)}. Hint: generate them one after the other."
+                f"the requests of a batch may differ in their prompts only, and these differ in "
+                f"{listed(differing)}. Hint: generate them one after the other."
             )
     if len(settings) > 1 and type(loaded.pipe).__name__ in _ONE_PROMPT:
         raise OptionError(
             f"{type(loaded.pipe).__name__} makes one video from an image at a time. "
-            "Hint: give one prompt in a batch."
+            "Hint: generate them one after the other."
         )
     clock = _Clock(loaded.device)
     with (
@@ -156,8 +157,8 @@ def denoise(
 ) -> None:
     """Run the first steps of a request, up to ``last_step``, and decode nothing.
 
-    For those who watch the attention calls of a pipeline that ``sparsify`` has hold of; what it
-    made of the attention is what runs.
+    For studies that watch attention calls. The pipeline runs as it is: sparse only where
+    ``sparsify`` is in effect already.
 
     Raises:
         OptionError: as ``generate``.
@@ -233,13 +234,13 @@ def _fit(request: GenerateRequest, loaded: LoadedPipeline) -> GenerateRequest:
         if asked is not None and _device_key(asked) != _device_key(has):
             raise OptionError(
                 f"{name} {asked} was asked for, but the model was loaded with {has}. "
-                "Hint: load it again."
+                f"Hint: load the model again with {name}={asked!r}."
             )
     if (request.image is not None) != loaded.takes_image:
         made, asked = ("an image", "text") if loaded.takes_image else ("text", "an image")
         raise OptionError(
             f"a video from {asked} was asked for, but the model was loaded to make them from "
-            f"{made}. Hint: load it again."
+            f"{made}. Hint: load the model again with image={request.image is not None}."
         )
     check_takes(loaded.ref, image=loaded.takes_image, last_image=request.last_image is not None)
     if loaded.takes_image and request.last_image is None and loaded.ref.needs_last_image:
@@ -453,9 +454,9 @@ def _after_scheduler(pipe: Any, after_step: Callable[..., Any]) -> Iterator[None
     step, done = pipe.scheduler.step, itertools.count()
 
     def stepped(*args: Any, **kwargs: Any) -> Any:
-        answer = step(*args, **kwargs)
+        result = step(*args, **kwargs)
         after_step(pipe, next(done), None, {})
-        return answer
+        return result
 
     with _attribute(pipe.scheduler, "step", stepped):
         yield
@@ -504,6 +505,7 @@ def _shared_record(
     loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
 ) -> dict[str, Any]:
     summary = handle.summary() if handle is not None else None
+    work = Work.all_dense() if summary is None else summary.work
     return {
         "negative_prompt": request.negative_prompt,
         "seed": request.seed,
@@ -514,7 +516,9 @@ def _shared_record(
             for name in ("image", "last_image")
             if (path := getattr(request, name)) is not None
         },
-        **run_facts(loaded),
+        **provenance(loaded),
+        "total": work.total if work else None,
+        "work": work.to_json() if work else None,
         "selected": summary.selected if summary else None,
         "computed": summary.computed if summary else None,
         "skipped": summary.skipped if summary else None,
@@ -527,7 +531,7 @@ def _shared_record(
     }
 
 
-def run_facts(loaded: LoadedPipeline) -> dict[str, Any]:
+def provenance(loaded: LoadedPipeline) -> dict[str, Any]:
     """What a result depends on beside its request: weights, scheduler, versions and device."""
     scheduler = loaded.pipe.scheduler
     return {
@@ -562,7 +566,7 @@ def _device_facts(device: str) -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    # on Linux, platform.processor() answers with nothing or with the architecture.
+    # on Linux, platform.processor() returns nothing or the architecture.
     facts = Path("/proc/cpuinfo")
     if facts.is_file():
         for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():

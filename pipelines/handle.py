@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from vidsparse.attention import AttentionEngine
-from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.engine import AttentionEngine
+from vidsparse.errors import OptionError, UnsupportedError, listed
 from vidsparse.logs import logger
 from vidsparse.methods import Method, make_method
 from vidsparse.pipelines.adapter import (
@@ -17,11 +17,11 @@ from vidsparse.pipelines.adapter import (
     Session,
     SparseProcessor,
     attention_modules,
-    find_adapter,
     is_stock,
     parallel_unsupported,
     transformers_of,
 )
+from vidsparse.pipelines.lookup import find_adapter
 from vidsparse.presets import Preset, load_preset
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
@@ -31,9 +31,9 @@ Amount = TypeVar("Amount", int, int | float)
 
 
 class SparseHandle:
-    """A pipeline made sparse: its trace, and the way back.
+    """A sparse pipeline: what its attention did, and ``remove()`` to make it stock again.
 
-    Usable as a context manager: leaving the block removes it.
+    As a context manager it removes itself when the block ends.
     """
 
     def __init__(self, method: Method, session: Session) -> None:
@@ -42,7 +42,7 @@ class SparseHandle:
 
     @property
     def method(self) -> Method:
-        """What decides which attention is skipped."""
+        """The method that selects what is computed."""
         return self._method
 
     @property
@@ -131,11 +131,14 @@ def sparsify(
         reuse: steps that a plan serves.
         implementation: ``auto`` or one of ``vidsparse.kernels.IMPLEMENTATIONS``.
         check_finite: raise when attention returns NaN or Inf, naming layer and step.
-        **method_options: the method's own numbers, such as ``top_p=0.9``.
+        **method_options: the method's own options, such as ``top_p=0.9``.
+
+    Returns:
+        A handle: what the attention did, and ``remove()`` to make the pipeline stock again.
 
     Raises:
         UnsupportedError: the pipeline's class is not supported, it is sparse already, it runs
-            under context parallelism, or somebody's own processors are in place.
+            under context parallelism, or its attention processors are not diffusers' own.
         OptionError: an option is unknown, or has a value that is not valid; a preset cannot be
             read, or was made for another model, method or order.
     """
@@ -143,10 +146,14 @@ def sparsify(
     defaults = adapter.family.defaults
     if preset is not None:
         preset = preset if isinstance(preset, Preset) else load_preset(preset)
-        if method is not None and method != preset.method:
-            name = method if isinstance(method, str) else method.name
+        if isinstance(method, Method):
             raise OptionError(
-                f"{preset.source} is for {preset.method}, not for {name}. "
+                f"{preset.source} brings its own {preset.method}, and a method that is built "
+                f"already was given beside it ({method.name}). Hint: leave one of them out."
+            )
+        if method not in (None, preset.method):
+            raise OptionError(
+                f"{preset.source} is for {preset.method}, not for {method}. "
                 "Hint: leave the method out."
             )
         preset.check_model(transformer_configs(pipe))
@@ -195,7 +202,10 @@ def _given(asked: Amount | None, default: Amount) -> Amount:
 
 
 def restore(pipe: Any) -> bool:
-    """Undo ``sparsify`` where the handle was lost; answers whether there was anything to undo.
+    """Undo ``sparsify`` where the handle was lost.
+
+    Returns:
+        Whether the pipeline was sparse.
 
     Raises:
         UnsupportedError: the pipeline's class is not supported.
@@ -270,8 +280,9 @@ def _checked_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, Any]
             processor = module.processor = processor.stock
         if not is_stock(processor, adapter):
             raise UnsupportedError(
-                f"{name} has its own attention processor, {type(processor).__name__}. "
-                f"Hint: sparsify replaces {', '.join(adapter.stock_processors)} only."
+                f"the attention processor of {name} is {type(processor).__name__}, which sparsify "
+                f"does not replace. Hint: it replaces {listed(adapter.stock_processors)}; put that "
+                "one back first."
             )
         # CogVideoX's and Mochi's processors do not know of it; the transformer does.
         if any(getattr(x, "_parallel_config", None) is not None for x in (processor, transformer)):

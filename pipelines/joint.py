@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.adapter import SparseProcessor, rotate, video_attention
 
 
@@ -49,7 +48,7 @@ class JointSparseProcessor(SparseProcessor, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Attention of video ``hidden_states`` ``[B, S, C]`` and text ``[B, T, C]``."""
         if encoder_hidden_states is None:
-            raise UnsupportedError("joint attention needs text beside the video")
+            raise self.unexpected("without text")
         video, text = hidden_states, encoder_hidden_states
         tokens = video.shape[1]
         own_text = attn.add_q_proj is not None

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines.adapter import (
     Adapter,
@@ -37,7 +36,7 @@ class LTXSparseProcessor(SparseProcessor):
     ) -> Tensor:
         """Self-attention of ``hidden_states`` ``[B, S, C]``."""
         if encoder_hidden_states is not None or attention_mask is not None:
-            raise UnsupportedError("LTX's video self-attention takes no text and no mask here")
+            raise self.unexpected("with text or an attention mask")
         q = attn.norm_q(attn.to_q(hidden_states))
         k = attn.norm_k(attn.to_k(hidden_states))
         v = attn.to_v(hidden_states)

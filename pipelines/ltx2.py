@@ -1,4 +1,4 @@
-"""LTX-2: video self-attention in ``transformer_blocks.N.attn1``; all that hears audio is untouched.
+"""LTX-2: video self-attention in ``transformer_blocks.N.attn1``; audio's attention is untouched.
 
 Guidance is batched; spatio-temporal and modality guidance are forwards of their own in each step.
 """
@@ -11,14 +11,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import Adapter, SparseProcessor, rotate, video_attention
+from vidsparse.pipelines.adapter import (
+    Adapter,
+    SparseProcessor,
+    rotate,
+    video_attention,
+)
 from vidsparse.pipelines.families import LTX_2
 from vidsparse.pipelines.ltx import sizes_layout
 
 
 def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kind: str) -> Tensor:
-    """Rotary embedding of ``x`` ``[B, S, C]``; answers ``[B, S, H, D]``."""
+    """Rotary embedding of ``x`` ``[B, S, C]``; returns ``[B, S, H, D]``."""
     if kind == "interleaved":
         # over the channels of all heads, every angle twice: [B, S, C].
         return _by_head(rotate(x, cos[..., 0::2], sin[..., 0::2]), heads)
@@ -52,7 +56,7 @@ class LTX2SparseProcessor(SparseProcessor):
         guidance).
         """
         if encoder_hidden_states is not None or attention_mask is not None:
-            raise UnsupportedError("LTX-2's video self-attention takes no text and no mask here")
+            raise self.unexpected("with text or an attention mask")
         value = attn.to_v(hidden_states)
         if all_perturbed is None:
             all_perturbed = perturbation_mask is not None and not bool(perturbation_mask.any())

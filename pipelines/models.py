@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,9 +23,16 @@ from typing import Any, Final
 
 from vidsparse.errors import ModelError, OptionError, UnsupportedError
 from vidsparse.logs import logger
+from vidsparse.pipelines.compilation import compile_blocks, require_compiler
 from vidsparse.pipelines.families import FAMILIES, WAN, Defaults, Family, image_pipelines
+from vidsparse.pipelines.placement import (
+    DTYPES,
+    OFFLOADS,
+    check_choice,
+    check_device,
+    check_dtype,
+)
 from vidsparse.pipelines.quiet import quiet_hosts
-from vidsparse.pipelines.request import DTYPES, OFFLOADS, check_device, check_dtype
 
 MODELS: Final[Mapping[str, Path]] = MappingProxyType(
     {name: Path(__file__).parent / "models" / name for name in ("shapes", "shapes-joint")}
@@ -190,7 +196,7 @@ def load(
     """Load a model onto a device, ready to generate.
 
     Args:
-        model: what ``resolve_model`` takes, or its answer.
+        model: what ``resolve_model`` takes, or the ``ModelRef`` that it returned.
         device: ``cpu``, ``cuda`` or ``cuda:N``; CUDA where there is any, by default.
         dtype: ``fp32``, ``bf16`` or ``fp16``; bf16 on CUDA and fp32 on the CPU by default. Wan's
             VAE stays in fp32, as its own instructions have it.
@@ -207,12 +213,11 @@ def load(
     began = time.perf_counter()
     device = check_device(device)
     dtype = check_dtype(dtype, device)
-    if offload not in OFFLOADS:
-        raise OptionError(f"unknown offload {offload!r}. Hint: choose from {', '.join(OFFLOADS)}.")
+    check_choice("offload", offload, OFFLOADS)
     if offload != "none" and device == "cpu":
         raise OptionError(f"offload {offload} needs a CUDA device. Hint: use --offload none.")
     if compile:
-        _require_compiler(device)
+        require_compiler(device)
     if lora is not None and importlib.util.find_spec("peft") is None:
         raise UnsupportedError("a LoRA needs peft. Hint: pip install 'vidsparse[lora]'.")
 
@@ -538,7 +543,9 @@ def _from_folder(ref: ModelRef, name: str, folder: Path, dtype: str) -> Any:
 
 def _put_lora(pipe: Any, lora: str) -> None:
     if not hasattr(pipe, "load_lora_weights"):
-        raise UnsupportedError(f"diffusers loads no LoRA into a {type(pipe).__name__}.")
+        raise UnsupportedError(
+            f"diffusers cannot load a LoRA into a {type(pipe).__name__}. Hint: leave --lora out."
+        )
     path = Path(lora).expanduser()
     try:
         if path.is_file():
@@ -578,30 +585,3 @@ def _place(pipe: Any, device: str, offload: str) -> None:
         )
     else:
         pipe.to(device)
-
-
-def compile_blocks(pipe: Any, **options: Any) -> None:
-    """Compile the blocks around every video self-attention, each kind of block once.
-
-    ``options`` go to ``torch.compile``, which is asked for full graphs.
-
-    Raises:
-        UnsupportedError: the pipeline's class is not supported.
-    """
-    from vidsparse.pipelines.adapter import attention_modules, find_adapter, transformers_of
-
-    adapter = find_adapter(pipe)
-    for transformer in transformers_of(pipe, adapter):
-        for name, _ in attention_modules(transformer, adapter):
-            block = transformer.get_submodule(name.rpartition(".")[0])
-            block.compile(**{"fullgraph": True, **options})
-
-
-def _require_compiler(device: str) -> None:
-    """On the CPU ``torch.compile`` generates C++."""
-    candidates = (os.environ.get("CXX"), "g++", "clang++", "cl")
-    if device == "cpu" and not any(name and shutil.which(name) for name in candidates):
-        raise UnsupportedError(
-            "compile on the CPU needs a C++ compiler, and there is none. "
-            "Hint: install g++, or leave --compile out."
-        )

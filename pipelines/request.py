@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -14,15 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.families import Defaults
 from vidsparse.pipelines.image import check_image, image_hash
+from vidsparse.pipelines.models import resolve_model
+from vidsparse.pipelines.placement import (
+    DTYPES,
+    OFFLOADS,
+    check_choice,
+    check_device,
+    check_device_name,
+    check_dtype,
+)
 
 if TYPE_CHECKING:
     from vidsparse.methods import SparseMethod
-
-DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Names of the number formats, and torch's own."""
-
-OFFLOADS: Final = ("none", "model", "group")
-"""Where weights rest: on the device, or on the CPU by whole models or by layers."""
 
 _DEFAULT_METHOD: Final = "fg-attn"
 
@@ -45,7 +47,8 @@ class GenerateRequest:
         image: file of the video's first frame, for image-to-video.
         last_image: file of its last frame, where the model takes one.
         model: a bundled model's name, a diffusers folder, or a hub id.
-        method: a name from ``vidsparse.METHODS``; ``dense`` runs the stock pipeline untouched.
+        method: a name from ``vidsparse.METHODS``; ``dense`` runs the stock pipeline untouched. Left
+            empty it becomes the preset's, or ``fg-attn``.
         method_options: the method's own numbers.
         preset: file of a calibrated method; it says the method, its numbers, the order, and frames
             and size where those are left open.
@@ -78,7 +81,7 @@ class GenerateRequest:
     image: str | None = None
     last_image: str | None = None
     model: str = "shapes"
-    method: str = _DEFAULT_METHOD
+    method: str = ""
     method_options: Mapping[str, Any] = field(default_factory=dict)
     preset: str | None = None
     order: str | None = None
@@ -109,9 +112,9 @@ class GenerateRequest:
         _check_number("fps", self.fps, above=0)
         _check_number("guidance", self.guidance, least=0)
         _check_seed(self.seed)
-        _check_device_name(self.device)
-        _check_choice("dtype", self.dtype, (None, *DTYPES))
-        _check_choice("offload", self.offload, OFFLOADS)
+        check_device_name(self.device)
+        check_choice("dtype", self.dtype, (None, *DTYPES))
+        check_choice("offload", self.offload, OFFLOADS)
         if self.last_image is not None and self.image is None:
             raise OptionError("last_image needs image, the first frame. Hint: give both.")
         for path in (self.image, self.last_image):
@@ -128,10 +131,12 @@ class GenerateRequest:
 
         if self.order is not None:
             check_order(self.order)
-        _check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
+        check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
         given = {f.name: getattr(self, f.name) for f in fields(Schedule)}
         Schedule(**{name: value for name, value in given.items() if value is not None})
         if self.preset is None:
+            if not self.method:
+                object.__setattr__(self, "method", _DEFAULT_METHOD)
             method = make_method(self.method, **self.method_options)
         else:
             method = self._take_preset(self.preset)
@@ -144,7 +149,7 @@ class GenerateRequest:
         from vidsparse.presets import load_preset
 
         preset = load_preset(path)
-        if self.method not in (preset.method, _DEFAULT_METHOD):
+        if self.method not in ("", preset.method):
             raise OptionError(
                 f"{preset.source} is for {preset.method}, not for {self.method}. "
                 "Hint: leave the method out."
@@ -225,43 +230,6 @@ def _size(request: GenerateRequest, defaults: Defaults) -> tuple[int, int]:
     return to_unit(math.sqrt(area * across / down)), to_unit(math.sqrt(area * down / across))
 
 
-def check_device(device: str | None) -> str:
-    """The device to run on: the one asked for, or CUDA where there is any, or the CPU.
-
-    Raises:
-        OptionError: no such device here.
-    """
-    _check_device_name(device)
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device is None:
-        return "cuda" if count else "cpu"
-    if device.startswith("cuda"):
-        index = int(device.partition(":")[2] or 0)
-        if index >= count:
-            found = f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"
-            raise OptionError(
-                f"device {device} was asked for, but PyTorch finds {found} here. "
-                f"Hint: use {'cuda:0' if count else 'cpu'}."
-            )
-    return device
-
-
-def check_dtype(dtype: str | None, device: str) -> str:
-    """The number format: the one asked for, or bf16 on CUDA and fp32 on the CPU.
-
-    Raises:
-        OptionError: unknown, or not usable on ``device``.
-    """
-    _check_choice("dtype", dtype, (None, *DTYPES))
-    if dtype == "fp16" and device == "cpu":
-        raise OptionError("dtype fp16 does not run on the CPU. Hint: use fp32 or bf16.")
-    if dtype is None:
-        return "fp32" if device == "cpu" else "bf16"
-    return dtype
-
-
 def settings_hash(request: GenerateRequest) -> str:
     """Eight hex digits over everything that changes the video, except the prompt.
 
@@ -272,7 +240,6 @@ def settings_hash(request: GenerateRequest) -> str:
         ModelError: the model is not there.
         OptionError: the request does not fit the model or the machine.
     """
-    from vidsparse.pipelines.models import resolve_model
     from vidsparse.presets import load_preset
 
     ref = resolve_model(request.model)
@@ -325,19 +292,6 @@ def _check_number(
 def _check_seed(seed: object) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise OptionError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}")
-
-
-def _check_device_name(device: object) -> None:
-    if device is None:
-        return
-    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise OptionError(f"unknown device {device!r}. Hint: use cpu, cuda or cuda:N.")
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        names = ", ".join(str(choice) for choice in choices if choice is not None)
-        raise OptionError(f"unknown {name} {value!r}. Hint: choose from {names}.")
 
 
 def _check_frames(frames: int, defaults: Defaults) -> None:

@@ -1,14 +1,12 @@
-"""Frames to an mp4 file and back."""
+"""Frames to an mp4 file."""
 
 from __future__ import annotations
 
 import math
 import os
 import secrets
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,26 +76,3 @@ def write_video(
         raise OutputError(f"{path} cannot be written: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
-
-
-def read_video(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
-    """The frames of a video file, ``[T, H, W, 3]``.
-
-    Raises:
-        OptionError: the file is missing or holds no video.
-    """
-    import imageio_ffmpeg
-
-    if not Path(path).is_file():
-        raise OptionError(f"there is no video file {os.fspath(path)}")
-    try:
-        with warnings.catch_warnings():
-            # the reader leaves its pipes for the garbage collector to close.
-            warnings.simplefilter("ignore", ResourceWarning)
-            reader = imageio_ffmpeg.read_frames(os.fspath(path), pix_fmt="rgb24")
-            facts: dict[str, Any] = next(reader)
-            width, height = facts["size"]
-            data = b"".join(reader)
-    except (OSError, RuntimeError) as error:
-        raise OptionError(f"{os.fspath(path)} holds no video that can be read: {error}") from error
-    return np.frombuffer(data, np.uint8).reshape(-1, height, width, 3)

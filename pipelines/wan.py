@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.adapter import (
     Adapter,
     Layout,
@@ -38,7 +37,7 @@ class WanSparseProcessor(SparseProcessor):
     ) -> Tensor:
         """Self-attention of ``hidden_states`` ``[B, S, C]``."""
         if encoder_hidden_states is not None or attention_mask is not None:
-            raise UnsupportedError("Wan's video self-attention takes no text and no mask here")
+            raise self.unexpected("with text or an attention mask")
         if attn.fused_projections:
             q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:

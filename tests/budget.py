@@ -30,15 +30,26 @@ S terms dominate, the allowance is 8 units in the last place of the largest valu
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vidsparse.kernels import QuantizedQK
-from vidsparse.kernels.gates import Gate
-from vidsparse.kernels.reference import reference_attention, token_mask
+from vidsparse.kernels.attention.gates import Gate
+from vidsparse.kernels.attention.means import (
+    KeyMeans,
+    counts_of_lists,
+    group_means,
+    quantize_means,
+)
+from vidsparse.kernels.attention.reference import reference_attention, token_mask
+
+# takes q, k, v and a plan, returns output and log-sum-exp.
+Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 TIMES_STOCK = 2.0
 FLOOR_MAX_ULPS = 4.0
@@ -64,7 +75,8 @@ class Work:
         return token_mask(*self.tensors, self.tile, self.tokens)
 
     def to(self, device: str) -> Work:
-        return Work(*(t.to(device) for t in self.tensors), self.tile, self.tokens)
+        q_tiles, kv_count, kv_index = (t.to(device) for t in self.tensors)
+        return Work(q_tiles, kv_count, kv_index, self.tile, self.tokens)
 
 
 def random_work(
@@ -181,7 +193,7 @@ def stock(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor
 
 
 def check_gated(
-    kernel: object,
+    kernel: Kernel,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -197,12 +209,12 @@ def check_gated(
     near a threshold that rounding decides may flip: ``flips`` is the share of all pairs that may,
     and where it is not zero the output is not held to the reference's.
     """
-    options = {"tile": work.tile, "scale": q.shape[-1] ** -0.5}
+    options: dict[str, Any] = {"tile": work.tile, "scale": q.shape[-1] ** -0.5}
     skipped = torch.full_like(work.kv_count, -1)
-    out, lse = kernel(  # type: ignore[operator]
+    out, lse = kernel(
         q, k, v, *work.tensors, **options, gate=gate, quantized=quantized, skipped=skipped
     )
-    wide = [x.cpu().double() for x in (q, k, v)]
+    wide = q.cpu().double(), k.cpu().double(), v.cpu().double()
     on_cpu = work.to("cpu")
     expected = torch.zeros_like(on_cpu.kv_count)
     true, true_lse = reference_attention(
@@ -272,7 +284,7 @@ def eight_bit_rms(
 
 
 def check_quantized(
-    kernel: object,
+    kernel: Kernel,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -287,9 +299,9 @@ def check_quantized(
     ``q`` and ``k``, within what 8 bits add.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"tile": work.tile, "scale": scale}
-    out, lse = kernel(q, k, v, *work.tensors, **options, quantized=quantized)  # type: ignore[operator]
-    wide = (x.cpu().double() for x in (q, k, v))
+    options: dict[str, Any] = {"tile": work.tile, "scale": scale}
+    out, lse = kernel(q, k, v, *work.tensors, **options, quantized=quantized)
+    wide = q.cpu().double(), k.cpu().double(), v.cpu().double()
     same, same_lse = reference_attention(
         *wide, *work.to("cpu").tensors, **options, quantized=quantized.to("cpu")
     )
@@ -369,11 +381,11 @@ def check_lse(got: Tensor, true: Tensor, dtype: torch.dtype, slack: float = 0.0)
 
 
 def check_kernel(
-    kernel: object, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float | None = None
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, work: Work, scale: float | None = None
 ) -> None:
     """Run ``kernel`` (the shared signature) and hold its output and log-sum-exp to the budget."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = kernel(q, k, v, *work.tensors, tile=work.tile, scale=scale)  # type: ignore[operator]
+    out, lse = kernel(q, k, v, *work.tensors, tile=work.tile, scale=scale)
     assert out.shape == q.shape
     assert lse.shape == q.shape[:3]
     true, true_lse = truth(q, k, v, work, scale)
@@ -381,3 +393,81 @@ def check_kernel(
     check_lse(lse, true_lse, q.dtype)
     kept = work.mask().any(-1).cpu()
     assert not bool(out.cpu()[~kept].any()), "a row without keys is not zero"
+
+
+def means_for(k: Tensor, v: Tensor, work: Work, size: int) -> KeyMeans:
+    """Means of groups of ``size`` tokens for a plan, on the device of ``k``."""
+    counts = counts_of_lists(work.kv_count, work.kv_index, work.tile[1], work.tokens, size)
+    return KeyMeans(group_means(k, size), group_means(v, size), counts, size)
+
+
+def with_means(k: Tensor, v: Tensor, mask: Tensor, means: KeyMeans) -> tuple[Tensor, ...]:
+    """Keys, values and a mask whose plain attention is that with means.
+
+    Behind the tokens stands each token's mean; a row sees a token, or else its mean.
+    """
+    tokens = k.shape[2]
+    own_k, own_v = (x.repeat_interleave(means.size, 2)[:, :, :tokens] for x in (means.k, means.v))
+    in_a_block = torch.ones_like(mask)
+    return (
+        torch.cat([k, own_k], 2),
+        torch.cat([v, own_v], 2),
+        torch.cat([mask, in_a_block & ~mask], -1),
+    )
+
+
+def check_with_means(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    work: Work,
+    size: int,
+    *,
+    gate: Gate | None = None,
+    quantized: QuantizedQK | None = None,
+) -> None:
+    """Hold a kernel with means of groups of ``size`` tokens to the reference in fp64.
+
+    The budget is that of plain attention to every row's listed keys and the means of the others.
+    """
+    means = means_for(k, v, work, size)
+    if quantized is not None:
+        means = quantize_means(means, quantized)
+    options: dict[str, Any] = {"tile": work.tile, "scale": q.shape[-1] ** -0.5}
+    out, lse = kernel(
+        q, k, v, *work.tensors, **options, gate=gate, quantized=quantized, means=means
+    )
+    on_cpu = means.to("cpu")
+    wide_q, wide_k, wide_v = (x.cpu().double() for x in (q, k, v))
+    true, true_lse = reference_attention(
+        wide_q,
+        wide_k,
+        wide_v,
+        *work.to("cpu").tensors,
+        **options,
+        gate=None if gate is None else gate.to("cpu"),
+        quantized=None if quantized is None else quantized.to("cpu"),
+        means=replace(on_cpu, k=on_cpu.k.double(), v=on_cpu.v.double()),
+    )
+    every_k, every_v, mask = with_means(k, v, work.mask(), means)
+    stock_out = stock(q, every_k, every_v, mask, options["scale"])
+    plain = F.scaled_dot_product_attention(
+        wide_q,
+        every_k.cpu().double(),
+        every_v.cpu().double(),
+        attn_mask=mask.cpu(),
+        scale=q.shape[-1] ** -0.5,
+    )
+    most, most_rms = allowed(stock_out, plain)
+    slack = 0.0
+    if quantized is not None and quantized.kind == "fp8" and q.is_cuda:
+        q_wide, k_wide = (x.abs() for x in quantized.to("cpu").dequantized(torch.float64))
+        slack = 2.0**-12 * options["scale"] * (q_wide @ k_wide.mT).max().item()
+    largest, rms = errors(out, true)
+    assert out.dtype == q.dtype
+    assert bool(out.isfinite().all()), "output holds NaN or Inf"
+    most += slack * v.abs().max().item()
+    assert largest <= most, f"largest error {largest:.3g}, budget {most:.3g}"
+    assert rms <= most_rms + slack, f"RMS error {rms:.3g}, budget {most_rms + slack:.3g}"
+    check_lse(lse, true_lse, q.dtype, slack)

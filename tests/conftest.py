@@ -1,11 +1,49 @@
-"""Fixtures shared by the rooms."""
+"""How the tests share a machine, and the fixtures that many of them use."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+# what one worker of pytest-xdist takes in memory is a gigabyte, and more of them than this wait for
+# the longest tests.
+MOST_WORKERS = 4
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Share out the cores, and choose how this process runs Triton's kernels."""
+    if config.getoption("numprocesses", None):
+        # the workers do both for themselves.
+        return
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        # inherited by the programs that tests start.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    import torch
+
+    if not torch.cuda.is_available():
+        # Triton looks once, when a kernel is defined.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What ``-n auto`` means: the processor's threads, for a core's two are worth two workers."""
+    return min(MOST_WORKERS, os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture
@@ -34,3 +72,32 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Nothing that was compiled before is known, nor after."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny pipeline, for tests that read it."""
+    from tiny_pipelines import save_tiny_wan
+
+    return save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(params=["triton", "gluon"])
+def kernel(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """A kernel of attention that this GPU can run."""
+    from kernel_cases import skip_without
+
+    from vidsparse.kernels.dispatch import _LOADERS
+
+    skip_without(request.param)
+    return _LOADERS[request.param]()

@@ -12,8 +12,8 @@ from urllib.parse import urljoin
 
 import httpx2
 
-from vidsparse.apps.page.command import load_first, make_desk, require_gradio
 from vidsparse.apps.page.host import Limits
+from vidsparse.apps.page.start import load_first, make_desk, require_gradio
 
 
 @contextmanager

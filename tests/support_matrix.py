@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from vidsparse.markdown import markdown_table
 from vidsparse.pipelines.families import FAMILIES
 
 VARIANTS: Final = {
@@ -89,6 +90,10 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
 """Cells that do not work."""
 
 
+def _code(*names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def page() -> str:
     """The page, in Markdown."""
     lines = [
@@ -99,14 +104,17 @@ def page() -> str:
         "",
         "## Pipelines",
         "",
-        "| family | `vidsparse generate` | `sparsify` takes as well |",
-        "|---|---|---|",
-    ]
-    for family in FAMILIES:
-        made = ", ".join(f"`{name}`" for name in (*family.text_to_video, *family.image_to_video))
-        other = ", ".join(f"`{name}`" for name in family.other)
-        lines.append(f"| {family.name} | {made} | {other} |")
-    lines += [
+        markdown_table(
+            ("family", "`vidsparse generate`", "`sparsify` takes as well"),
+            (
+                (
+                    family.name,
+                    _code(*family.text_to_video, *family.image_to_video),
+                    _code(*family.other),
+                )
+                for family in FAMILIES
+            ),
+        ),
         "",
         "Any other pipeline is refused, and the error names these. For every family: batches of",
         "prompts of different lengths, guidance on and off, sizes whose token grid has odd sides,",
@@ -115,10 +123,9 @@ def page() -> str:
         "",
         "## Combinations",
         "",
-        "| | " + " | ".join(VARIANTS) + " |",
-        "|---" * (1 + len(VARIANTS)) + "|",
     ]
     notes: list[str] = []
+    rows = []
     for combination, label in COMBINATIONS.items():
         cells = []
         for variant in VARIANTS.values():
@@ -129,8 +136,8 @@ def page() -> str:
             if limit.reason not in notes:
                 notes.append(limit.reason)
             cells.append(f"no ({notes.index(limit.reason) + 1})")
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    lines.append("")
+        rows.append((label, *cells))
+    lines += [markdown_table(("", *VARIANTS), rows), ""]
     lines += [f"{place}. {note}." for place, note in enumerate(notes, 1)]
     return "\n".join(lines) + "\n"
 

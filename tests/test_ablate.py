@@ -9,20 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from tiny_pipelines import save_tiny_wan
 
-from vidsparse.apps import call_ablations, quality_study
-from vidsparse.apps.ablate import sizes_of
-from vidsparse.apps.call_ablations import judge_rows
 from vidsparse.apps.cli import main
-from vidsparse.apps.held_out import ErrorMeter, recall_rows
-from vidsparse.apps.marked_page import fill_page
-from vidsparse.errors import OptionError
+from vidsparse.apps.results.marked_page import fill_page
+from vidsparse.apps.studies import call_ablations, quality_study
+from vidsparse.apps.studies.call_ablations import judge_rows
+from vidsparse.apps.studies.call_meters import ErrorMeter, recall_rows
+from vidsparse.apps.studies.prepare_study import sizes_of
+from vidsparse.apps.studies.prompts import calibration_prompts, held_out_prompts
+from vidsparse.calls import RecordedCall
+from vidsparse.errors import OptionError, OutputError
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import FgAttn, Sale
 from vidsparse.methods.sale import relative_scores, relative_scores_mask
 from vidsparse.site import CallSite
-from vidsparse.statistics import RecordedCall
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = """# Ablations
 By hand.
@@ -33,12 +35,6 @@ old
 <!-- end -->
 Also by hand.
 """
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def _ablate(model: Path, folder: Path, *options: str) -> Result:
@@ -77,6 +73,7 @@ def test_rows_are_measured_once_and_put_into_the_page(tiny_model: Path, tmp_path
     assert "### judge-l1" in again.stdout
 
 
+@pytest.mark.slow
 def test_calibrated_methods_are_held_to_their_word_on_other_prompts(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,11 +193,11 @@ def test_recall_is_the_share_of_full_precisions_tiles() -> None:
 
 
 def test_calibration_keeps_off_the_held_out_prompts() -> None:
-    prompts = quality_study.calibration_prompts(16)
+    prompts = calibration_prompts(16)
     assert len(set(prompts)) == 16
-    assert not set(prompts) & set(quality_study.held_out_prompts())
+    assert not set(prompts) & set(held_out_prompts())
     # those of five are the first of those of sixteen.
-    assert quality_study.calibration_prompts(5) == prompts[:5]
+    assert calibration_prompts(5) == prompts[:5]
 
 
 def test_errors_are_counted_by_video_and_by_head() -> None:
@@ -251,6 +248,22 @@ def test_a_page_without_the_place_is_left_alone(tmp_path: Path) -> None:
     assert page.read_text(encoding="utf-8") == PAGE
     with pytest.raises(OptionError, match="cannot be read"):
         fill_page(tmp_path / "none.md", {})
+
+
+def test_a_page_that_cannot_be_written_is_said_without_another_options_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    page = tmp_path / "page.md"
+    page.write_text(PAGE, encoding="utf-8")
+    monkeypatch.setattr("vidsparse.files.os.replace", full)
+    with pytest.raises(OutputError, match=r"page\.md cannot be written: No space left") as said:
+        fill_page(page, {"judge": "| a |"})
+    assert "--out" not in str(said.value)
+    assert page.read_text(encoding="utf-8") == PAGE
+    assert list(tmp_path.iterdir()) == [page]
 
 
 def test_nothing_is_measured_for_a_wrong_name(tiny_model: Path, tmp_path: Path) -> None:

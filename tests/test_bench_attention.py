@@ -12,14 +12,16 @@ import torch
 from click.testing import CliRunner, Result
 
 import vidsparse.kernels
-from vidsparse.apps.attention_cases import PLANNING, SUITE, Case, random_mask, structured_qk
-from vidsparse.apps.attention_peers import Offer, Peer, ready
-from vidsparse.apps.bench_attention import COLUMNS, Bench
+from vidsparse.apps.bench.attention import AttentionBench
+from vidsparse.apps.bench.attention_cases import PLANNING, SUITE, Case, random_mask, structured_qk
+from vidsparse.apps.bench.attention_peers import Offer, Peer, ready
+from vidsparse.apps.bench.attention_rows import COLUMNS
 from vidsparse.apps.cli import main
 from vidsparse.grid import TokenGrid
 
 SMALL = Case(counts="kernel", tile=(128, 16), kept=0.3, seq_len=1000, heads=2, head_dim=64)
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def bench(*arguments: str) -> Result:
@@ -102,7 +104,7 @@ def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_ratio_counts_what_the_case_says(counts: str, mask: bool, plan: bool) -> None:
-    rows = Bench(CPU, torch.float32, 1, False, print).rows(replace(SMALL, counts=counts))
+    rows = AttentionBench(CPU, torch.float32, 1, False, print).rows(replace(SMALL, counts=counts))
     for row in rows:
         assert (row.mask_ms is not None, row.plan_ms is not None) == (mask, plan)
         total = (row.ms or 0) + (row.mask_ms or 0) + (row.plan_ms or 0)
@@ -113,7 +115,7 @@ def test_the_ratio_counts_what_the_case_says(counts: str, mask: bool, plan: bool
 
 def test_planning_is_a_row_without_a_kernel() -> None:
     case = replace(SMALL, counts=PLANNING, tile=(16, 16))
-    (row,) = Bench(CPU, torch.float32, 1, False, print).rows(case)
+    (row,) = AttentionBench(CPU, torch.float32, 1, False, print).rows(case)
     assert (row.ms, row.impl) == (None, "plan_attention")
     assert row.ratio == pytest.approx(row.dense_ms / (row.plan_ms or 0))
 
@@ -135,9 +137,24 @@ def test_rows_are_written_shown_as_a_table_and_drawn(tmp_path: Path) -> None:
     assert len([line for line in nobody.output.splitlines() if line.startswith("|")]) == 2
 
 
+def test_files_from_before_formats_had_names_are_read(tmp_path: Path) -> None:
+    named = ROOT / "docs" / "benchmarks" / "attention-h200.json"
+    document = json.loads(named.read_text(encoding="utf-8"))
+    assert document.pop("format") == "vidsparse-attention/1"
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(document), encoding="utf-8")
+    assert bench("--show", str(file)).output == bench("--show", str(named)).output
+
+
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    file.write_text('{"rows": [{"tile": "16x16"}]}')
-    result = bench("--show", str(file))
-    assert result.exit_code == 2
-    assert "holds no rows of this bench" in result.output
+    for text in (
+        '{"rows": [{"tile": "16x16"}]}',
+        '{"format": "vidsparse-masks/1", "rows": []}',
+        '{"rows": 3}',
+        "[]",
+    ):
+        file.write_text(text)
+        result = bench("--show", str(file))
+        assert result.exit_code == 2
+        assert "holds no attention benchmark" in result.output

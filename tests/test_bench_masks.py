@@ -11,11 +11,11 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
 
-from vidsparse.apps.bench_masks import CASES, MaskRow, unlike
+from vidsparse.apps.bench.masks import CASES, MaskRow, unlike
 from vidsparse.apps.cli import main
 from vidsparse.grid import TokenGrid
 from vidsparse.masks import pack_bits
-from vidsparse.methods import FgAttn
+from vidsparse.methods import FgAttn, SparseMethod
 from vidsparse.site import CallSite
 
 
@@ -35,7 +35,12 @@ def test_every_case_has_a_row_and_a_share_of_the_same_dense_time(tmp_path: Path)
     for row in rows:
         assert row.share == pytest.approx(row.mask_ms / row.dense_ms)
         assert 0 < row.selected <= 1
-        assert f"| {row.method} | {row.options} | {row.tile} |" in done.output
+    shown = bench("--show", str(path))
+    for row in rows:
+        assert f"| {row.method} | {row.options} | {row.tile} |" in shown.output
+        assert " ".join((row.method, row.options, row.tile)).split() in [
+            line.split()[: len(row.options.split()) + 2] for line in done.output.splitlines()
+        ]
     assert {"hardware", "versions", "date"} < set(document)
 
 
@@ -50,7 +55,7 @@ def test_one_method_alone() -> None:
     ("arguments", "message"),
     [
         (("--method", "nearest"), "no mask of 'nearest'. Hint: choose from fg-attn"),
-        (("--dtype", "int8"), "dtype must be one of float32"),
+        (("--dtype", "int8"), "dtype must be one of fp32, bf16, fp16, got 'int8'"),
         (("--json", "/nowhere/rows.json"), "cannot be written"),
     ],
 )
@@ -63,21 +68,23 @@ def test_what_cannot_be_measured_is_one_sentence(arguments: tuple[str, ...], mes
 def made_by_kernels(flipped: int) -> mock._patch[object]:
     """Kernels whose mask is torch's, but for the first so-many tiles."""
 
-    def words(method: FgAttn, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor]:
-        mask = method.select(q, k, site)
+    def words(
+        method: SparseMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite
+    ) -> tuple[Tensor, Tensor]:
+        mask = method.select(q, k, site, v=v)
         mask.view(-1)[:flipped] ^= True
         return pack_bits(mask), mask.sum(-1).int() * method.tile[1]
 
-    return mock.patch("vidsparse.attention.mask_by_kernels", words)
+    return mock.patch("vidsparse.apps.bench.masks.words_of", words)
 
 
 def test_tiles_in_which_kernels_and_torch_differ_are_counted() -> None:
-    q, k = torch.randn(1, 2, 512, 32), torch.randn(1, 2, 512, 32)
+    q, k, v = torch.randn(3, 1, 2, 512, 32)
     site = CallSite(0, 0, 0.0, TokenGrid(1, 1, 512))
-    assert unlike(FgAttn(), q, k, site) is None
+    assert unlike(FgAttn(), q, k, v, site) is None
     for flipped in (0, 7):
         with made_by_kernels(flipped):
-            assert unlike(FgAttn(), q, k, site) == pytest.approx(flipped / 32**2)
+            assert unlike(FgAttn(), q, k, v, site) == pytest.approx(flipped / 32**2)
 
 
 def test_no_time_is_reported_for_a_wrong_mask() -> None:

@@ -14,26 +14,34 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
 
-from vidsparse.apps import bench_model, model_shapes
-from vidsparse.apps.bench_model import COLUMNS, Row, projected_ratio
-from vidsparse.apps.cli import main
-from vidsparse.apps.model_forward import (
+from vidsparse.apps.bench import model_rows, model_settings, model_shapes
+from vidsparse.apps.bench.model_forward import (
     Stopwatch,
     first_blocks,
     planned_to_order,
     random_plan,
     watched_attention,
 )
-from vidsparse.apps.model_shapes import MODEL_SHAPES
-from vidsparse.attention import AttentionEngine
+from vidsparse.apps.bench.model_readings import (
+    MERGED,
+    merged_share,
+    projected_ratio,
+    projected_step,
+)
+from vidsparse.apps.bench.model_rows import COLUMNS, ModelRow
+from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
+from vidsparse.apps.cli import main
+from vidsparse.apps.commands.bench_model import bench_model
+from vidsparse.engine import AttentionEngine
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels import sparse_attention
-from vidsparse.kernels.quantize import FORMATS
+from vidsparse.kernels.tokens.formats import FORMATS
 from vidsparse.methods import make_method
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
 CPU = torch.device("cpu")
+DOCS = Path(__file__).parents[1] / "docs" / "benchmarks"
 
 # the rows that issue and benchmark pages are made from name at least these.
 PUBLISHED = {
@@ -117,7 +125,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, shape in MODEL_SHAPES.items()
         if name in TINY
     }
-    for module in (model_shapes, bench_model):
+    for module in (model_shapes, model_settings, model_rows):
         monkeypatch.setattr(module, "MODEL_SHAPES", MappingProxyType(shapes))
 
 
@@ -172,7 +180,7 @@ def test_rows_are_kept_and_only_missing_ones_measured(tmp_path: Path) -> None:
 
 
 def test_every_8_bit_product_of_the_kernels_is_offered() -> None:
-    (kind,) = (p.type for p in bench_model.model.params if p.name == "quantize")
+    (kind,) = (p.type for p in bench_model.params if p.name == "quantize")
     assert isinstance(kind, click.Choice)
     assert set(kind.choices) == {"none", *FORMATS}
 
@@ -204,6 +212,72 @@ def test_published_rows_are_of_whole_models_at_their_density(tile: str) -> None:
         for kind, dense in (("cudnn", "dense_ms"), ("fa4", "fa4_ms"), ("stock", "stock_ms")):
             expected = projected_ratio(row[dense], row["sparse_ms"], row["warmup"], row["steps"])
             assert row[f"ratio_{kind}"] == pytest.approx(expected, abs=0.001)
+
+
+def published(family: str, tile: str) -> ModelRow:
+    rows = json.loads((DOCS / "models-h200.json").read_text())["rows"]
+    return next(
+        ModelRow(**row)
+        for row in rows
+        if (row["family"], row["tile"], row["impl"]) == (family, tile, "gluon")
+    )
+
+
+@pytest.mark.parametrize("tile", MERGED)
+def test_merging_is_that_of_the_quality_rows(tile: str) -> None:
+    rows = json.loads((DOCS / "quality-small.json").read_text())["rows"]
+    measured = sorted(
+        (round(row["selected"], 3), round(row["computed"], 3))
+        for row in rows
+        if row["study"] == "merging"
+        and row["size"] == "384x384"
+        and (row["options"]["merge"], row["options"]["tile"]) == ("xor-window", tile)
+    )
+    assert tuple(measured) == MERGED[tile]
+    for selected, computed in measured:
+        assert merged_share(tile, selected) == pytest.approx(computed)
+    assert (merged_share(tile, 0.0), merged_share(tile, 1.0)) == (0.0, 1.0)
+    halfway = [sum(pair) / 2 for pair in zip(*measured, strict=True)]
+    assert merged_share(tile, halfway[0]) == pytest.approx(halfway[1])
+
+
+def test_tiles_that_nobody_measured_have_no_second_reading() -> None:
+    # a tile as high as a block is merged with no other.
+    assert merged_share("128x16", 0.3) == 0.3
+    assert merged_share("16x64", 0.3) is None
+    row = replace(published("wan-14b", "32x32"), tile="16x64")
+    assert row.computed_if_selected is row.ratio_if_selected(row.dense_ms) is None
+
+
+def test_a_step_is_projected_by_its_kernel_alone() -> None:
+    assert projected_step(10.0, 4.0, measured=0.4, computed=0.4) == 10
+    assert projected_step(10.0, 4.0, measured=0.4, computed=0.8) == pytest.approx(14)
+    # the kernel's own rows: from 0.3 to 0.5 it takes at most as much more as that.
+    kernel = {
+        row["kept"]: row["ms"]
+        for row in json.loads((DOCS / "attention-h200.json").read_text())["rows"]
+        if (row["case"], row["tile"], row["impl"], row["seq_len"], row["dense_impl"])
+        == ("kernel", "128x16", "gluon", 75600, "cudnn")
+    }
+    (low, low_ms), (high, high_ms) = sorted(kernel.items())
+    assert 0.98 < (high_ms / low_ms) / (high / low) <= 1
+
+
+def test_the_careful_reading_is_the_slower_one() -> None:
+    for family in MODEL_SHAPES:
+        row = published(family, "16x16")
+        assert row.computed_if_selected is not None
+        assert row.computed_if_selected > row.computed
+        for ms, measured in (
+            (row.dense_ms, row.ratio_cudnn),
+            (row.fa4_ms, row.ratio_fa4),
+            (row.stock_ms, row.ratio_stock),
+        ):
+            careful = row.ratio_if_selected(ms)
+            assert careful is not None
+            assert measured is not None
+            assert 1 < careful < measured
+        assert row.ratio_if_selected(None) is None
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -248,7 +322,7 @@ def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         out, lse = sparse_attention(*args, **kwargs)
         return out * 1.5, lse
 
-    monkeypatch.setattr("vidsparse.attention.sparse_attention", wrong)
+    monkeypatch.setattr("vidsparse.engine.sparse_attention", wrong)
     result = bench(*SMALL, "--device", "cpu")
     assert result.exit_code == 2
     assert "no speed is reported for a wrong result" in result.output
@@ -406,4 +480,4 @@ def test_only_the_repetition_of_steps_is_projected() -> None:
 
 
 def test_rows_hold_what_is_published() -> None:
-    assert {field.name for field in fields(Row)} >= PUBLISHED
+    assert {field.name for field in fields(ModelRow)} >= PUBLISHED

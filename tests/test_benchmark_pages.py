@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from vidsparse.apps.cli import main
-from vidsparse.apps.quality_rows import markdown_tables, quality_file
-from vidsparse.apps.quality_studies import ABLATIONS, STUDIES
+from vidsparse.apps.studies.configurations import ABLATIONS, STUDIES
+from vidsparse.apps.studies.quality_tables import markdown_tables, quality_file
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("BENCHMARKS.md", "docs/ablations.md", "docs/models.md")

@@ -8,31 +8,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from filelock import FileLock
-from tiny_pipelines import save_tiny_wan
 
 from vidsparse.apps.cli import main
-from vidsparse.apps.prompts import SLUG_CHARACTERS, slug
+from vidsparse.apps.runs.prompts import SLUG_CHARACTERS, slug
 from vidsparse.pipelines import generate as generating
 from vidsparse.pipelines import models as modelling
 from vidsparse.pipelines.generate import Generated
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPTS = "# a comment\n\na red circle that moves right\n  a blue square that moves left  \n"
 SMALL = ("--frames", "5", "--size", "32x32", "--steps", "2", "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
@@ -69,6 +65,7 @@ class _Machine:
         frames = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
         record = {
             "prompt": request.prompt,
+            "total": 0.625,
             "selected": 0.25,
             "computed": 0.5,
             "times": {"total": 1.5},
@@ -154,6 +151,29 @@ def test_help_groups_options_by_method_and_shows_examples(command: str) -> None:
     assert f"vidsparse {command} prompts.txt" in text
 
 
+def options_of(
+    command: click.Command, name: str = "vidsparse"
+) -> Iterator[tuple[str, click.Option]]:
+    """Every option of ``command`` and those below it, with the name of its command."""
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for each in command.list_commands(context):
+            below = command.get_command(context, each)
+            assert below is not None
+            yield from options_of(below, f"{name} {each}")
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            yield name, parameter
+
+
+def test_every_option_says_what_it_is() -> None:
+    told = [(name, option.opts[0], option.help or "") for name, option in options_of(main)]
+    assert len(told) > 100
+    # a default alone is no help.
+    silent = [(name, flag) for name, flag, text in told if not text.split("[default")[0].strip()]
+    assert silent == []
+
+
 def test_every_option_of_the_issue_is_there() -> None:
     text = CliRunner().invoke(main, ["generate", "--help"], terminal_width=100).output
     flags = (
@@ -172,7 +192,7 @@ def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, ou
     assert _videos(out) == [f"{name}.mp4" for name in names]
     (folder,) = out.iterdir()
     assert folder.name.startswith("two-fg-attn-")
-    from vidsparse.pipelines.video import read_video
+    from videos import read_video
 
     for name, prompt in zip(names, PROMPTS.split("\n")[2:], strict=False):
         record = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
@@ -182,6 +202,7 @@ def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, ou
             "topk": None,
             "tile": "16x16",
             "merge": "xor-window",
+            "means": None,
         }
         assert 0 < record["selected"] <= record["computed"] <= 1
         assert read_video(folder / f"{name}.mp4").shape == (5, 32, 32, 3)
@@ -288,6 +309,20 @@ def test_a_second_run_in_one_folder_is_refused(generate: Run, machine: _Machine,
     assert len(machine.made) == 2
 
 
+def test_no_method_takes_a_flag_of_the_request() -> None:
+    from vidsparse.apps.terminal.options import MethodOption
+    from vidsparse.methods import METHODS
+
+    command = main.get_command(click.Context(main), "generate")
+    assert command is not None
+    shared = [one for one in command.params if not isinstance(one, MethodOption)]
+    flags = {flag for one in shared for flag in (*one.opts, *one.secondary_opts)}
+    assert "--steps" in flags
+    for name, cls in METHODS.items():
+        for field in cls.option_fields():
+            assert field.metadata["flag"] not in flags, f"{field.name} of {name}"
+
+
 def test_words_the_model_lacks_are_named(
     machine: _Machine, tiny_model: Path, tmp_path: Path, prompts: Path, out: Path
 ) -> None:
@@ -391,7 +426,7 @@ def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) ->
         ("--method sale --local 0", "local must be"),
         (
             "--method dense --tile 16x16",
-            "option of fg-attn, spargeattn, xattention, sale and bsfa, not of dense",
+            "not of dense. Hint: add --method fg-attn",
         ),
         ("--merge nicely", "xor"),
         ("--order spiral", "hilbert"),

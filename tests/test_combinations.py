@@ -14,14 +14,15 @@ import diffusers
 import peft
 import pytest
 import torch
+from counting_backend import CountingBackend
 from support_matrix import COMBINATIONS, LIMITS, VARIANTS, page
 from tiny_families import PROMPTS, TINY, latents
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.adapter import SparseProcessor
+from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
-from vidsparse.pipelines.models import compile_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,28 +57,10 @@ def check(name: str, prepare: Prepare, *, steps: int = 3, **changes: Any) -> Non
         torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(expected), **CLOSE)
 
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+CLOSE: Any = {"rtol": 1e-4, "atol": 1e-4}
 
 
 # compilation
-
-
-class CountingBackend:
-    """Runs graphs as they are and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: Any, example_inputs: Any) -> Any:
-        self.graphs += 1
-        return graph.forward
-
-
-@pytest.fixture
-def fresh_dynamo() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compile_whole(pipe: Any, backend: Any) -> None:
@@ -109,6 +92,7 @@ def check_compiled(name: str, compile: Callable[[Any, Any], None]) -> None:
     torch.testing.assert_close(ours, expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 @works("compile")
 def test_compile(name: str) -> None:
@@ -198,12 +182,13 @@ def test_torchao(name: str) -> None:
 @works("group-offload")
 def test_group_offload(name: str) -> None:
     for kind in ("leaf_level", "block_level"):
-        check(
-            name,
-            lambda pipe, kind=kind: pipe.transformer.enable_group_offload(
+
+        def offload(pipe: Any, kind: str = kind) -> None:
+            pipe.transformer.enable_group_offload(
                 onload_device=torch.device("cpu"), offload_type=kind, num_blocks_per_group=1
-            ),
-        )
+            )
+
+        check(name, offload)
 
 
 @works("model-offload")

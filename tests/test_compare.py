@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
-from tiny_pipelines import save_tiny_wan
+from videos import read_video
 
 from vidsparse.apps.cli import main
-from vidsparse.pipelines.video import read_video
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FILES = ["report.html", "report.json", "report.md"]
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
@@ -38,7 +33,7 @@ def _compare(model: Path, prompts: Path, *options: str) -> Result:
     )
 
 
-def _document(prompts: Path) -> dict:
+def _document(prompts: Path) -> dict[str, Any]:
     (path,) = (prompts.parent / "o").glob("*/report.json")
 
     def refuse(name: str) -> None:
@@ -62,6 +57,9 @@ def test_compare_reports_what_sparsity_cost(tiny_model: Path, prompts: Path) -> 
     assert summary["prompts"] == 2
     assert 0 < summary["selected"] <= summary["computed"] < 1
     assert summary["dense_step_share"] == 0.25
+    # the dense step counts in full.
+    assert summary["total"] == pytest.approx(0.25 + 0.75 * summary["computed"])
+    assert f"computed   {summary['total']:.1%} of the run's attention: 25.0% dense" in done.stdout
     assert 5 < summary["psnr"]["mean"] < 90
     assert summary["psnr"]["count"] == 2
     assert [len(each["frames"]) for each in document["prompts"]] == [9, 9]
@@ -73,7 +71,8 @@ def test_compare_reports_what_sparsity_cost(tiny_model: Path, prompts: Path) -> 
         assert each["seed"] == each["dense"]["seed"] == each["sparse"]["seed"] == 0
         assert each["dense"]["options"]["method"] == "dense"
         assert each["seconds"]["dense"]["denoise"] > 0
-    assert f"PSNR       {summary['psnr']['mean']:.2f}" in done.stdout
+    printed = [line.split()[:2] for line in done.stdout.splitlines()]
+    assert ["PSNR", f"{summary['psnr']['mean']:.2f}"] in printed
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("data:video/mp4;base64,") == 2
     assert "http://" not in page

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import PROMPTS, TINY, Tiny, latents, prompt_mask
+from tiny_families import PROMPTS, TINY, Tiny, latents
+from tiny_parts import prompt_mask
 from torch import Tensor, nn
 
 from vidsparse.errors import UnsupportedError
@@ -126,7 +127,7 @@ def test_a_small_top_p_skips_work_and_changes_the_video(name: str, guidance: flo
 @pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if tiny.batch])
 def test_a_batch_of_two_equals_two_single_runs(name: str, guidance: float) -> None:
     pipe = TINY[name].build()
-    options = {"guidance": guidance, "size": TINY[name].odd}
+    options: dict[str, Any] = {"guidance": guidance, "size": TINY[name].odd}
     with sparsify(pipe, top_p=0.5, dense_steps=1):
         both = latents(name, pipe, prompts=PROMPTS, **options)
         first = latents(name, pipe, prompts=PROMPTS[:1], seeds=(0,), **options)
@@ -262,6 +263,7 @@ def test_tokens_that_are_no_grid_run_dense_and_the_trace_says_so(name: str) -> N
 
         def one_frame_more(transformer: Any, arguments: Any) -> Any:
             layout = read(transformer, arguments)
+            assert layout is not None
             grid = replace(layout.grid, frames=layout.grid.frames + 1)
             return replace(layout, grid=grid)
 

@@ -21,9 +21,9 @@ from budget import (
 from torch import Tensor
 
 from vidsparse.kernels import AbsoluteGate, RelativeGate, quantize_qk, sparse_attention
-from vidsparse.kernels.gates import Gate, kept_pieces, skipped_pairs
-from vidsparse.kernels.gather_sdpa import gather_attention
-from vidsparse.kernels.reference import reference_attention
+from vidsparse.kernels.attention.gates import Gate, kept_pieces, skipped_pairs
+from vidsparse.kernels.attention.reference import reference_attention
+from vidsparse.kernels.attention.torch_sdpa import gather_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned_empty")
 
@@ -227,7 +227,7 @@ def test_low_precision_stays_in_the_budget(kernel: Any, rows: int, dtype: torch.
     work = random_work(500, (64, 16), batch=2, share=0.6)
     for gate in both_gates(work, rows, 64):
         out, lse = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.125, gate=gate)
-        wide = (x.double() for x in (q, k, v))
+        wide = q.double(), k.double(), v.double()
         true, true_lse, _ = step_by_step(*wide, work, gate, 0.125)
         plain, _ = truth(q, k, v, work, 0.125)
         most, most_rms = allowed(stock(q, k, v, work.mask(), 0.125), plain)

@@ -14,17 +14,15 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 from tiny_families import (
-    IMAGE,
-    LAST_IMAGE,
     TINY,
     cogvideox,
-    hunyuan_image_to_video,
     latents,
     ltx2,
     wan_image_to_video,
     wan_per_token_timesteps,
-    with_little_text,
 )
+from tiny_hunyuan import hunyuan_image_to_video, with_little_text
+from tiny_parts import IMAGE, LAST_IMAGE
 
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
@@ -243,7 +241,7 @@ def test_ltx2_takes_one_prompt_with_an_image(
 def test_a_lora_that_the_host_does_not_load_is_refused(
     folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedError, match="no LoRA into a HunyuanVideo15Pipeline"):
+    with pytest.raises(UnsupportedError, match="cannot load a LoRA into a HunyuanVideo15Pipeline"):
         load(folders("hunyuan15"), device="cpu", lora=str(tmp_path / "style.safetensors"))
 
 
@@ -330,7 +328,7 @@ def test_an_image_is_cut_evenly_never_stretched() -> None:
     ],
 )
 def test_a_size_left_open_follows_the_image(
-    image: str, asked: dict[str, int], size: tuple[int, int]
+    image: str, asked: dict[str, Any], size: tuple[int, int]
 ) -> None:
     request = resolve(GenerateRequest(prompt="", image=image, **asked), FAMILIES[0].defaults)
     assert (request.width, request.height) == size
@@ -403,7 +401,7 @@ def test_a_family_may_set_options_of_methods(monkeypatch: pytest.MonkeyPatch) ->
         assert handle.method.options()["top_p"] == 0.5
         schedule = handle.engine.schedule
         assert (schedule.dense_layers, schedule.dense_last_layers, schedule.reuse) == (1, 1, 2)
-    own = {"dense_layers": 0, "dense_last_layers": 0, "reuse": 1}
+    own: dict[str, Any] = {"dense_layers": 0, "dense_last_layers": 0, "reuse": 1}
     with sparsify(pipe, top_p=0.7, **own) as handle:
         assert handle.method.options()["top_p"] == 0.7
         assert {name: getattr(handle.engine.schedule, name) for name in own} == own

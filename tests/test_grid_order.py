@@ -131,6 +131,7 @@ def test_an_order_made_in_inference_mode_serves_training() -> None:
         token_order("hilbert", grid)
     x = torch.randn(1, 1, grid.tokens, 2, requires_grad=True)
     token_order("hilbert", grid).apply(x).sum().backward()
+    assert x.grad is not None
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
@@ -142,7 +143,7 @@ def test_an_unknown_order_is_named_with_the_known_ones() -> None:
 @pytest.mark.parametrize("bad", [(0, 1, 1), (1, -1, 1), (1, 1, 0), (1, 1, 1, -1)])
 def test_a_grid_without_tokens_is_refused(bad: tuple[int, ...]) -> None:
     with pytest.raises(vidsparse.OptionError, match="at least 1"):
-        TokenGrid(*bad)
+        TokenGrid(*bad)  # type: ignore[arg-type]
 
 
 def test_a_grid_counts_video_and_text() -> None:

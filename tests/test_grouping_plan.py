@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import vidsparse
-import vidsparse.attention
-from vidsparse.attention import plan_attention
+import vidsparse.planning
 from vidsparse.grid import TokenGrid
 from vidsparse.grouping import (
     MERGES,
@@ -18,9 +19,10 @@ from vidsparse.grouping import (
     merge_xor,
     merge_xor_window,
 )
-from vidsparse.kernels.reference import token_mask
+from vidsparse.kernels.attention.reference import token_mask
 from vidsparse.methods import FgAttn, SpargeAttn
 from vidsparse.plan import SparsePlan, make_plan
+from vidsparse.planning import plan_attention
 from vidsparse.site import CallSite
 
 # 530: the last block of every tile size is short, and tile 0 is not in it.
@@ -116,7 +118,7 @@ def test_one_window_is_the_whole_greedy() -> None:
 
 
 def test_a_window_must_hold_whole_blocks() -> None:
-    with pytest.raises(vidsparse.OptionError, match="whole blocks of 8 tiles, got 12"):
+    with pytest.raises(vidsparse.OptionError, match="whole blocks of 8 tiles, got 12 tiles"):
         merge_xor_window(random_mask(160, (16, 16)), 8, window=12)
 
 
@@ -223,7 +225,8 @@ def test_a_tile_row_without_keys_gives_an_empty_list() -> None:
 
 def qk(tokens: int, heads: int = 3, batch: int = 2) -> tuple[Tensor, Tensor]:
     gen = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(batch, heads, tokens, 32, generator=gen) * 2 for _ in range(2))
+    q, k = (torch.randn(batch, heads, tokens, 32, generator=gen) * 2 for _ in range(2))
+    return q, k
 
 
 @pytest.mark.parametrize("method", [FgAttn(top_p=0.2), SpargeAttn(tau=0.2, theta=-1)], ids=str)
@@ -249,13 +252,13 @@ def test_planning_by_chunks_of_heads_changes_nothing(
     calls = []
     select = FgAttn.select
 
-    def counted(self: FgAttn, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+    def counted(self: FgAttn, q: Tensor, *rest: Any, **more: Any) -> Tensor:
         calls.append(q.shape[1])
-        return select(self, q, k, site)
+        return select(self, q, *rest, **more)
 
     monkeypatch.setattr(FgAttn, "select", counted)
     tiles = (-(-grid.tokens // 16)) ** 2
-    monkeypatch.setattr(vidsparse.attention, "MASK_TILES", 2 * tiles * heads_at_once)
+    monkeypatch.setattr(vidsparse.planning, "MASK_TILES", 2 * tiles * heads_at_once)
     parts = plan_attention(method, q, k, CallSite(0, 0, 0.0, grid))
     assert calls == ([1] * 5 if heads_at_once == 1 else [2, 2, 1])
     for name in ("q_tiles", "kv_count", "kv_bits", "selected", "computed"):

@@ -1,24 +1,19 @@
-"""What importing costs, and which room may import which. Fresh interpreters throughout."""
+"""What importing costs and what it finds. Fresh interpreters throughout."""
 
 from __future__ import annotations
 
-import ast
 import importlib
+import importlib.util
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "diffusers", "triton", "gradio", "transformers", "numpy", "matplotlib")
-
-# rooms from the bottom up: a file imports its own room and those below.
-ROOMS = {"kernels": 0, "vidsparse": 1, "pipelines": 2, "apps": 3}
-# python -m vidsparse is the command line by another name.
-ENTRY_POINTS = {"vidsparse/__main__.py"}
 
 
 def fresh(code: str, *, cwd: Path | None = None, timeout: float = 120) -> str:
@@ -159,140 +154,33 @@ def test_diffusers_imports_with_the_checkout_as_current_folder() -> None:
     assert fresh(code, cwd=ROOT).endswith("WanPipeline")
 
 
-# ---- one way: apps -> pipelines -> vidsparse -> kernels ----
+# ---- what import-linter does not see: its contracts are in pyproject.toml, .ci/run keeps them ----
 
 
-def _is_type_checking(node: ast.If) -> bool:
-    test = node.test
-    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"
-
-
-def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that run: what stands under TYPE_CHECKING does not."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and _is_type_checking(child):
-            for other in child.orelse:
-                yield other
-                yield from _nodes(other)
-            continue
-        yield child
-        yield from _nodes(child)
-
-
-def imported(source: str, module: str, *, is_package: bool) -> set[str]:
-    """Dotted names that a file imports, relative ones resolved, lazy ones by string too."""
-    parts = module.split(".")
-    package = parts if is_package else parts[:-1]
-    found = set()
-    for node in _nodes(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            origin = ".".join([*base, *([node.module] if node.module else [])])
-            found.update(f"{origin}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            first = node.args[0] if node.args else None
-            if name == "import_module" and isinstance(first, ast.Constant):
-                found.add(str(first.value))
-    return found
-
-
-def room_of(dotted: str) -> str | None:
-    """The room a dotted name belongs to, None for other people's packages."""
-    parts = dotted.split(".")
-    if parts[0] in ("kernels", "pipelines", "apps"):
-        return parts[0]
-    if parts[0] != "vidsparse":
-        return None
-    if len(parts) == 1 or parts[1] not in ROOMS:
-        # the package's lazy names live in other rooms.
-        import vidsparse
-
-        home = vidsparse._LAZY.get(parts[1], "") if len(parts) == 2 else ""
-        return "pipelines" if home.startswith("vidsparse.pipelines") else "vidsparse"
-    return parts[1]
-
-
-def violations(source: str, path: Path) -> list[str]:
-    """Imports of ``path`` (relative to the root) that climb, or that name a room by itself."""
-    room = path.parts[0]
-    inside = [*path.with_suffix("").parts]
-    if inside[-1] == "__init__":
-        inside.pop()
-    module = ".".join(inside if room == "vidsparse" else ["vidsparse", *inside])
-    wrong = []
-    for name in sorted(imported(source, module, is_package=path.name == "__init__.py")):
-        target = room_of(name)
-        if target is None:
-            continue
-        if ROOMS[target] > ROOMS[room]:
-            wrong.append(f"{path} imports {name}: {room} must not import {target}")
-        elif name.split(".")[0] in ("kernels", "pipelines", "apps"):
-            wrong.append(f"{path} imports {name}: write vidsparse.{name}")
-    return wrong
-
-
-def sources() -> list[Path]:
-    return sorted(
-        path.relative_to(ROOT)
-        for room in ROOMS
-        for path in (ROOT / room).rglob("*.py")
-        if path.relative_to(ROOT).as_posix() not in ENTRY_POINTS
-    )
-
-
-@pytest.mark.parametrize("path", sources(), ids=str)
-def test_imports_run_one_way(path: Path) -> None:
-    assert violations((ROOT / path).read_text(encoding="utf-8"), path) == []
-
-
-def test_all_rooms_were_read() -> None:
-    assert {path.parts[0] for path in sources()} == set(ROOMS)
-
-
-@pytest.mark.parametrize("path", [p for p in sources() if p.parts[0] == "kernels"], ids=str)
-def test_kernels_imports_relatively_and_never_the_core(path: Path) -> None:
+@pytest.mark.skipif(not (ROOT / "kernels").is_dir(), reason="not a checkout")
+def test_kernels_imports_relatively() -> None:
     """Under its plain name the folder has no ``vidsparse`` around it."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level <= 1, "a relative import above the room"
-            assert node.level == 1 or (node.module or "").split(".")[0] != "vidsparse"
-        elif isinstance(node, ast.Import):
-            assert all(alias.name.split(".")[0] != "vidsparse" for alias in node.names)
+    files = sorted((ROOT / "kernels").rglob("*.py"))
+    assert len(files) > 10
+    absolute = re.compile(r"^\s*(from|import)\s+vidsparse\b", re.MULTILINE)
+    assert [path for path in files if absolute.search(path.read_text("utf-8"))] == []
 
 
-@pytest.mark.parametrize(
-    ("path", "line"),
-    [
-        ("kernels/a.py", "from vidsparse.masks import tile_count"),
-        ("kernels/a.py", "import vidsparse"),
-        ("vidsparse/a.py", "from vidsparse.pipelines import sparsify"),
-        ("vidsparse/a.py", "from vidsparse import sparsify"),
-        ("vidsparse/a.py", "from . import pipelines"),
-        ("vidsparse/methods/a.py", "from ..apps.cli import main"),
-        ("vidsparse/a.py", "def f():\n    import vidsparse.apps.cli"),
-        ("vidsparse/a.py", "importlib.import_module('vidsparse.apps')"),
-        ("pipelines/a.py", "from vidsparse.apps import cli"),
-        ("apps/a.py", "from kernels import support"),
-        ("apps/a.py", "import pipelines"),
-    ],
-)
-def test_the_check_sees_an_import_that_climbs(path: str, line: str) -> None:
-    assert len(violations(line, Path(path))) == 1
+def test_names_that_load_late_come_from_where_type_checkers_see_them() -> None:
+    # a name in a string is no import to the linter; the same names under TYPE_CHECKING are.
+    import vidsparse
+    from vidsparse import kernels
+
+    for package, homes, dot in ((vidsparse, vidsparse._LAZY, ""), (kernels, kernels._HOMES, ".")):
+        source = Path(str(package.__file__)).read_text("utf-8")
+        seen = source[source.index("if TYPE_CHECKING:") :]
+        for name, home in homes.items():
+            statement = rf"    from {re.escape(dot + home)} import (\([^)]*|[\w, ]*)\b{name}\b"
+            assert re.search(statement, seen), name
 
 
-@pytest.mark.parametrize(
-    ("path", "line"),
-    [
-        ("kernels/a.py", "from .dispatch import support\nimport torch"),
-        ("vidsparse/a.py", "from vidsparse.kernels import support\nfrom vidsparse import attend"),
-        ("vidsparse/a.py", "if TYPE_CHECKING:\n    from vidsparse.pipelines import sparsify"),
-        ("pipelines/a.py", "from vidsparse.attention import attend\nimport diffusers"),
-        ("apps/a.py", "from vidsparse import sparsify\nfrom . import cli"),
-    ],
-)
-def test_the_check_lets_a_good_import_pass(path: str, line: str) -> None:
-    assert violations(line, Path(path)) == []
+def test_families_name_files_of_their_own_folder() -> None:
+    from vidsparse.pipelines.families import FAMILIES
+
+    for family in FAMILIES:
+        assert importlib.util.find_spec(f"vidsparse.pipelines.{family.adapter}"), family.name

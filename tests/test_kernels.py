@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from budget import (
+    Kernel,
     Work,
     check_kernel,
     check_output,
@@ -20,10 +21,12 @@ from budget import (
 )
 from torch import Tensor
 
-from vidsparse.kernels import dispatch, gather_sdpa
+from vidsparse.kernels import dispatch
+from vidsparse.kernels.attention import torch_sdpa as gather_sdpa
+from vidsparse.kernels.attention.reference import reference_attention, token_mask
+from vidsparse.kernels.attention.torch_sdpa import gather_attention
 from vidsparse.kernels.dispatch import IMPLEMENTATIONS, choose, sparse_attention, support
-from vidsparse.kernels.gather_sdpa import gather_attention
-from vidsparse.kernels.reference import reference_attention, token_mask
+from vidsparse.kernels.hardware import gluon_fault
 from vidsparse.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned_empty")
@@ -93,26 +96,26 @@ def test_the_budget_refuses_a_lost_key_and_a_wrong_scale(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("tile", [(16, 16), (64, 64), (128, 1)], ids=str)
 def test_any_length_in_every_dtype(
-    kernel: object, tile: tuple[int, int], tokens: int, dtype: torch.dtype
+    kernel: Kernel, tile: tuple[int, int], tokens: int, dtype: torch.dtype
 ) -> None:
     check_kernel(kernel, *random_qkv(tokens, 64, dtype), random_work(tokens, tile))
 
 
 @pytest.mark.parametrize("keys", [1, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_every_tile_size(kernel: object, rows: int, keys: int) -> None:
+def test_every_tile_size(kernel: Kernel, rows: int, keys: int) -> None:
     work = random_work(300, (rows, keys), seed=rows + keys)
     check_kernel(kernel, *random_qkv(300, 64, torch.bfloat16), work)
 
 
 @pytest.mark.parametrize("dim", [16, 64, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_head_dim(kernel: object, dtype: torch.dtype, dim: int) -> None:
+def test_every_head_dim(kernel: Kernel, dtype: torch.dtype, dim: int) -> None:
     check_kernel(kernel, *random_qkv(277, dim, dtype), random_work(277, (32, 8)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_batch_and_heads_have_plans_of_their_own(kernel: object, dtype: torch.dtype) -> None:
+def test_batch_and_heads_have_plans_of_their_own(kernel: Kernel, dtype: torch.dtype) -> None:
     q, k, v = random_qkv(200, 64, dtype, batch=2, heads=3)
     check_kernel(kernel, q, k, v, random_work(200, (16, 16), batch=2, heads=3))
 
@@ -135,13 +138,13 @@ RAGGED = {
 @pytest.mark.parametrize("longest_first", [True, False], ids=["longest first", "any order"])
 @pytest.mark.parametrize("counts", RAGGED.values(), ids=RAGGED)
 def test_ragged_lists(
-    kernel: object, counts: list[int], longest_first: bool, dtype: torch.dtype
+    kernel: Kernel, counts: list[int], longest_first: bool, dtype: torch.dtype
 ) -> None:
     work = random_work(333, (64, 16), counts=counts, longest_first=longest_first)
     check_kernel(kernel, *random_qkv(333, 64, dtype), work)
 
 
-def test_a_list_that_is_only_the_short_chunk(kernel: object) -> None:
+def test_a_list_that_is_only_the_short_chunk(kernel: Kernel) -> None:
     # 257 tokens: chunk 16 has one token, so each row's output is exactly that token's value.
     work = Work(
         q_tiles=torch.arange(3, dtype=torch.int32).view(1, 1, 3, 1),
@@ -152,17 +155,17 @@ def test_a_list_that_is_only_the_short_chunk(kernel: object) -> None:
     )
     q, k, v = random_qkv(257, 64, torch.bfloat16, heads=1)
     check_kernel(kernel, q, k, v, work)
-    out, _ = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.125)  # type: ignore[operator]
+    out, _ = kernel(q, k, v, *work.tensors, tile=work.tile, scale=0.125)
     assert torch.equal(out, v[:, :, 256:].expand_as(out))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.01])
-def test_the_scale_is_the_callers(kernel: object, scale: float) -> None:
+def test_the_scale_is_the_callers(kernel: Kernel, scale: float) -> None:
     check_kernel(kernel, *random_qkv(200, 64, torch.float32), random_work(200, (16, 16)), scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_large_scores_do_not_overflow(kernel: object, dtype: torch.dtype) -> None:
+def test_large_scores_do_not_overflow(kernel: Kernel, dtype: torch.dtype) -> None:
     q, k, v = random_qkv(200, 64, dtype, spread=12)
     check_kernel(kernel, q, k, v, random_work(200, (16, 16)))
 
@@ -180,14 +183,15 @@ def as_stored(x: Tensor, layout: str) -> Tensor:
 
 @pytest.mark.parametrize("counts", [[21, 9, 0], [11]], ids=["with full blocks", "without"])
 @pytest.mark.parametrize("layout", ["[B, S, H, D]", "[B, H, D, S]", "every third"])
-def test_strides_do_not_matter(kernel: object, layout: str, counts: list[int]) -> None:
+def test_strides_do_not_matter(kernel: Kernel, layout: str, counts: list[int]) -> None:
     q, k, v = random_qkv(333, 64, torch.bfloat16, batch=2)
     work = random_work(333, (64, 16), batch=2, counts=counts)
-    check_kernel(kernel, *(as_stored(x, layout) for x in (q, k, v)), work)
+    q, k, v = (as_stored(x, layout) for x in (q, k, v))
+    check_kernel(kernel, q, k, v, work)
 
 
 @pytest.mark.parametrize("block_rows", [16, 32, 64, 128])
-def test_a_plan_of_the_core_runs(kernel: object, block_rows: int) -> None:
+def test_a_plan_of_the_core_runs(kernel: Kernel, block_rows: int) -> None:
     mask = torch.rand(2, 2, 32, 32, generator=torch.Generator().manual_seed(0)) < 0.2
     plan = make_plan(mask, (16, 16), 500, "xor", block_rows=block_rows)
     work = Work(plan.q_tiles, plan.kv_count, plan.kv_index, plan.tile, plan.tokens)
@@ -314,22 +318,22 @@ def hopper_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(triton, "__version__", version)
-        dispatch._gluon_fault.cache_clear()
+        gluon_fault.cache_clear()
 
     yield pretend
     # what was found out for that version is not true of the real one.
-    dispatch._gluon_fault.cache_clear()
+    gluon_fault.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "4.0.0"])
 def test_a_triton_without_what_gluon_imports_is_named(
     monkeypatch: pytest.MonkeyPatch, hopper_with: Callable[[str], None], version: str
 ) -> None:
-    import vidsparse.kernels
+    import vidsparse.kernels.attention
 
     # as where gluon's modules are not there, or have other names.
-    monkeypatch.setitem(sys.modules, "vidsparse.kernels.gluon_hopper", None)
-    monkeypatch.delattr(vidsparse.kernels, "gluon_hopper", raising=False)
+    monkeypatch.setitem(sys.modules, "vidsparse.kernels.attention.hopper", None)
+    monkeypatch.delattr(vidsparse.kernels.attention, "hopper", raising=False)
     hopper_with(version)
     reason = support("gluon", "cuda", torch.float16, 64)
     assert reason is not None
@@ -347,9 +351,9 @@ def test_a_triton_that_cannot_compile_gluon_leaves_the_plain_kernels(
         raise RuntimeError("at 12:4:\nPassManager::run failed")
 
     hopper_with(version)
-    from vidsparse.kernels import gluon_hopper
+    from vidsparse.kernels.attention.hopper import launch
 
-    monkeypatch.setattr(gluon_hopper, "try_out", broken)
+    monkeypatch.setattr(launch, "try_out", broken)
     reason = support("gluon", "cuda", torch.float16, 64)
     if tried:
         assert reason is not None
@@ -361,7 +365,7 @@ def test_a_triton_that_cannot_compile_gluon_leaves_the_plain_kernels(
 
 def test_gluon_refuses_tiles_and_blocks_that_it_has_no_kernel_for() -> None:
     pytest.importorskip("triton")
-    from vidsparse.kernels.gluon_hopper import gluon_attention
+    from vidsparse.kernels.attention.hopper.launch import gluon_attention
 
     q, k, v = random_qkv(64, 64, torch.float16)
     work = random_work(64, (16, 16))
@@ -407,7 +411,7 @@ def test_the_default_scale_is_one_over_the_root_of_the_head_dim() -> None:
 def test_autocast_does_not_reach_into_a_kernel(implementation: str) -> None:
     q, k, v = random_qkv(200, 64, torch.float32)
     work = random_work(200, (16, 16))
-    options = {"tile": work.tile, "implementation": implementation}
+    options: dict[str, Any] = {"tile": work.tile, "implementation": implementation}
     plain = sparse_attention(q, k, v, *work.tensors, **options)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = sparse_attention(q, k, v, *work.tensors, **options)
@@ -425,7 +429,7 @@ def test_the_reference_mask_ignores_what_lies_behind_a_list() -> None:
 def test_gradients_are_refused_rather_than_lost() -> None:
     q, k, v = (torch.randn(1, 1, 128, 64, requires_grad=True) for _ in "qkv")
     whole = torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    work = {"q_tiles": whole, "kv_count": whole[..., 0] + 1, "kv_index": whole}
+    work: dict[str, Any] = {"q_tiles": whole, "kv_count": whole[..., 0] + 1, "kv_index": whole}
     with pytest.raises(ValueError, match="no backward pass"):
         sparse_attention(q, k, v, **work, tile=(128, 128), implementation="torch")
     out, _ = sparse_attention(q, k, v, **work, tile=(128, 128), implementation="reference")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
+import pkgutil
+from typing import Any
 
 import pytest
 import torch
 
 import vidsparse
+from vidsparse import methods
 from vidsparse.grid import TokenGrid
 from vidsparse.masks import pooled_scores
 from vidsparse.methods import (
     METHODS,
     Dense,
     FgAttn,
+    Method,
     Sale,
     SpargeAttn,
     SparseMethod,
@@ -25,8 +30,17 @@ from vidsparse.methods import (
 from vidsparse.site import CallSite
 
 
-def test_the_methods_and_their_default_come_in_order() -> None:
-    assert list(METHODS) == ["fg-attn", "spargeattn", "xattention", "sale", "bsfa", "dense"]
+def test_every_method_that_has_a_file_is_registered_the_default_first() -> None:
+    found = set()
+    for module in pkgutil.iter_modules(methods.__path__, "vidsparse.methods."):
+        own = vars(importlib.import_module(module.name)).values()
+        classes = (each for each in own if isinstance(each, type) and issubclass(each, Method))
+        found |= {
+            cls.name for cls in classes if cls.__module__ == module.name and hasattr(cls, "name")
+        }
+    assert set(METHODS) == found
+    assert len(found) >= 6
+    assert next(iter(METHODS)) == "fg-attn"
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -63,6 +77,7 @@ def test_a_tile_is_written_as_on_the_command_line() -> None:
         "topk": None,
         "tile": "32x8",
         "merge": "xor-window",
+        "means": None,
     }
 
 
@@ -83,9 +98,9 @@ def test_fields_carry_what_a_command_line_needs(name: str) -> None:
 
 def test_options_are_frozen_and_keyword_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        FgAttn().top_p = 0.5
+        FgAttn().top_p = 0.5  # type: ignore[misc]
     with pytest.raises(TypeError):
-        FgAttn(0.5)
+        FgAttn(0.5)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -151,13 +166,13 @@ def test_topk_keeps_the_best_share_of_key_tiles_rounded_up(
 def test_topk_counts_what_the_judge_left_and_keeps_the_strays_beside_it() -> None:
     q = k = torch.randn(1, 1, 160, 16)
     k = torch.cat([k[:, :, :32], torch.ones(1, 1, 128, 16)], 2)
-    method = SpargeAttn(tile="16x16", topk=0.2, theta=0.9)
+    method = SpargeAttn(tile=(16, 16), topk=0.2, theta=0.9)
     mask = method.select(torch.ones_like(q), k, CallSite(0, 0, 0.0, TokenGrid(1, 1, 160)))
     assert mask[0, 0, 0].tolist() == [True] * 4 + [False] * 6
 
 
 @pytest.mark.parametrize("bad", [-1.01, 1.01, math.nan, "0.5", True, None])
-def test_theta_lies_between_minus_1_and_1(bad: object) -> None:
+def test_theta_lies_between_minus_1_and_1(bad: Any) -> None:
     with pytest.raises(vidsparse.OptionError, match=r"theta must lie in \[-1, 1\], got"):
         SpargeAttn(theta=bad)
     assert SpargeAttn(theta=-1).theta == -1
@@ -182,14 +197,14 @@ def test_an_unknown_merge_is_refused(name: str) -> None:
 def test_a_selection_has_a_row_of_key_tiles_for_every_query_tile(
     name: str, tile: tuple[int, int]
 ) -> None:
-    q, k = torch.randn(2, 3, 100, 16), torch.randn(2, 3, 100, 16)
+    q, k, v = torch.randn(3, 2, 3, 100, 16)
     if name == "bsfa":
         tile = (128, 64)  # the only query blocks it has
     if name == "xattention" and tile[1] == 1:
         tile = (128, 8)  # its stride
     method = make_method(name, tile=tile)
     assert isinstance(method, SparseMethod)
-    mask = method.select(q, k, CallSite(0, 0, 0.0, TokenGrid(1, 10, 10)))
+    mask = method.select(q, k, CallSite(0, 0, 0.0, TokenGrid(1, 10, 10)), v=v)
     assert mask.dtype == torch.bool
     assert mask.shape == (2, 3, -(-100 // tile[0]), -(-100 // tile[1]))
     assert bool(mask.any(-1).all())

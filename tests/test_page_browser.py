@@ -22,16 +22,18 @@ pytest.importorskip("playwright", reason="playwright drives the browser")
 
 from page_server import free_port
 from playwright import sync_api as playwright
+from videos import read_video
 
+from vidsparse.methods import METHODS
 from vidsparse.pipelines.calibrate import calibrate
 from vidsparse.pipelines.models import load
 from vidsparse.pipelines.request import GenerateRequest
-from vidsparse.pipelines.video import read_video
 
 CHROMIUM = os.environ.get("VIDSPARSE_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: set VIDSPARSE_CHROMIUM to one"),
     pytest.mark.timeout(600),
 ]
@@ -152,7 +154,7 @@ def test_generate_shows_a_video_its_cost_and_how_to_get_it_again(visit: Any) -> 
     visitor.set("Seed", 4)
     visitor.page.click("#generate")
     visitor.see("#generate-status", "Your video is ready")
-    for text in ("Density computed", "selected", "denoising", "torch, fp32", "seed 4"):
+    for text in ("Attention computed", "selected", "denoising", "torch, fp32", "seed 4"):
         visitor.see("#generate-facts", text)
     visitor.page.wait_for_function("document.querySelector('#video video')?.readyState >= 2")
     assert visitor.value("document.querySelector('#video video').videoWidth") == 64
@@ -240,7 +242,7 @@ def test_compare_plays_in_step_and_shows_where_attention_was_sparse(visit: Any) 
     visitor.page.click("#compare")
     visitor.see("#compare-status", "Both videos are ready")
     visitor.page.wait_for_selector("vs-viewer[data-ready]")
-    for text in ("PSNR", "SSIM", "Flicker", "Density computed"):
+    for text in ("PSNR", "SSIM", "Flicker", "Attention computed"):
         visitor.see("#compare-facts", text)
 
     # the slider goes to a frame, by keyboard as well, and the plots follow.
@@ -457,7 +459,7 @@ def test_tab_leaves_no_list_open(visit: Any) -> None:
     page = visit().page
     page.locator("#method input").focus()
     options = page.locator("li[role=option]")
-    playwright.expect(options).to_have_count(6)
+    playwright.expect(options).to_have_count(len(METHODS))
     # on past the preset, whose list opens and closes as well.
     page.keyboard.press("Tab")
     playwright.expect(options).to_have_count(2)

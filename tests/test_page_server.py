@@ -21,20 +21,20 @@ import matplotlib
 import numpy as np
 import pytest
 from tiny_families import wan_image_to_video
-from tiny_pipelines import save_tiny_wan
 
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 
 from page_server import Caller, free_port, served
+from videos import read_video
 
 from vidsparse.pipelines.calibrate import calibrate
 from vidsparse.pipelines.generate import generate
 from vidsparse.pipelines.models import load
 from vidsparse.pipelines.request import GenerateRequest
-from vidsparse.pipelines.video import read_video, write_video
+from vidsparse.pipelines.video import write_video
 
-TINY = {"steps": 4, "frames": 9, "width": 64, "height": 64}
-MOST = {"steps": 6, "frames": 17, "side": 96, "prompts": 2, "settings": 2}
+TINY: dict[str, Any] = {"steps": 4, "frames": 9, "width": 64, "height": 64}
+MOST: dict[str, Any] = {"steps": 6, "frames": 17, "side": 96, "prompts": 2, "settings": 2}
 
 timing = pytest.mark.skipif(
     not os.environ.get("VIDSPARSE_TIMINGS"),
@@ -43,8 +43,8 @@ timing = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny"))
+def model(tiny_model: Path) -> str:
+    return str(tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def _client(url: str) -> Any:
     return Client(url, verbose=False, download_files=False)
 
 
-def _record(answer: Any) -> dict:
+def _record(answer: Any) -> dict[str, Any]:
     """The record among a generation's answers."""
     (record,) = [each for each in answer if isinstance(each, dict) and "versions" in each]
     return record
@@ -84,7 +84,7 @@ def test_the_page_makes_the_video_of_the_same_request(
     page: tuple[Any, str], model: str, tmp_path: Path
 ) -> None:
     _, url = page
-    asked = {"prompt": "a red circle", "seed": 5, "method": "spargeattn", **TINY}
+    asked: dict[str, Any] = {"prompt": "a red circle", "seed": 5, "method": "spargeattn", **TINY}
     answer = _client(url).predict(
         api_name="/generate", spargeattn_tau=0.6, dense_steps="1", fps=16, **asked
     )
@@ -192,7 +192,7 @@ def test_a_preset_makes_the_command_line_s_video(
 
     desk, url = richer
     client = _client(url)
-    asked = {"prompt": "a red circle", "seed": 5, "dense_steps": "1", **TINY}
+    asked: dict[str, Any] = {"prompt": "a red circle", "seed": 5, "dense_steps": "1", **TINY}
     given = {"order": "hilbert", "bsfa_keep": 0.3, "bsfa_tile": "128x64"}
     answer = client.predict(
         api_name="/generate", method="bsfa", preset="tiny-bsfa", **given, **asked
@@ -223,7 +223,12 @@ def test_a_video_between_two_pictures(
     from PIL import Image
 
     client, broken = _client(richer[1]), tmp_path / "broken.png"
-    asked = {"prompt": "a red circle", "model": pictures, **TINY, "dense_steps": "1"}
+    asked: dict[str, Any] = {
+        "prompt": "a red circle",
+        "model": pictures,
+        **TINY,
+        "dense_steps": "1",
+    }
     with pytest.raises(AppError, match="upload its first frame"):
         client.predict(api_name="/generate", **asked)
     for name, colour in (("image", "red"), ("last_image", "blue")):
@@ -255,6 +260,7 @@ def cleaned(
         yield running
 
 
+@pytest.mark.slow
 def test_a_page_that_runs_long_keeps_no_copies(cleaned: tuple[Any, str]) -> None:
     desk, url = cleaned
     copies = desk.host.folder / "gradio"
@@ -299,7 +305,7 @@ def test_what_a_killed_page_left_is_removed_once_it_is_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vidsparse.apps.page import uploads
-    from vidsparse.apps.page.command import make_folder
+    from vidsparse.apps.page.start import make_folder
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", "put back after the test")
     left = make_folder(tmp_path) / "gradio" / "5b1f" / "clip.mp4"
@@ -427,9 +433,9 @@ def test_a_visitor_who_leaves_takes_the_jobs_along(page: tuple[Any, str]) -> Non
     assert blocker is not None
 
 
-def _parameters(caller: Caller, name: str) -> list[dict]:
+def _parameters(caller: Caller, name: str) -> list[dict[str, Any]]:
     info = caller.http.get("gradio_api/info").json()
-    found: list[dict] = info["named_endpoints"][name]["parameters"]
+    found: list[dict[str, Any]] = info["named_endpoints"][name]["parameters"]
     return found
 
 
@@ -465,7 +471,7 @@ class _Opened:
             self.written.add(str(arguments[-1] if event == "shutil.copyfile" else arguments[0]))
 
 
-def _value(component: dict, default: Any, chance: random.Random, secret: Path) -> Any:
+def _value(component: dict[str, Any], default: Any, chance: random.Random, secret: Path) -> Any:
     """A value for a component: mostly what its schema allows, sometimes anything."""
     if chance.random() < 0.12:
         return chance.choice([*NASTY, str(secret), {
@@ -497,7 +503,7 @@ def test_five_hundred_calls_that_nobody_meant(
     chance = random.Random(6)
     opened = _Opened()
     statuses: list[int] = []
-    ended: list[dict] = []
+    ended: list[dict[str, Any]] = []
     sessions = ["s", "../../x", "x" * 300, "ü/\\%00"]
 
     def call(number: int) -> None:
@@ -505,10 +511,10 @@ def test_five_hundred_calls_that_nobody_meant(
         # of its own: two listeners of one session would take each other's messages.
         session = f"{mine.choice(sessions)}{number}"
         caller = Caller(url, session)
-        function = mine.choice(list(caller.functions))
+        function: Any = mine.choice(list(caller.functions))
         if mine.random() < 0.5:
             function = caller.function(mine.choice(["generate", "compare", "report"]))
-        data = []
+        data: Any = []
         named = [each.get("label") for each in _inputs(caller, function)]
         small = {"Steps": 2, "Width": 64, "Height": 64, "Prompt": "a red circle"}
         for label, component, default in zip(
@@ -519,7 +525,7 @@ def test_five_hundred_calls_that_nobody_meant(
         if mine.random() < 0.05:
             data = mine.choice([[], data[:-1], [*data, 1], "x", {"a": 1}, None])
         if mine.random() < 0.05:
-            function = mine.choice([-1, 10_000, "1", None, 2.5])  # type: ignore[assignment]
+            function = mine.choice([-1, 10_000, "1", None, 2.5])
         answer = caller.start(function, data)
         statuses.append(answer.status_code)
         if answer.status_code == 200:
@@ -617,7 +623,13 @@ def test_a_generation_from_the_page_costs_little_more_than_the_command_line_s(
     tmp_path: Path,
 ) -> None:
     # the model's own size; fewer steps than a visitor would ask for, so the page weighs more.
-    asked = {"prompt": "a red ball", "steps": 6, "frames": 33, "width": 256, "height": 256}
+    asked: dict[str, Any] = {
+        "prompt": "a red ball",
+        "steps": 6,
+        "frames": 33,
+        "width": 256,
+        "height": 256,
+    }
     with served(("shapes",), tmp_path / "out") as (_, url):
         client = _client(url)
         # the page's own loading comes first: two threads cannot load at once.

@@ -80,7 +80,9 @@ def test_the_method_has_the_numbers() -> None:
 
 
 def test_options_that_the_numbers_settle_cannot_be_changed() -> None:
-    with pytest.raises(vidsparse.OptionError, match=r"tau is settled .* own.*quantize, merge can"):
+    with pytest.raises(
+        vidsparse.OptionError, match=r"tau is settled .*each head.*quantize and merge can"
+    ):
         a_preset().make_method(tau=0.8)
     with pytest.raises(vidsparse.OptionError, match="tile is settled by this preset"):
         a_preset().make_method(tile="64x64")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from vidsparse.attention import AttentionEngine, CallSite
+from vidsparse.engine import AttentionEngine, CallSite
 from vidsparse.errors import OptionError
 from vidsparse.grid import TokenGrid
 from vidsparse.masks import pooled_scores
@@ -19,7 +21,7 @@ GRID = TokenGrid(3, 8, 8, text=5)
 METHOD = FgAttn(top_p=0.5, tile=(16, 8))
 
 
-def _record(probe: CellProbe, order: str = "hilbert", dense_steps: int = 0) -> tuple:
+def _record(probe: CellProbe, order: str = "hilbert", dense_steps: int = 0) -> tuple[Any, ...]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, GRID.tokens, 32) * 3 for _ in range(3))
     engine = AttentionEngine(
@@ -97,8 +99,8 @@ def test_head_density_map_is_the_mean_over_branches() -> None:
     engine = AttentionEngine(METHOD, schedule=Schedule(dense_steps=0), layers=1)
     for branch, scale in (("conditional", 1.0), ("unconditional", 0.1)):
         engine.attend(q * scale, k, v, CallSite(0, 0, 1.0, GRID, branch))
-    a, b = (cell.computed[0] for cell in engine.trace.cells)
-    engine.trace.cells.append(Cell(1, 0, "conditional", "dense", "dense"))
+    a, b = (cell.computed[0] for cell in engine.trace.cells if cell.computed is not None)
+    engine.trace.cells.append(Cell(1, 0, "conditional", "dense", "dense", pairs=1))
     density = engine.trace.head_density_map()
     assert density[0][0] == pytest.approx(((a + b) / 2).tolist())
     assert density[1] == [None]

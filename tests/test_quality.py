@@ -6,28 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner, Result
 from matplotlib.figure import Figure
-from tiny_pipelines import save_tiny_wan
 
 from vidsparse.apps.cli import main
-from vidsparse.apps.quality_curve import draw_curve
-from vidsparse.apps.quality_studies import STUDIES, Knob, configurations
-from vidsparse.apps.quality_study import held_out_prompts
+from vidsparse.apps.studies.aim import find_density
+from vidsparse.apps.studies.configurations import STUDIES, configurations
+from vidsparse.apps.studies.prompts import held_out_prompts
+from vidsparse.apps.studies.quality_plots import draw_curve
+from vidsparse.apps.studies.quality_study import AIM_TRIALS
+from vidsparse.apps.studies.quality_tables import total_of
+from vidsparse.methods.studied import Knob
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMISED = [
     "method", "options", "size", "selected", "computed", "psnr_mean", "psnr_std", "ssim_mean",
     "prompts", "commit",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
-    return save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def _quality(model: Path, folder: Path, *options: str) -> Result:
@@ -40,7 +39,7 @@ def _quality(model: Path, folder: Path, *options: str) -> Result:
     return CliRunner().invoke(main, ["bench", "quality", str(prompts), *arguments])
 
 
-def _rows(folder: Path) -> list[dict]:
+def _rows(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "q.json").read_text(encoding="utf-8"))["rows"]
 
 
@@ -50,12 +49,15 @@ def test_rows_are_written_resumed_drawn_and_tabled(tiny_model: Path, tmp_path: P
     (row,) = _rows(tmp_path)
     assert list(row)[: len(PROMISED)] == PROMISED
     assert row["options"] == {
-        "top_p": 0.5, "topk": None, "tile": "16x16", "merge": "xor", "order": "hilbert", "reuse": 1,
-        "dense_ends": 0, "dense_steps": 0.24,
+        "top_p": 0.5, "topk": None, "tile": "16x16", "merge": "xor", "means": None,
+        "order": "hilbert", "reuse": 1, "dense_ends": 0, "dense_steps": 0.24,
     }  # fmt: skip
     assert (row["method"], row["size"], row["prompts"]) == ("fg-attn", "128x128", 2)
     assert row["commit"] == "c0ffee"
     assert 0 < row["selected"] <= row["computed"] <= 1
+    # one step of three is dense.
+    assert row["total"] == pytest.approx(1 / 3 + 2 / 3 * row["computed"])
+    assert total_of({**row, "total": None}) == pytest.approx(row["total"])
     assert 5 < row["psnr_mean"] < 100
 
     done = _quality(tiny_model, tmp_path, "--study", "tiles", "--limit-rows", "1")
@@ -70,6 +72,30 @@ def test_rows_are_written_resumed_drawn_and_tabled(tiny_model: Path, tmp_path: P
     assert curve.read_bytes().startswith(b"\x89PNG")
     assert "| 32x32 | 0.5 |" in shown.stdout
     assert _rows(tmp_path) == [first, second]
+
+
+def test_the_total_of_earlier_rows_follows_from_their_fields() -> None:
+    rows = json.loads((ROOT / "docs/benchmarks/quality-small.json").read_text("utf-8"))["rows"]
+    assert not any("total" in row for row in rows)
+    (row,) = [
+        row
+        for row in rows
+        if row["study"] == "defaults"
+        and row["size"] == "256x256"
+        and row["options"]["top_p"] == 0.8
+        and row["options"].get("dense_ends") == 1
+    ]
+    # 5 of 20 steps, 2 of 8 layers, and 42 % in the rest.
+    assert row["computed"] == pytest.approx(0.422, abs=1e-3)
+    assert total_of(row) == pytest.approx(0.25 + 0.75 * (0.25 + 0.75 * row["computed"]))
+    # the layers of a model that is not at hand are not guessed.
+    assert total_of({**row, "model": "owner/name"}) is None
+    plain = {**row, "model": "owner/name", "options": {**row["options"], "dense_ends": 0}}
+    assert total_of(plain) == pytest.approx(0.25 + 0.75 * row["computed"])
+
+
+def test_a_stored_total_is_the_one_that_counts() -> None:
+    assert total_of({"total": 0.4, "computed": 0.9}) == 0.4
 
 
 def test_rows_of_merging_alone_are_drawn_and_named(
@@ -93,6 +119,7 @@ def test_rows_of_merging_alone_are_drawn_and_named(
     draw_curve(other, tmp_path / "other.png")
 
 
+@pytest.mark.slow
 def test_orders_are_compared_at_equal_computed_density(tiny_model: Path, tmp_path: Path) -> None:
     done = _quality(tiny_model, tmp_path, "--study", "orders", "--limit-rows", "8")
     assert done.exit_code == 0, done.output
@@ -116,6 +143,7 @@ def test_orders_are_compared_at_equal_computed_density(tiny_model: Path, tmp_pat
     assert _rows(tmp_path)[:8] == rows
 
 
+@pytest.mark.slow
 def test_methods_are_compared_at_equal_selected_density(tiny_model: Path, tmp_path: Path) -> None:
     done = _quality(tiny_model, tmp_path, "--study", "equal", "--table")
     assert done.exit_code == 0, done.output
@@ -148,6 +176,40 @@ def test_a_knob_runs_from_the_least_density_to_the_most() -> None:
     falling = Knob("tau", 0.1, 0.001, logarithmic=True)
     assert [falling.at(share) for share in (0, 0.5, 1)] == pytest.approx([0.1, 0.01, 0.001])
     assert Knob("top_p", 0.2, 1.0).at(0.25) == pytest.approx(0.4)
+
+
+# densities that SpargeAttn's videos had at tau (rows of quality-small.json, 256x256); on the calls
+# of a dense run it is 0.43 at least.
+TAUS = (0.002, 0.158, 0.217, 0.643, 0.869, 1.0)
+DENSITIES = (0.184, 0.273, 0.306, 0.584, 0.714, 1.0)
+
+
+@pytest.mark.parametrize("goal", [0.2, 0.35, 0.7])
+@pytest.mark.parametrize("start", [0.002, 0.5, 0.998])
+def test_a_density_is_found_from_a_guess_that_is_far_off(goal: float, start: float) -> None:
+    tried: list[float] = []
+
+    def measure(tau: float) -> float:
+        tried.append(tau)
+        return float(np.interp(tau, TAUS, DENSITIES))
+
+    find_density(measure, goal, start=start, tolerance=0.01, trials=AIM_TRIALS)
+    assert np.interp(tried[-1], TAUS, DENSITIES) == pytest.approx(goal, abs=0.01)
+    # a density that is met ends the search.
+    assert tried[0] == start
+    assert len(tried) <= AIM_TRIALS
+
+
+def test_a_density_that_no_number_has_is_come_near_to() -> None:
+    tried: list[float] = []
+
+    def measure(place: float) -> float:
+        tried.append(place)
+        return 0.2 if place < 0.3 else 0.5
+
+    find_density(measure, 0.35, start=0.9, tolerance=0.01, trials=AIM_TRIALS)
+    assert len(tried) == AIM_TRIALS
+    assert min(abs(place - 0.3) for place in tried) < 0.05
 
 
 def test_the_study_covers_what_was_promised() -> None:

@@ -19,14 +19,14 @@ from budget import (
 )
 
 from vidsparse.kernels import (
-    dispatch,
     quantize_qk,
     sparse_attention,
     support,
 )
-from vidsparse.kernels.gather_sdpa import gather_attention
-from vidsparse.kernels.quantize import QuantizedQK, quantize_runs
-from vidsparse.kernels.reference import reference_attention
+from vidsparse.kernels.attention.reference import reference_attention
+from vidsparse.kernels.attention.torch_sdpa import gather_attention
+from vidsparse.kernels.hardware import gluon_fault
+from vidsparse.kernels.tokens.formats import QuantizedQK, quantize_runs
 
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned_empty")
 
@@ -193,7 +193,7 @@ def test_unknown_formats_are_named_with_the_known_ones() -> None:
 def test_runs_divide_128(name: str, run: int) -> None:
     q, k, _ = random_qkv(200, 64, torch.float32)
     with pytest.raises(ValueError, match=f"{name} must divide 128, got {run}"):
-        quantize_qk(q, k, "int8", **{name: run})
+        quantize_qk(q, k, "int8", **{name: run})  # type: ignore[arg-type]
 
 
 def test_operands_of_another_call_are_refused() -> None:
@@ -241,7 +241,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    dispatch._gluon_fault.cache_clear()
+    gluon_fault.cache_clear()
 
 
 @pytest.mark.parametrize("quantize", [None, "int8", "fp8"])
@@ -253,13 +253,15 @@ def test_gluon_has_all_of_them(monkeypatch: pytest.MonkeyPatch, quantize: str | 
 def test_gluon_says_what_a_foreign_triton_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     hopper(monkeypatch)
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon.language.nvidia.hopper", None)
-    monkeypatch.delitem(sys.modules, "vidsparse.kernels.gluon_hopper", raising=False)
-    monkeypatch.delattr("vidsparse.kernels.gluon_hopper", raising=False)
+    for name in list(sys.modules):
+        if name.startswith("vidsparse.kernels.attention.hopper"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("vidsparse.kernels.attention.hopper", raising=False)
     reason = support("gluon", "cuda", torch.bfloat16, 128)
     assert reason is not None
     assert "is known to compile with Triton 3.6 and 3.7" in reason
     assert "nvidia.hopper" in reason
-    dispatch._gluon_fault.cache_clear()
+    gluon_fault.cache_clear()
 
 
 def test_scales_are_positive() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import numpy as np
 import pytest
 
-from vidsparse.apps.report_page import SideBySide, nice_ticks, render
+from vidsparse.apps.runs.report_page import SideBySide, nice_ticks, render
 from vidsparse.metrics import compare_videos
-from vidsparse.report import PromptComparison, Report, RunFacts, mean_density_map
+from vidsparse.report import PromptComparison, Report, RunFacts, headline, mean_density_map
+from vidsparse.work import Work
 
 HOSTILE = 'a <script>alert(1)</script> | "ball" & ünïcode'
 
@@ -25,6 +28,9 @@ def _facts(seconds: float, computed: float | None) -> RunFacts:
         implementation="torch",
         # a host's scheduler config may hold what JSON cannot.
         record={"scheduler": {"sigma_max": float("inf"), "nested": [float("nan"), 1.0]}},
+        work=Work.all_dense()
+        if computed is None
+        else Work.of_schedule(dense_steps=0.25, dense_layers=0.25, computed=computed),
     )
 
 
@@ -62,7 +68,7 @@ def _page(report: Report) -> str:
     return render(report, videos, model="shapes", method_title="FG-Attn", fps=16, gain=4)
 
 
-def _strict(text: str) -> dict:
+def _strict(text: str) -> dict[str, Any]:
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
@@ -94,7 +100,7 @@ def test_json_keeps_host_values_that_json_lacks_as_null() -> None:
 
 def test_means_and_deviations_are_over_prompts() -> None:
     report = _report("ddd")
-    values = [each.quality.psnr for each in report.comparisons]
+    values = [each.quality.psnr or 0.0 for each in report.comparisons]
     assert report.psnr.mean == pytest.approx(np.mean(values))
     assert report.psnr.std == pytest.approx(np.std(values, ddof=1))
     assert report.speedup("denoise") == pytest.approx(2.0)
@@ -109,6 +115,37 @@ def test_markdown_says_the_same_and_survives_a_hostile_prompt() -> None:
     rows = [line for line in text.splitlines() if "ünïcode" in line]
     # an unescaped bar in a prompt would add a column.
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 9 for row in rows)
+
+
+def test_the_whole_run_comes_first_and_then_its_split() -> None:
+    report = _report("d")
+    # a quarter of the steps, a quarter of the layers in the rest, and 40 % of what is left.
+    total = 0.25 + 0.75 * 0.25 + 0.75 * 0.75 * 0.4
+    document = _strict(report.to_json_text())
+    assert document["summary"]["total"] == pytest.approx(total)
+    assert document["prompts"][0]["total"] == pytest.approx(total)
+    work = document["summary"]["work"]
+    assert sum(work[name] for name in ("dense_steps", "dense_layers", "sparse")) == pytest.approx(
+        total
+    )
+    assert {"total", "work"} <= set(document["conventions"])
+    assert "computing 66.2% of attention in the whole run" in headline(report)
+    split = "25.0% dense steps, 18.8% dense layers, 22.5% sparse calls"
+    for text in (report.to_markdown(), _page(report)):
+        assert text.index("66.2%") < text.index("40.0%")
+        assert split in text
+        assert "not measured for this method" in text
+
+
+def test_a_record_that_counts_no_work_is_still_reported() -> None:
+    report = _report("d")
+    (one,) = report.comparisons
+    old = replace(report, comparisons=[replace(one, sparse=replace(one.sparse, work=None))])
+    summary = _strict(old.to_json_text())["summary"]
+    assert (summary["total"], summary["work"], summary["computed"]) == (None, None, 0.4)
+    assert "whole run" not in headline(old)
+    assert "| attention computed, whole run | - |" in old.to_markdown()
+    assert "not counted in this record" in _page(old)
 
 
 class _Links(HTMLParser):
@@ -178,13 +215,13 @@ def test_page_without_a_density_map_leaves_the_section_out() -> None:
 )
 def test_ticks_enclose_their_values(low: float, high: float) -> None:
     ticks = nice_ticks(low, high)
-    assert 2 <= len(ticks) <= 5
+    assert 3 <= len(ticks) <= 5
     assert ticks[0] <= low + 1e-9
     assert ticks[-1] >= high - 1e-9
 
 
 def test_density_maps_average_cell_by_cell_and_leave_out_none() -> None:
-    maps = [[[1.0, None], [0.2, None]], [[0.5, 0.4], [0.4, None]], [[0.0]]]
+    maps: Any = [[[1.0, None], [0.2, None]], [[0.5, 0.4], [0.4, None]], [[0.0]]]
     assert mean_density_map(maps) == [
         [pytest.approx(0.75), pytest.approx(0.4)],
         [pytest.approx(0.3), None],

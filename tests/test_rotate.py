@@ -1,29 +1,15 @@
-"""Rotary embedding in one pass: the same bits as PyTorch's separate operations.
-
-As in ``test_triton.py``, the interpreter has a process of its own: this file as a script.
-"""
+"""Rotary embedding in one pass: the same bits as PyTorch's separate operations."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_triton import PATIENCE, run
+from kernel_cases import DEVICE, Case, listed
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-pytestmark = pytest.mark.timeout(PATIENCE + 60)
-
-HERE = Path(__file__).parent
-# the interpreter rounds to bf16 otherwise than GPUs and PyTorch do.
-INTERPRETED = {"fp16": torch.float16}
-ON_GPU = {**INTERPRETED, "bf16": torch.bfloat16}
-
-Check = Callable[[], None]
 
 
 def plain(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
@@ -47,7 +33,7 @@ def angles(*shape: int) -> tuple[Tensor, Tensor]:
 
 
 def check(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> None:
-    from vidsparse.kernels.triton_rotate import can_rotate, rotate_rows
+    from vidsparse.kernels.tokens.rotate import can_rotate, rotate_rows
 
     assert can_rotate(x, cos, sin)
     got = rotate_rows(x, cos, sin, halves=halves)
@@ -60,70 +46,60 @@ def check(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> None:
         assert torch.equal(got, expected)
 
 
-def cases(device: str, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Check]]:
-    """Name and body of every case: the shapes in which families hold their angles."""
-
-    def of(dtype: torch.dtype, *shape: int) -> Tensor:
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        return x.to(device, dtype)
-
-    def table(*shape: int) -> tuple[Tensor, Tensor]:
-        cos, sin = angles(*shape)
-        return cos.to(device), sin.to(device)
-
-    twice = tuple(t[..., 0::2] for t in table(37, 1, 64))
-    for name, dtype in dtypes.items():
-        x = of(dtype, 2, 37, 3, 64)
-        yield f"{name} of tokens", partial(check, x, *table(1, 37, 1, 32))
-        yield f"{name} every angle twice", partial(check, x, *twice)
-        yield f"{name} of heads", partial(check, x, *table(37, 3, 32))
-        yield f"{name} of samples", partial(check, x, *table(2, 37, 1, 32))
-        yield f"{name} part of a sequence", partial(check, x[:, 7:], *table(30, 1, 32))
-        wide = of(dtype, 1, 3, 37, 96).transpose(1, 2)
-        yield f"{name} 96 channels, strided", partial(check, wide, *table(37, 1, 48))
-        by_head = tuple(t.transpose(1, 2) for t in table(2, 3, 37, 32))
-        yield f"{name} halves", partial(check, x, *by_head, halves=True)
-        yield f"{name} halves, strided", partial(check, wide, *table(37, 1, 48), halves=True)
-        yield f"{name} over all heads", partial(check, of(dtype, 2, 37, 192), *table(1, 37, 96))
+def of(dtype: torch.dtype, *shape: int) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return x.to(DEVICE, dtype)
 
 
-def main() -> None:
-    """Try all cases in the interpreter; print ``{name: what went wrong or null}``."""
-    answers: dict[str, str | None] = {}
-    for name, body in cases("cpu", INTERPRETED):
-        try:
-            body()
-            answers[name] = None
-        except Exception as error:
-            answers[name] = f"{type(error).__name__}: {error}"
-    print(json.dumps(answers))
+def table(*shape: int) -> tuple[Tensor, Tensor]:
+    cos, sin = angles(*shape)
+    return cos.to(DEVICE), sin.to(DEVICE)
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[str, str | None]:
-    done = run(str(HERE / "test_rotate.py"), TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
+    """The shapes in which families hold their angles."""
+
+    def rows() -> Tensor:
+        return of(dtype, 2, 37, 3, 64)
+
+    def wide() -> Tensor:
+        return of(dtype, 1, 3, 37, 96).transpose(1, 2)
+
+    def twice() -> None:
+        cos, sin = table(37, 1, 64)
+        check(rows(), cos[..., 0::2], sin[..., 0::2])
+
+    def by_head() -> None:
+        cos, sin = table(2, 3, 37, 32)
+        check(rows(), cos.transpose(1, 2), sin.transpose(1, 2), halves=True)
+
+    yield f"{name} of tokens", lambda: check(rows(), *table(1, 37, 1, 32))
+    yield f"{name} every angle twice", twice
+    yield f"{name} of heads", lambda: check(rows(), *table(37, 3, 32))
+    yield f"{name} of samples", lambda: check(rows(), *table(2, 37, 1, 32))
+    yield f"{name} part of a sequence", lambda: check(rows()[:, 7:], *table(30, 1, 32))
+    yield f"{name} 96 channels, strided", lambda: check(wide(), *table(37, 1, 48))
+    yield f"{name} halves", by_head
+    yield f"{name} halves, strided", lambda: check(wide(), *table(37, 1, 48), halves=True)
+    yield f"{name} over all heads", lambda: check(of(dtype, 2, 37, 192), *table(1, 37, 96))
 
 
-@pytest.mark.parametrize("name", [name for name, _ in cases("cpu", INTERPRETED)])
-def test_interpreted(name: str, answers: dict[str, str | None]) -> None:
-    assert answers[name] is None
+@listed(cases("fp16", torch.float16))
+def test_half_precision(body: Callable[[], None]) -> None:
+    body()
+
+
+# the interpreter rounds to bf16 otherwise than GPUs and PyTorch do.
+@listed(cases("bf16", torch.bfloat16), only="cuda")
+def test_bfloat16(body: Callable[[], None]) -> None:
+    body()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("name", [name for name, _ in cases("cpu", ON_GPU)])
-def test_on_a_gpu(name: str) -> None:
-    dict(cases("cuda", ON_GPU))[name]()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_the_processors_use_it_but_not_where_gradients_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from vidsparse.kernels import triton_rotate
+    from vidsparse.kernels.tokens import rotate as rotate_kernels
     from vidsparse.pipelines.adapter import rotate
 
     def unwanted(*args: object, halves: bool) -> Tensor:
@@ -133,14 +109,14 @@ def test_the_processors_use_it_but_not_where_gradients_are_asked_for(
     cos, sin = (t.cuda() for t in angles(5, 1, 8))
     expected = plain(x, cos, sin)
     assert torch.equal(rotate(x, cos, sin), expected)
-    monkeypatch.setattr(triton_rotate, "rotate_rows", unwanted)
+    monkeypatch.setattr(rotate_kernels, "rotate_rows", unwanted)
     assert torch.equal(rotate(x.clone().requires_grad_(), cos, sin), expected)
     with pytest.raises(AssertionError, match="the kernel ran"):
         rotate(x, cos, sin)
 
 
 def test_other_tensors_are_left_to_pytorch() -> None:
-    from vidsparse.kernels.triton_rotate import can_rotate
+    from vidsparse.kernels.tokens.rotate import can_rotate
 
     x = torch.randn(1, 5, 2, 16).half()
     cos, sin = angles(5, 1, 8)
@@ -150,7 +126,3 @@ def test_other_tensors_are_left_to_pytorch() -> None:
     assert not can_rotate(x, cos.double(), sin.double())
     assert not can_rotate(x.transpose(2, 3), cos, sin)
     assert not can_rotate(x[0, 0], cos, sin)
-
-
-if __name__ == "__main__":
-    main()

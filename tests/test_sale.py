@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import vidsparse
-from vidsparse.attention import attend, plan_attention
+from vidsparse.attention import attend
 from vidsparse.grid import TokenGrid
-from vidsparse.kernels.quantize import quantize_four_bits, quantize_runs
+from vidsparse.kernels.tokens.formats import quantize_runs
+from vidsparse.kernels.tokens.quantize import quantize_four_bits
 from vidsparse.masks import unpack_bits
 from vidsparse.methods import Numbers, Sale
 from vidsparse.methods import sale as module
@@ -23,6 +24,7 @@ from vidsparse.methods.sale import (
     relative_scores,
     relative_scores_mask,
 )
+from vidsparse.planning import plan_attention
 from vidsparse.site import CallSite
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,7 +51,7 @@ def test_a_share_written_in_percent_rounds_up_exactly(percent: int, total: int) 
 @pytest.mark.parametrize(
     "name", ["dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers"]
 )
-def test_a_bad_amount_is_refused_by_name(name: str, bad: object) -> None:
+def test_a_bad_amount_is_refused_by_name(name: str, bad: Any) -> None:
     with pytest.raises(vidsparse.OptionError, match=name):
         Schedule(**{name: bad})
 
@@ -61,7 +62,7 @@ def test_a_count_written_with_a_point_gets_the_hint() -> None:
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, True, "2"])
-def test_reuse_must_be_a_whole_number_from_one(bad: object) -> None:
+def test_reuse_must_be_a_whole_number_from_one(bad: Any) -> None:
     with pytest.raises(vidsparse.OptionError, match="reuse"):
         Schedule(reuse=bad)
 
@@ -79,7 +80,7 @@ def test_reuse_must_be_a_whole_number_from_one(bad: object) -> None:
         ({"dense_steps": 3, "dense_last_steps": 1, "reuse": 99}, "dddprrrrrd"),
     ],
 )
-def test_steps(options: dict[str, object], expected: str) -> None:
+def test_steps(options: dict[str, Any], expected: str) -> None:
     assert row(Schedule(**options), 10) == expected
 
 
@@ -97,7 +98,7 @@ def test_the_default_keeps_the_papers_24_percent_dense_and_plans_every_step() ->
         ({"dense_layers": 1.0}, set(range(10))),
     ],
 )
-def test_layers_stay_dense_in_every_step(options: dict[str, object], dense: set[int]) -> None:
+def test_layers_stay_dense_in_every_step(options: dict[str, Any], dense: set[int]) -> None:
     schedule = Schedule(dense_steps=0, **options)
     for layer in range(10):
         expected = "dddd" if layer in dense else "pppp"

@@ -293,7 +293,7 @@ def test_a_contact_sheet_has_a_row_a_clip() -> None:
 # --- what the layouts declare ---
 
 
-@pytest.fixture(params=SMALL_MODELS.values(), ids=SMALL_MODELS)
+@pytest.fixture(params=SMALL_MODELS.values(), ids=list(SMALL_MODELS))
 def model(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -478,7 +478,7 @@ class Run:
         return self.out / "checkpoints"
 
 
-@pytest.fixture(scope="module", params=SMALL_MODELS.values(), ids=SMALL_MODELS)
+@pytest.fixture(scope="module", params=SMALL_MODELS.values(), ids=list(SMALL_MODELS))
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Run]:
@@ -605,7 +605,7 @@ def test_the_card_prints_what_was_measured_and_nothing_else(trained: Run, tmp_pa
     checkpoints.mkdir()
     for part in trained.checkpoints.iterdir():
         (checkpoints / part.name).symlink_to(part, target_is_directory=True)
-    measured = {
+    measured: dict[str, Any] = {
         "hardware": "one abacus",
         "minutes": 23,
         "vae_psnr": {"33x256x256": 31.4, "49x384x384": 33.2},
@@ -641,7 +641,7 @@ def test_example_prompts_are_made_of_known_words() -> None:
 # --- the folders that ship ---
 
 
-@pytest.fixture(scope="module", params=SMALL_MODELS.values(), ids=SMALL_MODELS)
+@pytest.fixture(scope="module", params=SMALL_MODELS.values(), ids=list(SMALL_MODELS))
 def shipped(request: pytest.FixtureRequest) -> Any:
     return request.param
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from budget import random_qkv
 from torch import Tensor
 
 import vidsparse
-from vidsparse.attention import AttentionEngine
+from vidsparse.engine import AttentionEngine
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels.dispatch import eight_bits_that_pay
 from vidsparse.methods import Numbers, SpargeAttn
@@ -106,7 +107,7 @@ def test_calibrated_numbers_are_each_heads_own() -> None:
         SpargeAttn(tau=0.6, theta=0.02, lambda_=-3.0, tile=(64, 64)),
     ]
     own = numbers(
-        tau=[m.tau for m in singles],
+        tau=[m.tau or 0 for m in singles],
         theta=[m.theta for m in singles],
         lambda_=[m.lambda_ or 0 for m in singles],
     )
@@ -123,7 +124,7 @@ def test_heads_planned_apart_find_their_numbers(monkeypatch: pytest.MonkeyPatch)
     q, k, v = random_qkv(GRID.tokens, 64, torch.float32, heads=3)
     method = SpargeAttn(numbers=numbers(tau=[0.2, 1.0, 0.5], theta=[-1.0, -1.0, -1.0]))
     whole, _ = run(method, q, k, v)
-    monkeypatch.setattr("vidsparse.attention.MASK_TILES", 1)
+    monkeypatch.setattr("vidsparse.planning.MASK_TILES", 1)
     assert torch.equal(run(method, q, k, v)[0], whole)
 
 
@@ -161,9 +162,11 @@ def test_8_bits_pay_where_the_kernel_that_runs_has_them(monkeypatch: pytest.Monk
             return None if name in names and quantize in able[name] else "cannot"
 
         for name in dispatch.IMPLEMENTATIONS:
-            monkeypatch.setitem(
-                dispatch._REASONS, name, lambda _d, _t, _h, _g, q, name=name: reason(name, q)
-            )
+
+            def answering(*call: Any, name: str = name) -> str | None:
+                return reason(name, call[4])
+
+            monkeypatch.setitem(dispatch._REASONS, name, answering)
 
     def answer(implementation: str = "auto", head_dim: int = 128) -> str | None:
         return eight_bits_that_pay(implementation, "cpu", torch.float16, head_dim)
@@ -179,7 +182,7 @@ def test_8_bits_pay_where_the_kernel_that_runs_has_them(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("bad", [0, 0.5, math.nan, "-5", True])
-def test_lambda_is_negative_or_none(bad: object) -> None:
+def test_lambda_is_negative_or_none(bad: Any) -> None:
     with pytest.raises(vidsparse.OptionError, match="lambda must be a negative number or none"):
         SpargeAttn(lambda_=bad)
     assert SpargeAttn(lambda_=-math.inf).lambda_ == -math.inf

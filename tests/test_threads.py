@@ -10,7 +10,7 @@ import torch
 from budget import random_qkv, random_work
 
 from vidsparse.kernels import sparse_attention
-from vidsparse.kernels.threads import in_threads
+from vidsparse.kernels.attention.threads import in_threads
 
 
 @pytest.fixture(autouse=True, params=[1, 2, 5])

@@ -1,9 +1,8 @@
 """The Triton kernels of xattention and sale, and of top-k: interpreted, and on a GPU where one is.
 
-As in ``test_triton.py``, the interpreter has a process of its own: this file as a script. What the
-kernels are held to is the torch code that runs on a CPU. Tie rule: both add in other orders, so
-what lies within rounding of a threshold may fall on either side of it; tiles of equal weight at the
-threshold are all kept by kernels, and in order of position by torch.
+What the kernels are held to is the torch code that runs on a CPU. Tie rule: both add in other
+orders, so what lies within rounding of a threshold may fall on either side of it; tiles of equal
+weight at the threshold are all kept by kernels, and in order of position by torch.
 """
 
 from __future__ import annotations
@@ -15,57 +14,38 @@ from unittest import mock
 
 import pytest
 import torch
-from test_triton import PATIENCE
-from test_triton_planning import (
-    answers_of,
+from kernel_cases import (
+    DEVICE,
+    Case,
+    Tile,
     by_kernels,
     by_torch,
+    check_captured,
     check_same_plan,
+    drifting,
     limited,
-    structured,
-    try_all,
+    listed,
+    opened,
 )
 from torch import Tensor
 
+from vidsparse import planning
 from vidsparse.grid import TokenGrid
-from vidsparse.masks import pack_bits, pooled_scores, tile_count, top_k_mask, unpack_bits
+from vidsparse.masks import pooled_scores, top_k_mask
 from vidsparse.methods import FgAttn, Numbers, Sale, SpargeAttn, SparseMethod, XAttention
 from vidsparse.methods.sale import reference_area, relative_scores_mask
 from vidsparse.methods.xattention import block_sums, query_turn
 from vidsparse.order import token_order
+from vidsparse.planning import order_and_plan
 from vidsparse.site import CallSite
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-pytestmark = pytest.mark.timeout(PATIENCE + 60)
-
-INTERPRETER = "cpu"
-
-Case = tuple[str, Callable[[], None]]
-Tile = tuple[int, int]
-
-
-def drifting(tokens: int, dim: int, dtype: torch.dtype, device: str, **more: int) -> Tensor:
-    return (structured(tokens, dim, **more) * 2).to(dtype).to(device)
-
-
-def opened(made: tuple[Tensor, Tensor], tokens: int, tile: Tile) -> Tensor:
-    """The mask as bools, once its words and counts agree and no bit stands for nothing."""
-    words, keys = made
-    k_tiles = tile_count(tokens, tile[1])
-    kept = unpack_bits(words, k_tiles)
-    assert torch.equal(pack_bits(kept), words)
-    sizes = torch.full((k_tiles,), tile[1], device=words.device)
-    sizes[-1] -= k_tiles * tile[1] - tokens
-    assert torch.equal((kept * sizes).sum(-1), keys.long())
-    return kept
-
-
 # ---- top-k ----
 
 
 def check_top_k(tokens: int, tile: Tile, topk: float, device: str, theta: float | None) -> None:
-    from vidsparse.kernels.triton_mask import top_p_words
-    from vidsparse.kernels.triton_pool import pool
+    from vidsparse.kernels.selection.pooled import top_p_words
+    from vidsparse.kernels.tokens.pool import pool
     from vidsparse.masks import self_similarity
 
     q, k = (drifting(tokens, 64, torch.float16, device, seed=i) for i in (0, 1))
@@ -94,9 +74,9 @@ def top_k_cases(device: str) -> Iterator[Case]:
         limits: dict[str, int] | None = None,
     ) -> Callable[[], None]:
         def body() -> None:
-            from vidsparse.kernels import triton_mask
+            from vidsparse.kernels.selection import top_p
 
-            with limited(triton_mask, **(limits or {})):
+            with limited(top_p, **(limits or {})):
                 check_top_k(tokens, tile, topk, device, theta)
 
         return body
@@ -112,8 +92,8 @@ def top_k_cases(device: str) -> Iterator[Case]:
 
     def far_apart() -> None:
         # scores hundreds apart, whose softmax weights all vanish but the first's.
-        from vidsparse.kernels.triton_mask import top_p_words
-        from vidsparse.kernels.triton_pool import pool
+        from vidsparse.kernels.selection.pooled import top_p_words
+        from vidsparse.kernels.tokens.pool import pool
 
         q = torch.full((1, 1, 32, 64), 40.0, device=device)
         k = torch.arange(64.0, device=device).flip(0)[None, None, :, None].expand(1, 1, 64, 64)
@@ -122,8 +102,8 @@ def top_k_cases(device: str) -> Iterator[Case]:
         assert got[0, 0, 0].tolist() == [True] * 16 + [False] * 48
 
     def ties() -> None:
-        from vidsparse.kernels.triton_mask import top_p_words
-        from vidsparse.kernels.triton_pool import pool
+        from vidsparse.kernels.selection.pooled import top_p_words
+        from vidsparse.kernels.tokens.pool import pool
 
         x = torch.ones(1, 1, 64, 64, device=device)
         made = top_p_words(pool(x, 32), pool(x, 8), scale=1 / 8, topk=0.25)
@@ -135,8 +115,8 @@ def top_k_cases(device: str) -> Iterator[Case]:
 
 def by_head_cases(device: str) -> Iterator[Case]:
     def shares() -> None:
-        from vidsparse.kernels.triton_mask import top_p_words
-        from vidsparse.kernels.triton_pool import pool
+        from vidsparse.kernels.selection.pooled import top_p_words
+        from vidsparse.kernels.tokens.pool import pool
 
         q, k = (drifting(200, 64, torch.float16, device, batch=2, seed=i) for i in (0, 1))
         pooled = [pool(q, 64), pool(k, 8)]
@@ -166,7 +146,7 @@ def check_antidiagonal(
     count: int | None = None,
     **how: Any,
 ) -> None:
-    from vidsparse.kernels.triton_antidiagonal import Config, antidiagonal_words
+    from vidsparse.kernels.selection.antidiagonal import Config, antidiagonal_words
 
     q, k = (drifting(tokens, dim, dtype, device, batch=batch, seed=i) for i in (0, 1))
     turn = None if pattern == "antidiagonal" else query_turn(pattern, stride)
@@ -208,9 +188,9 @@ def antidiagonal_cases(device: str) -> Iterator[Case]:
     yield "TMA without end", case(517, (64, 32), 8, batch=2, persistent=False, **boxes)
 
     def few_heads_at_a_time() -> None:
-        from vidsparse.kernels import triton_antidiagonal
+        from vidsparse.kernels.selection import antidiagonal
 
-        with mock.patch.object(triton_antidiagonal, "PART_BYTES", 1):
+        with mock.patch.object(antidiagonal, "PART_BYTES", 1):
             check_antidiagonal(300, (64, 64), 8, device, batch=2)
 
     yield "antidiagonals a head at a time", few_heads_at_a_time
@@ -233,7 +213,8 @@ def check_sale(
     riding: str = "fp16",
     **how: Any,
 ) -> None:
-    from vidsparse.kernels.triton_sale import Config, sale_words
+    from vidsparse.kernels.selection.sale import sale_words
+    from vidsparse.kernels.selection.triton_sale import Config
 
     q, k = (drifting(tokens, dim, dtype, device, batch=batch, seed=i) for i in (0, 1))
     given = tau if isinstance(tau, float) else torch.tensor(tau, device=device)
@@ -271,15 +252,15 @@ def sale_cases(device: str, riding: str = "fp16") -> Iterator[Case]:
         yield f"sale sink from tile {sink_from}", case(300, sink_from=sink_from)
     yield "sale batch 2", case(300, batch=2)
     yield "sale tau by head", case(300, tau=(0.5, 0.01), batch=2)
-    boxes = {"rows": 128, "keys": 64, "stages": 2, "warps": 4, "tma": True}
+    boxes: dict[str, Any] = {"rows": 128, "keys": 64, "stages": 2, "warps": 4, "tma": True}
     yield "sale by TMA", case(517, batch=2, **boxes)
     # more key tiles than a word has bits, in steps that fill a word at once.
     yield "sale many words", case(600, (64, 8), local=40)
 
     def few_words_at_a_time() -> None:
-        from vidsparse.kernels import triton_sale
+        from vidsparse.kernels.selection import sale
 
-        with mock.patch.object(triton_sale, "FINISHED_WORDS", 1):
+        with mock.patch.object(sale, "FINISHED_WORDS", 1):
             check_sale(600, (64, 8), device, local=40, riding=riding)
 
     yield "sale a word at a time", few_words_at_a_time
@@ -289,14 +270,11 @@ def sale_cases(device: str, riding: str = "fp16") -> Iterator[Case]:
 
 
 def check_method(method: SparseMethod, grid: TokenGrid, device: str, **limits: int) -> None:
-    from vidsparse import attention
-
     q, k = (drifting(grid.tokens, 64, torch.float16, device, batch=2, seed=i) for i in (0, 1))
     order, site = token_order("hilbert", grid, device), CallSite(0, 0, 0.0, grid)
-    with by_torch():
-        there = attention.order_and_plan(method, q, k, site, order)
-    with by_kernels(), limited(attention, **limits):
-        here = attention.order_and_plan(method, q, k, site, order)
+    there = order_and_plan(method, q, k, site, order, by_torch(method, q, k, k))
+    with limited(planning, **limits):
+        here = order_and_plan(method, q, k, site, order, by_kernels(method, q, k, k))
     assert torch.equal(here.q, there.q)
     check_same_plan(here.plan, there.plan)
 
@@ -309,28 +287,28 @@ def plan_cases(device: str) -> Iterator[Case]:
     texts = (small, TokenGrid(3, 6, 9, text=37), TokenGrid(3, 6, 9, text=37, text_first=True))
     for grid in texts:
         where = f"with {grid.text} text tokens" + " first" * grid.text_first
-        yield f"xattention {where}", case(XAttention(tau=0.4, tile="32x32"), grid)
-        yield f"sale {where}", case(Sale(tau=0.1, tile="32x16", local=40), grid)
+        yield f"xattention {where}", case(XAttention(tau=0.4, tile=(32, 32)), grid)
+        yield f"sale {where}", case(Sale(tau=0.1, tile=(32, 16), local=40), grid)
     yield "fg-attn topk", case(FgAttn(topk=0.2), small)
-    yield "spargeattn topk", case(SpargeAttn(topk=0.2, theta=0.5, tile="32x16"), small)
-    yield "xattention topk", case(XAttention(topk=0.3, tile="32x32"), small)
-    yield "xattention blocks", case(XAttention(blocks=2, tile="32x32", pattern="random"), small)
+    yield "spargeattn topk", case(SpargeAttn(topk=0.2, theta=0.5, tile=(32, 16)), small)
+    yield "xattention topk", case(XAttention(topk=0.3, tile=(32, 32)), small)
+    yield "xattention blocks", case(XAttention(blocks=2, tile=(32, 32), pattern="random"), small)
     numbers = Numbers({"tau": torch.tensor([[[0.2, 0.6]]])}, video=(3, 6, 9))
     for method in (
-        XAttention(tile="32x32", numbers=numbers),
-        Sale(tile="32x16", local=40, numbers=numbers),
+        XAttention(tile=(32, 32), numbers=numbers),
+        Sale(tile=(32, 16), local=40, numbers=numbers),
     ):
         yield f"{method.name} with numbers", case(method, small)
         yield f"{method.name} with numbers by head", case(method, small, MASK_BYTES=1)
 
     def what_kernels_lack() -> None:
         # fp32 has no kernels here, nor have tiles of one key: torch plans.
-        for method, dtype in ((XAttention(tile="32x32"), torch.float32), (Sale(), torch.float32)):
+        for method, dtype in ((XAttention(tile=(32, 32)), torch.float32), (Sale(), torch.float32)):
             q = drifting(162, 64, dtype, device)
-            assert method.words(q, q, CallSite(0, 0, 0.0, small)) is None
+            assert method.selection(q) == "select"
         q = drifting(162, 64, torch.float16, device)
-        assert Sale(tile="32x1").words(q, q, CallSite(0, 0, 0.0, small)) is None
-        check_method(Sale(tile="32x1", local=40, tau=0.1), small, device)
+        assert Sale(tile=(32, 1)).selection(q) == "select"
+        check_method(Sale(tile=(32, 1), local=40, tau=0.1), small, device)
 
     yield "what kernels lack", what_kernels_lack
 
@@ -344,51 +322,41 @@ def cases(device: str) -> Iterator[Case]:
     yield from plan_cases(device)
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[str, str | None]:
-    return answers_of("test_triton_methods.py")
-
-
-@pytest.mark.parametrize("name", [name for name, _ in cases(INTERPRETER)])
-def test_interpreted(name: str, answers: dict[str, str | None]) -> None:
-    assert answers[name] is None
+@listed(cases(DEVICE), quick=4)
+def test_cases(body: Callable[[], None]) -> None:
+    body()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 class TestOnGpu:
-    @pytest.mark.parametrize("name", [name for name, _ in cases(INTERPRETER)])
-    def test_the_interpreters_cases(self, name: str) -> None:
-        dict(cases("cuda"))[name]()
-
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("stride", [4, 8, 16, 64])
     def test_antidiagonals_of_long_sequences(self, stride: int, dtype: torch.dtype) -> None:
         check_antidiagonal(32_764, (128, 128), stride, "cuda", dim=128, dtype=dtype, top_p=0.9)
 
-    @pytest.mark.parametrize("name", [name for name, _ in sale_cases(INTERPRETER)])
-    def test_sale_in_fp8(self, name: str) -> None:
+    @listed(sale_cases("cuda", "fp8"))
+    def test_sale_in_fp8(self, body: Callable[[], None]) -> None:
         # what Hopper has a kernel of its own for.
-        from vidsparse.kernels.dispatch import hopper_reason
+        from vidsparse.kernels.selection.sale import hopper_sale_reason
 
         capability = torch.cuda.get_device_capability()
         if capability < (8, 9):
             pytest.skip("fp8 needs compute capability 8.9 (Ada) or newer")
         # else this would be the plain kernel once more.
-        assert capability != (9, 0) or hopper_reason(torch.device("cuda")) is None
-        dict(sale_cases("cuda", "fp8"))[name]()
+        assert capability != (9, 0) or hopper_sale_reason(torch.device("cuda")) is None
+        body()
 
     @pytest.mark.parametrize("tile", [(64, 32), (16, 8), (128, 128)], ids=str)
     def test_hoppers_kernel_finds_what_the_plain_one_finds(
         self, monkeypatch: pytest.MonkeyPatch, tile: Tile
     ) -> None:
-        from vidsparse.kernels.dispatch import hopper_reason
-        from vidsparse.kernels.triton_sale import config, sale_words
+        from vidsparse.kernels.selection.sale import hopper_sale_reason, sale_words
+        from vidsparse.kernels.selection.triton_sale import config
 
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("gluon is for compute capability 9.0 (Hopper)")
         # else this would be the plain kernel twice.
-        assert hopper_reason(torch.device("cuda")) is None
+        assert hopper_sale_reason(torch.device("cuda")) is None
         allocate = torch.empty
 
         def filled(*args: Any, **kwargs: Any) -> Tensor:
@@ -399,7 +367,11 @@ class TestOnGpu:
         monkeypatch.setattr(torch, "empty", filled)
         # blocks of 384 rows that heads do not fill, and keys that end within a step.
         q, k = (drifting(3001, 128, torch.bfloat16, "cuda", batch=3, seed=i) for i in (0, 1))
-        kept = {"local": 64, "full_rows": 2900 // tile[0], "full_columns": 2900 // tile[1]}
+        kept: dict[str, Any] = {
+            "local": 64,
+            "full_rows": 2900 // tile[0],
+            "full_columns": 2900 // tile[1],
+        }
         words, counts = sale_words(q, k, 0.01, tile=tile, **kept)
         how = config((9, 0), 227 * 1024)
         plain, plain_counts = sale_words(q, k, 0.01, tile=tile, how=how, **kept)
@@ -416,22 +388,8 @@ class TestOnGpu:
 
     @pytest.mark.parametrize("method", [XAttention(), Sale()], ids=["xattention", "sale"])
     def test_a_plan_can_be_captured_and_replayed(self, method: SparseMethod) -> None:
-        from vidsparse.attention import plan_attention
-
         site = CallSite(0, 0, 0.0, TokenGrid(3, 20, 20, text=30))
         q, k, later = (
             drifting(site.grid.tokens, 64, torch.float16, "cuda", seed=i) for i in (0, 1, 2)
         )
-        first = plan_attention(method, q, k, site)
-        expected = plan_attention(method, later, k, site)
-        assert not torch.equal(first.kv_bits, expected.kv_bits)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            plan = plan_attention(method, q, k, site)
-        q.copy_(later)
-        graph.replay()
-        check_same_plan(plan, expected)
-
-
-if __name__ == "__main__":
-    try_all(cases(INTERPRETER))
+        check_captured(method, q, k, later, site)

@@ -1,68 +1,53 @@
 """The Triton kernels of mask and plan: interpreted, and on a GPU where there is one.
 
-As in ``test_triton.py``, the interpreter has a process of its own: this file as a script. What the
-kernels are held to is the torch code that runs on a CPU. A mask is not compared bit by bit with a
-sorted one, for two tiles of nearly equal weight may swap: it is held to what top-p means.
+What the kernels are held to is the torch code that runs on a CPU. A mask is not compared bit by bit
+with a sorted one, for two tiles of nearly equal weight may swap: it is held to what top-p means.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from test_triton import PATIENCE, run
+from kernel_cases import (
+    DEVICE,
+    Case,
+    by_kernels,
+    by_torch,
+    check_captured,
+    check_same_plan,
+    drifting,
+    limited,
+    listed,
+    normal,
+    opened,
+    structured,
+)
 from torch import Tensor
 
+from vidsparse import planning
 from vidsparse.grid import TokenGrid
 from vidsparse.grouping import merge_xor_window
 from vidsparse.kernels import quantize_qk
-from vidsparse.masks import pack_bits, pooled_mean, self_similarity, tile_count, unpack_bits
+from vidsparse.masks import pack_bits, pooled_mean, self_similarity, tile_count
 from vidsparse.methods import FgAttn, SpargeAttn, SparseMethod
 from vidsparse.order import token_order
 from vidsparse.plan import SparsePlan, make_plan, make_plan_of_bits
+from vidsparse.planning import order_and_plan, plan_attention
 from vidsparse.site import CallSite
 
 pytest.importorskip("triton", reason="Triton is not installed here")
-pytestmark = pytest.mark.timeout(PATIENCE + 60)
-
-HERE = Path(__file__).parent
-INTERPRETER = "cpu"
-
-Case = tuple[str, Callable[[], None]]
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def structured(tokens: int, dim: int, *, heads: int = 2, batch: int = 1, seed: int = 0) -> Tensor:
-    """Tokens ``[B, H, S, D]`` that drift slowly, so that neighbours are alike."""
-    steps = normal(batch, heads, tokens, dim, seed=seed).cumsum(2)
-    return steps / steps.std(2, keepdim=True, correction=0).clamp_min(1e-3) + normal(1, seed=seed)
-
-
-@contextmanager
-def limited(module: ModuleType, **limits: int) -> Iterator[None]:
-    """Other limits of sizes, so that small cases go the way of large ones."""
-    with ExitStack() as stack:
-        for name, value in limits.items():
-            stack.enter_context(mock.patch.object(module, name, value))
-        yield
 
 
 # ---- pooling and order ----
 
 
 def check_pool(x: Tensor, size: int) -> None:
-    from vidsparse.kernels.triton_pool import pool
+    from vidsparse.kernels.tokens.pool import pool
 
     pooled = pool(x, size, judged=True)
     mean = pooled_mean(x, size)
@@ -96,7 +81,7 @@ def pool_cases(device: str) -> Iterator[Case]:
 
 
 def check_reorder(x: Tensor, size: int) -> None:
-    from vidsparse.kernels.triton_pool import pool, reorder, reorder_and_pool
+    from vidsparse.kernels.tokens.pool import pool, reorder, reorder_and_pool
 
     shuffle = torch.Generator().manual_seed(0)
     source = torch.randperm(x.shape[2], generator=shuffle).to(x.device)
@@ -154,19 +139,13 @@ def top_p_bits(
     q: Tensor, k: Tensor, tile: tuple[int, int], top_p: float, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """The kernel's mask as bools, and the keys it counted."""
-    from vidsparse.kernels.triton_mask import top_p_words
-    from vidsparse.kernels.triton_pool import pool
+    from vidsparse.kernels.selection.pooled import top_p_words
+    from vidsparse.kernels.tokens.pool import pool
 
     judged = more.get("theta") is not None
     pooled = [pool(x, size, judged=judged) for x, size in zip((q, k), tile, strict=True)]
     words, keys = top_p_words(*pooled, scale=q.shape[-1] ** -0.5, top_p=top_p, **more)
-    k_tiles = tile_count(k.shape[2], tile[1])
-    kept = unpack_bits(words, k_tiles)
-    # no bit stands for a tile that does not exist.
-    assert torch.equal(pack_bits(kept), words)
-    sizes = torch.tensor([tile[1]] * k_tiles, device=q.device)
-    sizes[-1] -= k_tiles * tile[1] - k.shape[2]
-    assert torch.equal((kept * sizes).sum(-1), keys.long())
+    kept = opened((words, keys), k.shape[2], tile)
     return kept, keys
 
 
@@ -180,7 +159,7 @@ def top_p_cases(device: str) -> Iterator[Case]:
     def case(
         tokens: int,
         tile: tuple[int, int],
-        top_p: float,
+        share: float,
         *,
         dim: int = 64,
         batch: int = 1,
@@ -189,14 +168,14 @@ def top_p_cases(device: str) -> Iterator[Case]:
         limits: dict[str, int] | None = None,
     ) -> Callable[[], None]:
         def body() -> None:
-            from vidsparse.kernels import triton_mask
+            from vidsparse.kernels.selection import top_p
 
             q, k = (
                 (structured(tokens, dim, batch=batch, seed=i) * spread).to(dtype).to(device)
                 for i in (0, 1)
             )
-            with limited(triton_mask, **(limits or {})):
-                check_mask(q, k, tile, top_p)
+            with limited(top_p, **(limits or {})):
+                check_mask(q, k, tile, share)
 
         return body
 
@@ -204,8 +183,8 @@ def top_p_cases(device: str) -> Iterator[Case]:
         yield f"top-p {tokens} tokens", case(tokens, (16, 16), 0.7)
     for tile in ((16, 1), (32, 8), (64, 64), (128, 1), (16, 128)):
         yield f"top-p tile {tile}", case(300, tile, 0.7)
-    for top_p in (1e-6, 0.1, 0.5, 0.9, 0.99, 0.999999):
-        yield f"top-p {top_p}", case(300, (16, 8), top_p)
+    for share in (1e-6, 0.1, 0.5, 0.9, 0.99, 0.999999):
+        yield f"top-p {share}", case(300, (16, 8), share)
     for spread in (0.01, 0.5, 8.0, 30.0):
         yield f"top-p spread {spread}", case(300, (16, 8), 0.9, spread=spread)
     for dim in (32, 96, 128, 256):
@@ -217,7 +196,14 @@ def top_p_cases(device: str) -> Iterator[Case]:
     passes = {"ROW_COLUMNS": 64, "LONG_BLOCK": 128}
     yield "top-p in passes", case(700, (128, 1), 0.8, limits=passes)
     yield "top-p in passes, nearly all", case(530, (128, 1), 0.9999, limits=passes)
-    yield "top-p in many rooms", case(300, (16, 16), 0.7, batch=2, limits={"SCORE_BYTES": 1})
+
+    def many_rooms() -> None:
+        from vidsparse.kernels.selection import pooled
+
+        with limited(pooled, SCORE_BYTES=1):
+            case(300, (16, 16), 0.7, batch=2)()
+
+    yield "top-p in many rooms", many_rooms
 
     def everything() -> None:
         q, k = (normal(1, 2, 100, 64, seed=i).half().to(device) for i in (0, 1))
@@ -252,97 +238,71 @@ def top_p_cases(device: str) -> Iterator[Case]:
 # ---- plans against torch ----
 
 
-@contextmanager
-def by_kernels() -> Iterator[None]:
-    """Plan by kernels on any device: the interpreter's tensors are the CPU's."""
-    with (
-        mock.patch("vidsparse.attention.plans_on_device", return_value=True),
-        mock.patch("vidsparse.order.triton_reason", return_value=None),
-        mock.patch("vidsparse.plan.triton_reason", return_value=None),
-    ):
-        yield
-
-
-@contextmanager
-def by_torch() -> Iterator[None]:
-    """Plan by torch on any device."""
-    with (
-        mock.patch("vidsparse.attention.plans_on_device", return_value=False),
-        mock.patch("vidsparse.order.triton_reason", return_value="not now"),
-        mock.patch("vidsparse.plan.triton_reason", return_value="not now"),
-    ):
-        yield
-
-
-def check_same_plan(got: SparsePlan, expected: SparsePlan) -> None:
-    assert (got.tile, got.tokens) == (expected.tile, expected.tokens)
-    for name in ("q_tiles", "kv_count", "kv_bits"):
-        one, other = getattr(got, name), getattr(expected, name)
-        assert one.dtype == other.dtype, name
-        assert torch.equal(one, other), name
-    for name in ("selected", "computed"):
-        torch.testing.assert_close(getattr(got, name), getattr(expected, name), msg=name)
-
-
 def check_index(plan: SparsePlan) -> None:
-    with by_kernels():
-        got = plan.kv_index
-    with by_torch():
-        expected = plan.kv_index
+    got, expected = plan.list_keys(by_kernel=True), plan.list_keys(by_kernel=False)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     there = torch.arange(got.shape[-1], device=got.device) < plan.kv_count.unsqueeze(-1)
     assert torch.equal(got[there], expected[there])
 
 
 def check_method(
-    method: SparseMethod, grid: TokenGrid, device: str, *, batch: int = 1, **limits: int
+    method: SparseMethod,
+    grid: TokenGrid,
+    device: str,
+    *,
+    batch: int = 1,
+    rounded: bool = True,
+    **limits: int,
 ) -> None:
-    from vidsparse import attention
-
+    """Hold a plan by kernels to torch's; where it is ``rounded``, beside queries and keys too."""
     q, k = (
         (structured(grid.tokens, 64, batch=batch, seed=i) * 2).half().to(device) for i in (0, 1)
     )
     order = token_order("hilbert", grid, device)
     site = CallSite(0, 0, 0.0, grid)
-    with by_torch():
-        there = attention.order_and_plan(method, q, k, site, order)
-    with by_kernels(), limited(attention, **limits):
-        here = attention.order_and_plan(method, q, k, site, order)
+    there = order_and_plan(method, q, k, site, order, by_torch(method, q, k, k))
+    with limited(planning, **limits):
+        here = order_and_plan(method, q, k, site, order, by_kernels(method, q, k, k))
     assert torch.equal(here.q, there.q)
     assert torch.equal(here.k, there.k)
     check_same_plan(here.plan, there.plan)
     check_index(here.plan)
-    with by_kernels(), limited(attention, **limits):
-        rounded = attention.order_and_plan(method, q, k, site, order, "int8")
-    check_same_plan(rounded.plan, there.plan)
+    if not rounded:
+        return
+    with limited(planning, **limits):
+        route = by_kernels(method, q, k, k, quantize="int8")
+        also = order_and_plan(method, q, k, site, order, route)
+    check_same_plan(also.plan, there.plan)
     # tiles of one token are planned from tokens in order: nothing is rounded on the way.
-    assert (rounded.quantized is None) == (min(method.tile) == 1)
-    if rounded.quantized is not None:
+    assert (also.quantized is None) == (min(method.tile) == 1)
+    if also.quantized is not None:
         expected = quantize_qk(q, k, "int8", q_run=method.tile[0], order=order.permutation)
         for name in ("q", "k"):
-            a, b = (getattr(x, name).int() for x in (rounded.quantized, expected))
+            a, b = (getattr(x, name).int() for x in (also.quantized, expected))
             assert (a - b).abs().float().mean() <= 1e-4
 
 
 def plan_cases(device: str) -> Iterator[Case]:
-    def case(method: SparseMethod, grid: TokenGrid, **more: int) -> Callable[[], None]:
+    def case(method: SparseMethod, grid: TokenGrid, **more: Any) -> Callable[[], None]:
         return lambda: check_method(method, grid, device, **more)
 
     small = TokenGrid(3, 6, 9)
     for merge in ("xor", "xor-window", "consecutive"):
-        method = FgAttn(top_p=0.4, merge=merge)
-        yield f"plan by {merge}", case(method, TokenGrid(3, 8, 11), batch=2)
-    for tile in ("16x1", "32x8", "64x64", "128x16"):
+        yield (
+            f"plan by {merge}",
+            case(FgAttn(top_p=0.4, merge=merge), TokenGrid(3, 8, 11), batch=2, rounded=False),
+        )
+    for tile in ((16, 1), (32, 8), (64, 64), (128, 16)):
         yield f"plan of tile {tile}", case(FgAttn(top_p=0.4, tile=tile), small)
     for text in (1, 16, 37):
         grid = TokenGrid(3, 6, 9, text=text, text_first=text == 16)
         yield f"plan with {text} text tokens", case(FgAttn(top_p=0.2), grid)
     for theta in (-1, 0.2, 0.5, 0.6, 1):
-        method = SpargeAttn(tau=0.3, theta=theta, tile="32x16")
+        method: SparseMethod = SpargeAttn(tau=0.3, theta=theta, tile=(32, 16))
         yield f"plan of spargeattn at theta {theta}", case(method, small)
-    method = SpargeAttn(tau=0.3, theta=0.5, tile="16x1")
+    method = SpargeAttn(tau=0.3, theta=0.5, tile=(16, 1))
     yield "plan of spargeattn with text", case(method, TokenGrid(3, 6, 9, text=9))
-    for tile in ("16x16", "16x1"):
+    for tile in ((16, 16), (16, 1)):
         method = FgAttn(top_p=0.4, tile=tile)
         yield f"plan of tile {tile} by head", case(method, small, batch=2, MASK_BYTES=1)
 
@@ -353,7 +313,7 @@ def random_words(tiles: int, keys: int, *, share: float = 0.3, seed: int = 0) ->
 
 
 def check_groups(mask: Tensor, per_block: int, window: int | None) -> None:
-    from vidsparse.kernels.triton_plan import group_by_xor
+    from vidsparse.kernels.selection.plan import group_by_xor
 
     tiles = mask.shape[2]
     got = group_by_xor(pack_bits(mask), per_block, window)
@@ -376,14 +336,14 @@ def group_cases(device: str) -> Iterator[Case]:
     yield "group many words", case(random_words(9, 1500), 4, None)
 
     def wide() -> None:
-        from vidsparse.kernels import triton_plan
+        from vidsparse.kernels.selection import plan
 
         # the numbers of 64 bits that long rows in wide windows want.
-        constants = triton_plan.group_constants(2**14, 2**13)
+        constants = plan.group_constants(2**14, 2**13)
         assert constants["NEVER"] == 2**63 - 1
         replaced = {key: constants[key] for key in ("RANK", "NEVER")}
-        real = triton_plan.group_constants
-        with mock.patch.object(triton_plan, "group_constants", lambda *a: real(*a) | replaced):
+        real = plan.group_constants
+        with mock.patch.object(plan, "group_constants", lambda *a: real(*a) | replaced):
             check_groups(random_words(20, 70).to(device), 4, None)
 
     yield "group by 64 bits", wide
@@ -426,7 +386,7 @@ def bits_cases(device: str) -> Iterator[Case]:
 
 def engine_cases(device: str) -> Iterator[Case]:
     def whole_call() -> None:
-        from vidsparse.attention import AttentionEngine
+        from vidsparse.engine import AttentionEngine
         from vidsparse.schedule import Schedule
         from vidsparse.site import CallSite
 
@@ -438,11 +398,9 @@ def engine_cases(device: str) -> Iterator[Case]:
             engine = AttentionEngine(
                 FgAttn(top_p=0.3), schedule=Schedule(dense_steps=0, reuse=2), layers=1
             )
+            engine.router = how
             engine.begin_run(2)
-            with how():
-                outputs += [
-                    engine.attend(q, k, v, CallSite(0, step, 0.0, grid)) for step in range(2)
-                ]
+            outputs += [engine.attend(q, k, v, CallSite(0, step, 0.0, grid)) for step in range(2)]
             assert [c.action for c in engine.trace.cells] == ["replan", "reuse"]
         for out in outputs[1:]:
             assert torch.equal(out, outputs[0])
@@ -463,43 +421,13 @@ def cases(device: str) -> Iterator[Case]:
     yield from engine_cases(device)
 
 
-def try_all(cases: Iterator[Case]) -> None:
-    """Try all cases in the interpreter; print ``{name: what went wrong or null}``."""
-    torch.set_num_threads(1)
-    answers: dict[str, str | None] = {}
-    for name, body in cases:
-        try:
-            body()
-            answers[name] = None
-        except Exception as error:
-            answers[name] = f"{type(error).__name__}: {error}"
-    print(json.dumps(answers))
-
-
-def answers_of(file: str) -> dict[str, str | None]:
-    """What ``try_all`` prints when ``file`` runs as a script, with triton interpreting."""
-    done = run(str(HERE / file), TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def answers() -> dict[str, str | None]:
-    return answers_of("test_triton_planning.py")
-
-
-@pytest.mark.parametrize("name", [name for name, _ in cases(INTERPRETER)])
-def test_interpreted(name: str, answers: dict[str, str | None]) -> None:
-    assert answers[name] is None
+@listed(cases(DEVICE), quick=4)
+def test_cases(body: Callable[[], None]) -> None:
+    body()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 class TestOnGpu:
-    @pytest.mark.parametrize("name", [name for name, _ in cases(INTERPRETER)])
-    def test_the_interpreters_cases(self, name: str) -> None:
-        dict(cases("cuda"))[name]()
-
     @pytest.mark.parametrize("tile", [(16, 16), (128, 64), (64, 1)], ids=str)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_long_sequences(self, tile: tuple[int, int], dtype: torch.dtype) -> None:
@@ -516,30 +444,16 @@ class TestOnGpu:
         check_index(plan)
 
     @pytest.mark.parametrize(
-        "method", [FgAttn(), SpargeAttn(), FgAttn(tile="16x1")], ids=["fg", "sparge", "fg 16x1"]
+        "method", [FgAttn(), SpargeAttn(), FgAttn(tile=(16, 1))], ids=["fg", "sparge", "fg 16x1"]
     )
     def test_a_plan_can_be_captured_and_replayed(self, method: SparseMethod) -> None:
-        from vidsparse.attention import plan_attention
-
-        grid = TokenGrid(3, 20, 20, text=30)
-        site = CallSite(0, 0, 0.0, grid)
-        q, k, later = (structured(grid.tokens, 64, seed=i).half().cuda() for i in (0, 1, 2))
-        first = plan_attention(method, q, k, site)
-        expected = plan_attention(method, later, k, site)
-        assert not torch.equal(first.kv_bits, expected.kv_bits)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            plan = plan_attention(method, q, k, site)
-            index = plan.kv_index
-        q.copy_(later)
-        graph.replay()
-        check_same_plan(plan, expected)
-        there = torch.arange(index.shape[-1], device="cuda") < plan.kv_count.unsqueeze(-1)
-        assert torch.equal(index[there], expected.kv_index[there])
+        site = CallSite(0, 0, 0.0, TokenGrid(3, 20, 20, text=30))
+        q, k, later = (
+            drifting(site.grid.tokens, 64, torch.float16, "cuda", seed=i) for i in (0, 1, 2)
+        )
+        check_captured(method, q, k, later, site)
 
     def test_planning_a_long_video_takes_less_than_2_gib(self) -> None:
-        from vidsparse.attention import plan_attention
-
         if torch.cuda.mem_get_info()[1] < 10e9:
             pytest.skip("needs a GPU of 10 GB")
         grid = TokenGrid(21, 45, 80)
@@ -552,7 +466,3 @@ class TestOnGpu:
         del q, k
         # and what waits for the next step is small.
         assert sum(x.numel() * x.element_size() for x in (plan.kv_bits, plan.q_tiles)) < 2**24
-
-
-if __name__ == "__main__":
-    try_all(cases(INTERPRETER))

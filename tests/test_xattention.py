@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import vidsparse
-from vidsparse.attention import attend, plan_attention
+from vidsparse.attention import attend
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import Numbers, XAttention
 from vidsparse.methods import xattention as module
 from vidsparse.methods.xattention import STRIDES, block_sums, query_turn, whole_groups
+from vidsparse.planning import plan_attention
 from vidsparse.site import CallSite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,7 +129,7 @@ def test_a_vertical_line_is_found_wherever_it_stands() -> None:
     for column in (37, 64, 255):
         links = torch.zeros(256, 256)
         links[:, column] = 1
-        mask = XAttention(tau=0.9, tile="64x64").select(*attends(links), site(256))
+        mask = XAttention(tau=0.9, tile=(64, 64)).select(*attends(links), site(256))
         assert chosen(mask) == [[column // 64]] * 4
 
 
@@ -137,7 +138,7 @@ def test_a_slash_of_odd_offset_is_found(offset: int) -> None:
     links = torch.zeros(256, 256)
     row = torch.arange(256)
     links[row, (row + offset) % 256] = 1
-    mask = XAttention(tau=0.99, tile="64x64").select(*attends(links), site(256))
+    mask = XAttention(tau=0.99, tile=(64, 64)).select(*attends(links), site(256))
     first = [(i + offset // 64) % 4 for i in range(4)]
     second = [(i + offset // 64 + 1) % 4 for i in range(4)]
     wanted = [{a, b} if offset % 64 else {a} for a, b in zip(first, second, strict=True)]
@@ -223,11 +224,11 @@ def test_heads_have_their_own_tau_from_calibrated_numbers() -> None:
 def test_text_is_computed_in_full(text: int) -> None:
     grid = TokenGrid(4, 10, 10, text=text)
     q, k = (drifting(grid.tokens, 32, batch=2, seed=i) for i in (0, 1))
-    plan = plan_attention(XAttention(tau=0.1, tile="32x32"), q, k, CallSite(0, 0, 1.0, grid))
+    plan = plan_attention(XAttention(tau=0.1, tile=(32, 32)), q, k, CallSite(0, 0, 1.0, grid))
     assert float(plan.selected.max()) < 0.7
     if text:
         bare = plan_attention(
-            XAttention(tau=0.1, tile="32x32"), q, k, CallSite(0, 0, 1.0, TokenGrid(1, 1, 420))
+            XAttention(tau=0.1, tile=(32, 32)), q, k, CallSite(0, 0, 1.0, TokenGrid(1, 1, 420))
         )
         assert bool((plan.selected > bare.selected).all())
 

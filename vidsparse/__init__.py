@@ -26,7 +26,8 @@ from vidsparse.errors import (
 )
 
 if TYPE_CHECKING:
-    from vidsparse.attention import AttentionEngine, attend
+    from vidsparse.attention import attend
+    from vidsparse.engine import AttentionEngine
     from vidsparse.grid import TokenGrid
     from vidsparse.methods import METHODS, make_method
     from vidsparse.order import ORDERS, TokenOrder, token_order
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "METHODS": "vidsparse.methods",
     "ORDERS": "vidsparse.order",
-    "AttentionEngine": "vidsparse.attention",
+    "AttentionEngine": "vidsparse.engine",
     "CallSite": "vidsparse.site",
     "Schedule": "vidsparse.schedule",
     "SparseHandle": "vidsparse.pipelines",

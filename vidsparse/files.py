@@ -7,6 +7,23 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from vidsparse.errors import OutputError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8, in the way of ``write_whole``.
+
+    Raises:
+        OutputError: the folder cannot be written to, or the disk is full.
+    """
+    try:
+        write_whole(path, text.encode("utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"{path} cannot be written: {reason}. Hint: name a file in another folder."
+        ) from None
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write ``data`` beside ``path`` and move it there.

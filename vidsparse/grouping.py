@@ -2,7 +2,7 @@
 
 A block attends the union of its tiles' keys, so tiles that keep alike keys belong together.
 All functions take a bool mask ``[B, H, Tq, Tk]`` and the number ``R`` of tiles in a block
-(128 rows on a GPU), and answer tile numbers int32 ``[B, H, G, R]`` with ``G = ceil(Tq / R)``; every
+(128 rows on a GPU), and return tile numbers int32 ``[B, H, G, R]`` with ``G = ceil(Tq / R)``; every
 tile stands in one block exactly once, and -1 fills the places of a last, short block.
 """
 
@@ -31,7 +31,7 @@ def merge_consecutive(mask: Tensor, per_block: int) -> Tensor:
 def _xor_distance(mask: Tensor) -> Tensor:
     """Key tiles that exactly one of two query tiles keeps, float ``[..., Tq, Tq]``.
 
-    d(i, j) = sum_k b_ik XOR b_jk = |b_i| + |b_j| - 2 b_i . b_j, so one product answers all pairs;
+    d(i, j) = sum_k b_ik XOR b_jk = |b_i| + |b_j| - 2 b_i . b_j, so one product gives all pairs;
     counts up to 2^24 are exact in fp32.
     """
     bits = mask.to(torch.float32)
@@ -98,7 +98,7 @@ def merge_xor_window(mask: Tensor, per_block: int, window: int = WINDOW_TILES) -
         OptionError: ``window`` is not a multiple of ``per_block``.
     """
     if window % per_block:
-        raise OptionError(f"the window must hold whole blocks of {per_block} tiles, got {window}")
+        raise OptionError(f"a window must be whole blocks of {per_block} tiles, got {window} tiles")
     return _merge_in_windows(mask, per_block, window)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grid import TokenGrid
-from vidsparse.kernels.dispatch import triton_reason
+from vidsparse.kernels.hardware import triton_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +33,27 @@ class TokenOrder:
     permutation: Tensor
     inverse: Tensor
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Put ``x`` ``[B, H, S, D]`` into this order (a contiguous copy)."""
-        if _by_kernel(x):
-            from vidsparse.kernels.triton_pool import reorder
+    def apply(self, x: Tensor, *, by_kernel: bool | None = None) -> Tensor:
+        """Put ``x`` ``[B, H, S, D]`` into this order (a contiguous copy).
+
+        ``by_kernel`` says whether one of Triton's kernels moves the tokens; None looks for itself.
+        """
+        if _can_move(x) if by_kernel is None else by_kernel:
+            from vidsparse.kernels.tokens.pool import reorder
 
             return reorder(x, self.permutation)
         return x.index_select(2, self.permutation)
 
-    def undo(self, y: Tensor, like: Tensor | None = None) -> Tensor:
+    def undo(
+        self, y: Tensor, like: Tensor | None = None, *, by_kernel: bool | None = None
+    ) -> Tensor:
         """Bring ``y`` ``[B, H, S, D]`` back into the pipeline's order.
 
-        The answer is a contiguous copy, or where a kernel writes it laid out like ``like``: the
-        pipeline then need not copy once more.
+        Returns a contiguous copy, or where a kernel writes it one laid out like ``like``: the
+        pipeline then need not copy once more. ``by_kernel`` is the same as in ``apply``.
         """
-        if _by_kernel(y):
-            from vidsparse.kernels.triton_pool import reorder
+        if _can_move(y) if by_kernel is None else by_kernel:
+            from vidsparse.kernels.tokens.pool import reorder
 
             if like is None or like.stride(-1) != 1:
                 return reorder(y, self.inverse)
@@ -56,10 +61,13 @@ class TokenOrder:
         return y.index_select(2, self.inverse)
 
 
-def _by_kernel(x: Tensor) -> bool:
-    # the kernel moves rows at copy speed, but knows no gradients.
-    wants_gradient = torch.is_grad_enabled() and x.requires_grad
-    return not wants_gradient and x.ndim == 4 and triton_reason(x.device) is None
+def _can_move(x: Tensor) -> bool:
+    return x.ndim == 4 and not wants_gradient(x) and triton_reason(x.device) is None
+
+
+def wants_gradient(*tensors: Tensor) -> bool:
+    """Whether a gradient will be asked of what is made of ``tensors``; kernels know none."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _coordinates(grid: TokenGrid) -> NDArray[np.int64]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from vidsparse.grouping import MERGES, WINDOW_TILES, check_merge, merge_consecutive
-from vidsparse.kernels.dispatch import triton_reason
+from vidsparse.kernels.attention.means import COUNT_MULTIPLE, counts_of_chunks
+from vidsparse.kernels.hardware import triton_reason
 from vidsparse.masks import pack_bits, tile_count, tile_sizes, unpack_bits
 
 # kernels load chunk numbers in vectors, for which every list starts at such a multiple.
@@ -57,11 +58,15 @@ class SparsePlan:
         int16 where that holds all numbers, else int32. C is a multiple of 16; only the first
         ``kv_count`` of a row mean anything.
         """
+        return self.list_keys(by_kernel=triton_reason(self.kv_bits.device) is None)
+
+    def list_keys(self, *, by_kernel: bool) -> Tensor:
+        """``kv_index``, by one of Triton's kernels or in torch."""
         chunks = tile_count(self.tokens, self.tile[1])
         dtype = torch.int16 if chunks <= torch.iinfo(torch.int16).max else torch.int32
         shape = (*self.kv_bits.shape[:-1], chunks + -chunks % INDEX_MULTIPLE)
-        if triton_reason(self.kv_bits.device) is None:
-            from vidsparse.kernels.triton_plan import list_bits
+        if by_kernel:
+            from vidsparse.kernels.selection.plan import list_bits
 
             index = torch.empty(shape, dtype=dtype, device=self.kv_bits.device)
             list_bits(self.kv_bits, index)
@@ -70,22 +75,67 @@ class SparsePlan:
         bits = unpack_bits(self.kv_bits, self.kv_bits.shape[-1] * 32)[..., : shape[-1]]
         return bits.to(torch.uint8).argsort(dim=-1, descending=True, stable=True).to(dtype)
 
-    def listed(self, mask: Tensor) -> Tensor:
-        """Tiles ``[Tq, Tk]`` as flags beside ``kv_index``: bool ``[B, H, G, C]``.
+    def left_out(self, size: int, *, by_kernel: bool) -> Tensor:
+        """Tokens of every group of ``size`` that a block does not list, uint8 ``[B, H, G, P']``.
+
+        P' is the number of groups rounded up to a multiple of 128, with zeros behind them.
+        ``size`` is a multiple of N.
+        """
+        groups = tile_count(self.tokens, size)
+        if by_kernel:
+            from vidsparse.kernels.selection.plan import count_left_out
+
+            columns = groups + -groups % COUNT_MULTIPLE
+            return count_left_out(self.kv_bits, self.tile[1], self.tokens, size, columns)
+        chunks = tile_count(self.tokens, self.tile[1])
+        left = ~unpack_bits(self.kv_bits, chunks)
+        return counts_of_chunks(left, self.tile[1], self.tokens, size, groups)
+
+    def listed(self, mask: Tensor, kv_index: Tensor) -> Tensor:
+        """Tiles ``[Tq, Tk]`` as flags beside ``kv_index`` ``[B, H, G, C]``: bool of that shape.
 
         A chunk of a block's list is flagged where the mask has it for any of the block's tiles.
         Flags past the end of a list mean nothing.
         """
-        index = self.kv_index
-        flags = torch.empty(index.shape, dtype=torch.bool, device=index.device)
+        flags = torch.empty(kv_index.shape, dtype=torch.bool, device=kv_index.device)
         # one head at a time: gathering wants numbers of 64 bits.
-        for head in range(index.shape[1]):
+        for head in range(kv_index.shape[1]):
             tiles = self.q_tiles[:, head].long()
             of_tiles = mask[tiles.clamp_min(0)] & (tiles >= 0).unsqueeze(-1)
             # past its end a list is whatever the memory held.
-            chunk = index[:, head].long().clamp(0, mask.shape[-1] - 1)
+            chunk = kv_index[:, head].long().clamp(0, mask.shape[-1] - 1)
             flags[:, head] = of_tiles.any(2).gather(-1, chunk)
         return flags
+
+
+def plan_of_blocks(words: Tensor, count: Tensor, tile: tuple[int, int], tokens: int) -> SparsePlan:
+    """The plan of blocks whose key chunks were chosen for the blocks themselves.
+
+    Args:
+        words: the chunks of every block, int32 ``[B, H, G, ceil(Tk / 32)]``; blocks are tiles of M
+            rows in the order of the sequence.
+        count: how many they are, int32 ``[B, H, G]``.
+        tile: (M, N).
+        tokens: S.
+    """
+    batch, heads, blocks, _ = words.shape
+    device = words.device
+    rows = tile_sizes(tokens, tile[0], device)
+    last = tile_count(tokens, tile[1]) - 1
+    has_last = (words[..., last // 32] >> (last % 32)) & 1
+    keys = count * tile[1] - has_last * ((last + 1) * tile[1] - tokens)
+    share = ((keys * rows).sum(-1).double() / float(tokens) ** 2).float()
+    # blocks that hold text keep everything, and stand last in the sequence: they go first.
+    number = torch.arange(blocks - 1, -1, -1, dtype=torch.int32, device=device)
+    return SparsePlan(
+        q_tiles=number.view(1, 1, -1, 1).expand(batch, heads, -1, -1).contiguous(),
+        kv_count=count.flip(-1),
+        kv_bits=words.flip(-2),
+        tile=tile,
+        tokens=tokens,
+        selected=share,
+        computed=share,
+    )
 
 
 def make_plan(
@@ -153,7 +203,7 @@ def make_plan_of_bits(
     *,
     block_rows: int = BLOCK_ROWS,
 ) -> SparsePlan:
-    """``make_plan`` by Triton's kernels, of a mask that never was anything but bits.
+    """``make_plan`` by Triton's kernels, of a mask in words of 32 bits.
 
     Args:
         words: the mask, int32 ``[B, H, Tq, ceil(Tk / 32)]``, as ``pack_bits`` makes it.
@@ -166,7 +216,7 @@ def make_plan_of_bits(
     Raises:
         OptionError: unknown ``merge``.
     """
-    from vidsparse.kernels.triton_plan import group_by_xor, join_blocks
+    from vidsparse.kernels.selection.plan import group_by_xor, join_blocks
 
     check_merge(merge)
     per_block = max(1, block_rows // tile[0])

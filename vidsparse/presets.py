@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse._version import __version__
-from vidsparse.errors import OptionError, OutputError
+from vidsparse.errors import OptionError, OutputError, listed
 from vidsparse.files import write_whole
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Preset:
 
     Args:
         method: the method's name.
-        options: its options as JSON values; those that the tables stand for keep their defaults.
+        options: its options as JSON values; those that the tables replace keep their defaults.
         order: token order that blocks were cut in.
         edges: timesteps between groups of steps, falling.
         tables: by name, ``[P, L, H, ...]`` fp32 on the CPU.
@@ -70,11 +70,14 @@ class Preset:
     digest: str = ""
 
     def make_method(self, **overrides: Any) -> SparseMethod:
-        """The method with its numbers; ``overrides`` are options that do not decide the numbers.
+        """The method with its calibrated numbers.
+
+        Args:
+            **overrides: options that may be changed without calibrating anew: the method's
+                ``free_options``.
 
         Raises:
-            OptionError: an option that the numbers stand for or were calibrated with, or a value
-                that is not valid.
+            OptionError: another option, or a value that is not valid.
         """
         from vidsparse.methods import METHODS, Numbers, SparseMethod, make_method
 
@@ -82,10 +85,11 @@ class Preset:
         free = METHODS[self.method].free_options
         for name, value in given.options().items():
             if name not in free and value != self.options[name]:
-                settled = "each head's own" if name in self.tables else self.options[name]
+                per_head = name in self.tables
+                settled = "a number for each head" if per_head else self.options[name]
                 raise OptionError(
-                    f"{name} is settled by {self.source} ({settled}), got {value}. "
-                    f"Hint: leave it out, or calibrate with it; {', '.join(free)} can be changed."
+                    f"{name} is settled by {self.source} ({settled}), got {value}. Hint: leave it "
+                    f"out or calibrate anew; {listed(free)} can be changed without calibration."
                 )
         assert isinstance(given, SparseMethod)
         numbers = Numbers(self.tables, self.grid, self.edges, self.source)
@@ -214,9 +218,12 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
         )
     for name, kind in _FIELDS.items():
         if not isinstance(value.get(name), kind):
-            raise OptionError(f"the preset {target} is damaged: {name} is missing or wrong")
+            raise OptionError(f"the preset {target} is damaged: {name} is missing or mistyped")
     if value["method"] not in METHODS:
-        raise OptionError(f"the preset {target} is for an unknown method {value['method']!r}")
+        raise OptionError(
+            f"the preset {target} is for an unknown method {value['method']!r}. "
+            f"Hint: this version knows {', '.join(METHODS)}."
+        )
     data = _read(tables_file)
     if hashlib.sha256(data).hexdigest() != value.get("tables", {}).get("sha256"):
         raise OptionError(

@@ -34,7 +34,7 @@ class HeadMaps:
     """Every head's map along one token order.
 
     Attributes:
-        weights: pooled attention over its row's largest, float16 ``[H, rows, columns]``.
+        weights: pooled attention divided by the largest of its row, float16 ``[H, rows, columns]``.
         kept: whether the tile there was selected, bool ``[H, rows, columns]``.
     """
 
@@ -115,11 +115,12 @@ class CellProbe:
         method: SparseMethod,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         site: CallSite,
         order: str,
         shares: tuple[Tensor, Tensor],
     ) -> None:
-        """Record a call: ``q``, ``k`` ``[B, H, S, D]`` in ``order``, the first of the batch.
+        """Record a call: ``q``, ``k``, ``v`` ``[B, H, S, D]`` in ``order``, the first of the batch.
 
         ``shares`` are the plan's selected and computed densities, ``[B, H]``.
         """
@@ -132,7 +133,8 @@ class CellProbe:
             # a head at a time: at full size one map alone is a hundred megabytes.
             for head in range(q.shape[1]):
                 at = replace(site, first_head=head)
-                weights, kept = _head(method, q[:1, head, None], k[:1, head, None], at)
+                alone = (slice(1), slice(head, head + 1))
+                weights, kept = _head(method, q[alone], k[alone], v[alone], at)
                 for name, (rows, columns) in places.items():
                     found[name].append(
                         (weights[rows][:, columns].half().cpu(), kept[rows][:, columns].cpu())
@@ -157,10 +159,12 @@ class CellProbe:
         )
 
 
-def _head(method: SparseMethod, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor]:
+def _head(
+    method: SparseMethod, q: Tensor, k: Tensor, v: Tensor, site: CallSite
+) -> tuple[Tensor, Tensor]:
     """Pooled attention over its row's largest and the selected tiles of one head, ``[Tq, Tk]``."""
     rows, keys = method.tile
-    kept = method.select(q, k, site)[0, 0]
+    kept = method.select(q, k, site, v=v)[0, 0]
     if site.grid.text:
         kept[site.grid.video // rows :] = True
         kept[:, site.grid.video // keys :] = True

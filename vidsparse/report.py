@@ -3,7 +3,9 @@
 ``report.json`` holds, under ``"format": "vidsparse-report/1"``:
 
 - ``summary``: for ``psnr``, ``ssim`` and ``flicker`` the mean, sample standard deviation and count
-  over prompts; both densities; the share of dense steps; seconds of both sides.
+  over prompts; ``total``, the share of all query-key pairs that the sparse side computed, and its
+  split ``work``; both densities of the sparse calls; the share of dense steps; seconds of both
+  sides. Reports of versions before 0.2 have neither ``total`` nor ``work``.
 - ``prompts``: per prompt the same measures, one entry per frame, and both runs' records.
 - ``density_map``: computed density by denoising step (row) and transformer layer (column), mean
   over prompts; 1.0 is a dense call, null one that never happened.
@@ -24,7 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from vidsparse.markdown import markdown_table
 from vidsparse.metrics import SSIM_WINDOW, Spread, VideoQuality, spread
+from vidsparse.work import Work
 
 FORMAT = "vidsparse-report/1"
 
@@ -36,9 +40,14 @@ CONVENTIONS: Mapping[str, str] = {
     "flicker": "PSNR in dB between the frame-to-frame differences of the two videos; null where "
     "these are identical or there is one frame; well below psnr means added flicker",
     "std": "sample standard deviation over prompts; null for fewer than two",
-    "selected": "share of tiles that the method chose, over the sparse steps only",
-    "computed": "share of query-key pairs that the kernel multiplied, over the sparse steps only; "
+    "total": "share of the query-key pairs of all video self-attention calls of a run that were "
+    "computed: dense steps and dense layers count in full, sparse calls by their computed share; "
     "speed follows this one",
+    "work": "where those pairs were computed: dense_steps, dense_layers, dense_fallback and sparse "
+    "add up to total; selection is what choosing them cost beside that, as a share of the run's "
+    "dense attention, null where it was not measured",
+    "selected": "share of tiles that the method chose, over the sparse calls only",
+    "computed": "share of query-key pairs that the kernel multiplied, over the sparse calls only",
 }
 
 
@@ -49,11 +58,13 @@ class RunFacts:
     Args:
         seconds: seconds by phase, at least ``denoise`` and ``total``; in a batch, this video's
             share of them.
-        selected: share of tiles chosen over the sparse steps, None for a dense run.
-        computed: share of query-key pairs multiplied over the sparse steps, None for a dense run.
+        selected: share of tiles chosen over the sparse calls, None for a dense run.
+        computed: share of query-key pairs multiplied over the sparse calls, None for a dense run.
         dense_step_share: share of the denoising steps that ran dense.
         implementation: what ran the attention.
         record: everything else that is known about the run, JSON-able.
+        work: share of all query-key pairs computed, and its split; None for a record of a version
+            that did not count them.
     """
 
     seconds: Mapping[str, float | None]
@@ -62,6 +73,7 @@ class RunFacts:
     dense_step_share: float | None
     implementation: str
     record: Mapping[str, Any]
+    work: Work | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +138,13 @@ class Report:
         return sum(each.quality.identical for each in self.comparisons)
 
     @property
+    def work(self) -> Work | None:
+        """Mean work of the sparse side over prompts; None where it is unknown for any of them."""
+        works = [each.sparse.work for each in self.comparisons]
+        known = [work for work in works if work is not None]
+        return Work.mean(known) if len(known) == len(works) else None
+
+    @property
     def selected(self) -> float | None:
         """Mean selected density over prompts."""
         return spread([each.sparse.selected for each in self.comparisons]).mean
@@ -166,6 +185,8 @@ class Report:
                 "psnr": asdict(self.psnr),
                 "ssim": asdict(self.ssim),
                 "flicker": asdict(self.flicker),
+                "total": self.work.total if self.work else None,
+                "work": self.work.to_json() if self.work else None,
                 "selected": self.selected,
                 "computed": self.computed,
                 "dense_step_share": self.dense_step_share,
@@ -187,33 +208,32 @@ class Report:
 
     def to_markdown(self) -> str:
         """The report as a page of Markdown: summary, one row per prompt, settings, conventions."""
+        work = self.work
+        seconds = [format_seconds(self.seconds(side, "denoise")) for side in ("dense", "sparse")]
+        measures = {
+            "PSNR": format_spread(self.psnr, ".2f", " dB", self.identical),
+            "SSIM": format_spread(self.ssim, ".4f"),
+            "flicker: PSNR of frame differences": format_spread(self.flicker, ".2f", " dB"),
+            "attention computed, whole run": format_total(work),
+            "of that": work.split if work else "-",
+            "beside it": work.selection_text if work else "-",
+            "density selected / computed, sparse calls": f"{format_share(self.selected)} / "
+            f"{format_share(self.computed)}",
+            "share of steps that ran dense": format_share(self.dense_step_share),
+            "denoising, dense / sparse": " / ".join(seconds),
+        }
         lines = ["# Dense against sparse", "", headline(self), ""]
+        lines += [markdown_table(("measure", "mean ± std over prompts"), measures.items()), ""]
         lines += [
-            "| measure | mean ± std over prompts |",
-            "|---|---|",
-            f"| PSNR | {format_spread(self.psnr, '.2f', ' dB', self.identical)} |",
-            f"| SSIM | {format_spread(self.ssim, '.4f')} |",
-            f"| flicker: PSNR of frame differences | {format_spread(self.flicker, '.2f', ' dB')} |",
-            f"| density selected / computed, sparse steps | {format_share(self.selected)} / "
-            f"{format_share(self.computed)} |",
-            f"| share of steps that ran dense | {format_share(self.dense_step_share)} |",
-            f"| denoising, dense / sparse | {format_seconds(self.seconds('dense', 'denoise'))} / "
-            f"{format_seconds(self.seconds('sparse', 'denoise'))} |",
-            "",
-            "| # | prompt | PSNR dB | SSIM | flicker dB | computed | dense s | sparse s |",
-            "|---:|---|---:|---:|---:|---:|---:|---:|",
-        ]
-        for each in self.comparisons:
-            lines.append(
-                f"| {each.number} | {_cell(each.prompt)} | {format_psnr(each.quality)} | "
-                f"{each.quality.ssim:.4f} | {format_number(each.quality.flicker, '.2f')} | "
-                f"{format_share(each.sparse.computed)} | "
-                f"{format_number(each.dense.seconds.get('denoise'), '.2f')} | "
-                f"{format_number(each.sparse.seconds.get('denoise'), '.2f')} |"
+            markdown_table(
+                _PROMPT_COLUMNS,
+                map(_prompt_cells, self.comparisons),
+                numbers=(name for name in _PROMPT_COLUMNS if name != "prompt"),
             )
+        ]
         for title, values in (("Settings", self.settings), ("Environment", self.environment)):
-            lines += ["", f"## {title}", "", "| name | value |", "|---|---|"]
-            lines += [f"| {_cell(name)} | {_cell(value)} |" for name, value in values.items()]
+            rows = [(name, plain_text(value)) for name, value in values.items()]
+            lines += ["", f"## {title}", "", markdown_table(("name", "value"), rows)]
         lines += ["", "## How to read this", ""]
         lines += [f"- {name}: {text}" for name, text in CONVENTIONS.items()]
         lines += [f"- {note}" for note in self.notes]
@@ -274,8 +294,8 @@ def headline(report: Report) -> str:
             f"{format_spread(report.ssim, '.4f')} SSIM"
         )
     parts = [quality]
-    if report.computed is not None:
-        parts.append(f"computing {format_share(report.computed)} of attention in the sparse steps")
+    if report.work is not None:
+        parts.append(f"computing {format_total(report.work)} of attention in the whole run")
     speedup = report.speedup("denoise")
     if speedup is not None:
         parts.append(f"denoising {speedup:.2f} times as fast")
@@ -298,6 +318,11 @@ def format_number(value: float | None, spec: str, unit: str = "", missing: str =
 def format_share(value: float | None) -> str:
     """A share as a percentage."""
     return format_number(value, ".1%")
+
+
+def format_total(work: Work | None) -> str:
+    """The share of all pairs that a run computed, as a percentage."""
+    return format_share(work.total if work else None)
 
 
 def format_seconds(value: float | None) -> str:
@@ -329,6 +354,8 @@ def _prompt_json(each: PromptComparison) -> dict[str, Any]:
         "prompt": each.prompt,
         "seed": each.seed,
         **quality,
+        "total": each.sparse.work.total if each.sparse.work else None,
+        "work": each.sparse.work.to_json() if each.sparse.work else None,
         "selected": each.sparse.selected,
         "computed": each.sparse.computed,
         "seconds": {"dense": dict(each.dense.seconds), "sparse": dict(each.sparse.seconds)},
@@ -342,5 +369,18 @@ def _shape(density_map: Sequence[Sequence[float | None]]) -> tuple[int, ...]:
     return tuple(len(row) for row in density_map)
 
 
-def _cell(value: Any) -> str:
-    return " ".join(plain_text(value).replace("|", "\\|").replace("<", "&lt;").split())
+_PROMPT_COLUMNS = (
+    "#", "prompt", "PSNR dB", "SSIM", "flicker dB", "computed, whole run", "dense s", "sparse s",
+)  # fmt: skip
+
+
+def _prompt_cells(each: PromptComparison) -> tuple[str, ...]:
+    return (
+        str(each.number),
+        each.prompt,
+        format_psnr(each.quality),
+        f"{each.quality.ssim:.4f}",
+        format_number(each.quality.flicker, ".2f"),
+        format_total(each.sparse.work),
+        *(format_number(run.seconds.get("denoise"), ".2f") for run in (each.dense, each.sparse)),
+    )

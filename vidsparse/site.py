@@ -18,8 +18,8 @@ class CallSite:
         grid: the token grid.
         branch: ``conditional`` or ``unconditional`` (classifier-free guidance runs both).
         part: which of the pipeline's transformers, from 0.
-        first_head: the layer's head that the first head of q and k is: long sequences are
-            planned a few heads at a time.
+        first_head: number, in its layer, of the first head of q and k: long sequences are planned
+            a few heads at a time.
     """
 
     layer: int

@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vidsparse.work import NOTHING_SELECTED, SELECTION_UNKNOWN, SelectionCost, Work
+
 
 @dataclass(slots=True)
 class Cell:
     """One attention call.
 
-    ``selected`` and ``computed`` are shares of query-key pairs, ``[B, H]`` (None when dense).
-    ``skipped`` is the share whose product with V a gate left out (None without a gate); such a
-    pair is half computed, and ``computed`` counts it so. ``seconds`` is the whole call: order,
-    mask, plan and kernel. ``action`` is ``dense``, ``replan``, ``reuse`` or ``dense: <why>`` where
-    a sparse call could not be made.
+    ``pairs`` counts its query-key pairs, batch and heads included. ``selected`` and ``computed``
+    are shares of them, ``[B, H]`` (None when dense). ``skipped`` is the share whose product with V
+    a gate left out (None without a gate); such a pair is half computed, and ``computed`` counts it
+    so. ``seconds`` is the whole call: order, mask, plan and kernel. ``selection`` is what a new
+    plan cost (None where that was never measured, or where no plan was made). ``action`` is
+    ``dense``, ``replan``, ``reuse`` or ``dense: <why>`` where a sparse call could not be made.
     """
 
     step: int
@@ -28,10 +31,22 @@ class Cell:
     branch: str
     action: str
     implementation: str
+    pairs: int
     selected: Tensor | None = None
     computed: Tensor | None = None
     skipped: Tensor | None = None
     seconds: float | None = None
+    selection: SelectionCost | None = None
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the call had a plan."""
+        return self.computed is not None
+
+    @property
+    def computed_share(self) -> float:
+        """Share of the pairs that were computed, 1.0 where the call was dense."""
+        return 1.0 if self.computed is None else self.computed.mean().item()
 
     def count_skipped(self, pairs: Tensor, tokens: int) -> None:
         """Take in what a gate skipped: ``pairs`` of every block ``[B, H, G]``, of ``tokens``²."""
@@ -43,14 +58,19 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """A run in a few numbers; densities are means over the sparse calls, None if there were none.
+    """A run in a few numbers.
 
+    ``work``: the share of all the run's pairs that was computed, dense steps and layers included,
+    and its split; None where there was no call. Speed follows its ``total``.
+
+    The other densities are means over the sparse calls alone, None if there were none.
     ``selected``: share of pairs the method chose. ``computed``: share the kernel multiplied after
-    merging tiles into blocks of rows, a pair counting half where a gate skipped its product with V;
-    speed follows this one. ``skipped``: share of such pairs, None where no call had a gate.
-    ``dense_step_share``: share of steps without any sparse call.
+    merging tiles into blocks of rows, a pair counting half where a gate skipped its product with V.
+    ``skipped``: share of such pairs, None where no call had a gate. ``dense_step_share``: share of
+    steps without any sparse call.
     """
 
+    work: Work | None
     selected: float | None
     computed: float | None
     dense_step_share: float
@@ -67,17 +87,19 @@ class TraceSummary:
         return None if self.computed is None else 1 - self.computed
 
     def __str__(self) -> str:
+        parts = [str(self.work)] if self.work is not None else []
         if self.selected is None or self.computed is None:
-            density = "all calls dense"
+            parts.append("all calls dense")
         else:
-            density = f"selected {self.selected:.3f}, computed {self.computed:.3f}"
+            density = f"sparse calls selected {self.selected:.3f}, computed {self.computed:.3f}"
             if self.skipped is not None:
                 density += f" ({self.skipped:.3f} without the product with V)"
-        text = (
-            f"{density}; {self.dense_step_share:.0%} of steps dense; {self.calls} attention calls "
+            parts.append(density)
+        parts.append(
+            f"{self.dense_step_share:.0%} of steps dense; {self.calls} attention calls "
             f"in {self.attention_seconds:.2f} s by {self.implementation}"
         )
-        return "; ".join([text, *self.notes])
+        return "; ".join([*parts, *self.notes])
 
 
 @dataclass(slots=True)
@@ -118,11 +140,12 @@ class Trace:
     def summary(self) -> TraceSummary:
         """The run in a few numbers."""
         self.resolve()
-        sparse = [c for c in self.cells if c.selected is not None]
+        sparse = [c for c in self.cells if c.sparse]
         steps = {c.step for c in self.cells}
         used = sorted({c.implementation for c in sparse}) or ["the pipeline's dense attention"]
         notes = sorted({c.action for c in self.cells if c.action.startswith("dense:")})
         return TraceSummary(
+            work=self._work(),
             selected=_mean([c.selected for c in sparse]),
             computed=_mean([c.computed for c in sparse]),
             dense_step_share=1 - len({c.step for c in sparse}) / len(steps) if steps else 1.0,
@@ -134,6 +157,40 @@ class Trace:
             skipped=_mean([c.skipped for c in sparse]),
         )
 
+    def _work(self) -> Work | None:
+        pairs = sum(c.pairs for c in self.cells)
+        if not pairs:
+            return None
+        # a step of which nothing was meant to be sparse is a dense one.
+        sparse_steps = {c.step for c in self.cells if c.action != "dense"}
+        computed = dict.fromkeys(("dense_steps", "dense_layers", "dense_fallback", "sparse"), 0.0)
+        for cell in self.cells:
+            if cell.sparse:
+                part = "sparse"
+            elif cell.action != "dense":
+                part = "dense_fallback"
+            else:
+                part = "dense_layers" if cell.step in sparse_steps else "dense_steps"
+            computed[part] += cell.computed_share * cell.pairs
+        selection, source = self._selection(pairs)
+        return Work(
+            total=sum(computed.values()) / pairs,
+            selection=selection,
+            selection_source=source,
+            **{part: count / pairs for part, count in computed.items()},
+        )
+
+    def _selection(self, pairs: int) -> tuple[float | None, str]:
+        """What all new plans cost, as a share of dense attention over ``pairs``, and its source."""
+        planned = [c for c in self.cells if c.sparse and c.action == "replan"]
+        if not planned:
+            return 0.0, NOTHING_SELECTED
+        known = [(c.selection, c.pairs) for c in planned if c.selection is not None]
+        if len(known) < len(planned):
+            return None, SELECTION_UNKNOWN
+        share = sum(cost.share * count for cost, count in known) / pairs
+        return share, "; ".join(dict.fromkeys(cost.source for cost, _ in known))
+
     def density_map(self) -> list[list[float | None]]:
         """Computed density, steps x layers: 1.0 where dense, None where nothing was called."""
         self.resolve()
@@ -143,8 +200,7 @@ class Trace:
         layers = max(c.layer for c in self.cells) + 1
         found: dict[tuple[int, int], list[float]] = {}
         for cell in self.cells:
-            value = 1.0 if cell.computed is None else cell.computed.mean().item()
-            found.setdefault((cell.step, cell.layer), []).append(value)
+            found.setdefault((cell.step, cell.layer), []).append(cell.computed_share)
         return [
             [
                 sum(values) / len(values) if (values := found.get((step, layer))) else None
@@ -191,6 +247,7 @@ class Trace:
                 "branch": c.branch,
                 "action": c.action,
                 "implementation": c.implementation,
+                "pairs": c.pairs,
                 "selected": per_head(c.selected),
                 "computed": per_head(c.computed),
                 "skipped": per_head(c.skipped),

@@ -53,7 +53,7 @@ class Desk:
                 self.queue.forget_cancelled()
 
     def cancel(self, visit: Visit, tab: str) -> int:
-        """Stop what the visit has in the queue for ``tab``; answers how many jobs there were."""
+        """Stop what the visit has in the queue for ``tab``; returns how many jobs there were."""
         asked = visit.cancel(tab)
         self.queue.forget_cancelled()
         return asked

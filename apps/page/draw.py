@@ -6,7 +6,7 @@ import base64
 import io
 import math
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import numpy as np
 
 from vidsparse.apps.page.queue import Snapshot
 from vidsparse.apps.page.tasks import BRIGHT, Clip, Pair, ReportFiles
-from vidsparse.apps.report_page import SHORT_PROMPT, frame_plot, nice_ticks
+from vidsparse.apps.runs.report_page import SHORT_PROMPT, frame_plot, nice_ticks, work_tiles
 from vidsparse.report import (
     PromptComparison,
     format_number,
@@ -23,7 +23,9 @@ from vidsparse.report import (
     format_seconds,
     format_share,
     format_spread,
+    format_total,
 )
+from vidsparse.work import Work
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -135,14 +137,7 @@ def clip_facts(clip: Clip, dense_seconds: float | None) -> str:
                     "note": f"{format_seconds(denoise)} denoising, "
                     f"{format_seconds(times['decode'])} decoding",
                 },
-                {
-                    "name": "Density computed",
-                    "value": format_share(record["computed"]) if sparse else "dense",
-                    "note": f"selected {format_share(record['selected'])}, in the sparse steps; "
-                    f"{format_share(record['dense_step_share'])} of steps dense"
-                    if sparse
-                    else "every query-key pair",
-                },
+                *_work(record),
                 speed,
                 {
                     "name": "Ran on",
@@ -154,10 +149,17 @@ def clip_facts(clip: Clip, dense_seconds: float | None) -> str:
     )
 
 
+def _work(record: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The run's share of attention computed, and its split."""
+    work = Work.from_json(record["work"])
+    return work_tiles(work, record["selected"], record["computed"])
+
+
 def clip_caption(clip: Clip) -> str:
     """One line under a video of the history."""
-    computed = clip.record["computed"]
-    share = "dense" if computed is None else f"{clip.request.method} {computed:.0%}"
+    record = clip.record
+    sparse = record["computed"] is not None
+    share = f"{clip.request.method} {record['total']:.0%}" if sparse else "dense"
     return f"{share} · seed {clip.request.seed} · {clip.record['times']['total']:.1f} s"
 
 
@@ -213,11 +215,7 @@ def pair_facts(pair: Pair) -> str:
                     else format_number(quality.flicker, ".2f", " dB"),
                     "note": "PSNR of frame differences",
                 },
-                {
-                    "name": "Density computed",
-                    "value": format_share(sparse["computed"]),
-                    "note": f"selected {format_share(sparse['selected'])}, in the sparse steps",
-                },
+                *_work(sparse),
                 {
                     "name": "Denoising",
                     "value": f"{seconds[0] / seconds[1]:.2f}x" if seconds[1] else "-",
@@ -305,7 +303,7 @@ _COLUMNS = (
     ("PSNR dB", False),
     ("SSIM", False),
     ("flicker dB", False),
-    ("computed", False),
+    ("computed, whole run", False),
     ("dense", False),
     ("sparse", False),
 )
@@ -326,7 +324,7 @@ def report_table(rows: Sequence[tuple[str, PromptComparison]]) -> str:
                     "identical"
                     if each.quality.identical
                     else format_number(each.quality.flicker, ".2f"),
-                    format_share(each.sparse.computed),
+                    format_total(each.sparse.work),
                     format_seconds(each.dense.seconds.get("denoise")),
                     format_seconds(each.sparse.seconds.get("denoise")),
                 )
@@ -338,7 +336,10 @@ def report_table(rows: Sequence[tuple[str, PromptComparison]]) -> str:
 
 def report_summary(reports: Sequence[tuple[str, ReportFiles]]) -> str:
     """One row for each setting: means and spreads over the prompts."""
-    names = ("setting", "PSNR dB", "SSIM", "flicker dB", "selected", "computed", "denoising")
+    names = (
+        "setting", "PSNR dB", "SSIM", "flicker dB", "computed, whole run", "in sparse calls",
+        "selected there", "denoising",
+    )  # fmt: skip
     return str(
         _macros().table(
             [{"name": name, "text": not index} for index, name in enumerate(names)],
@@ -348,8 +349,9 @@ def report_summary(reports: Sequence[tuple[str, ReportFiles]]) -> str:
                     format_spread(made.report.psnr, ".2f", identical=made.report.identical),
                     format_spread(made.report.ssim, ".4f"),
                     format_spread(made.report.flicker, ".2f"),
-                    format_share(made.report.selected),
+                    format_total(made.report.work),
                     format_share(made.report.computed),
+                    format_share(made.report.selected),
                     format_number(made.report.speedup("denoise"), ".2f", "x"),
                 )
                 for setting, made in reports
@@ -359,13 +361,12 @@ def report_summary(reports: Sequence[tuple[str, ReportFiles]]) -> str:
 
 
 def report_curve(rows: Sequence[tuple[str, PromptComparison]]) -> str:
-    """PSNR over computed density: every prompt, and the mean of each setting."""
+    """PSNR over the whole run's share computed: every prompt, and the mean of each setting."""
     points: dict[str, list[tuple[float, float, int]]] = {}
     for setting, each in rows:
-        if each.sparse.computed is not None and each.quality.psnr is not None:
-            points.setdefault(setting, []).append(
-                (each.sparse.computed, each.quality.psnr, each.number)
-            )
+        work = each.sparse.work
+        if work is not None and each.quality.psnr is not None:
+            points.setdefault(setting, []).append((work.total, each.quality.psnr, each.number))
     if not points:
         return ""
     everything = [point for group in points.values() for point in group]
@@ -402,7 +403,7 @@ def report_curve(rows: Sequence[tuple[str, PromptComparison]]) -> str:
             ],
             " ".join(f"{'L' if i else 'M'}{p['x']:.4f} {p['y']:.4f}" for i, p in enumerate(means)),
             means,
-            "PSNR against computed density",
+            "PSNR against attention computed in the whole run",
         )
     )
 

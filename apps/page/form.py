@@ -16,8 +16,8 @@ from typing import Any
 import click
 import gradio as gr
 
-from vidsparse.apps.options import amount, default_text
 from vidsparse.apps.page.host import Host, HostPreset
+from vidsparse.apps.terminal.options import amount, default_text
 from vidsparse.errors import OptionError
 from vidsparse.kernels import IMPLEMENTATIONS
 from vidsparse.methods import METHODS, Method, SparseMethod, make_method

@@ -2,6 +2,23 @@
 
 A job is done by exactly one device and ends in exactly one of three states: done, cancelled or
 failed. Whoever follows it is woken by its changes.
+
+Gradio's own queue (6.31) is not enough here. Its ``concurrency_id`` gives several events one line
+and one limit, first come first served, and it drops the waiting events of a page that was closed.
+What a device needs beside that:
+
+- *A place, not a count.* The limit says how many events run at once. Nothing says on which device,
+  and each step of an event runs in whatever thread of a pool is free; a loaded model and the room
+  that its kernels reuse stay with one thread here.
+- *Held until it is free.* Gradio cancels an event's task. The thread that it waits for goes on,
+  unheard, and the place is given away at once: the next event would run beside it on the same
+  device. Here a job that was asked to stop does so at the end of its step, and only then the device
+  takes the next one.
+- *Heard after the page was closed.* A running function learns of it at its next ``yield``, which a
+  denoising run does not reach before its end. Here whoever stops following gives the job up.
+- *A state to draw.* An event that waits has run nothing, so it cannot say where it stands. Here a
+  job tells from the moment of its submission how many are before it, those that run included, then
+  its step and the time left.
 """
 
 from __future__ import annotations
@@ -19,7 +36,7 @@ from vidsparse.errors import UnsupportedError, VidsparseError
 from vidsparse.logs import logger
 
 Result = TypeVar("Result")
-Bench = TypeVar("Bench")
+Equipment = TypeVar("Equipment")
 State = Literal["waiting", "running", "done", "cancelled", "failed"]
 
 # progress is shown this often at most; the end of a job is shown at once.
@@ -68,7 +85,7 @@ class Snapshot:
         return self.state in ("done", "cancelled", "failed")
 
 
-class Job(Generic[Bench, Result]):
+class Job(Generic[Equipment, Result]):
     """One piece of work, its progress, and in the end its result.
 
     Args:
@@ -77,7 +94,7 @@ class Job(Generic[Bench, Result]):
     """
 
     def __init__(
-        self, work: Callable[[Bench, Job[Bench, Result]], Result], *, parts: int = 1
+        self, work: Callable[[Equipment, Job[Equipment, Result]], Result], *, parts: int = 1
     ) -> None:
         self.id = secrets.token_hex(4)
         self.result: Result | None = None
@@ -203,7 +220,7 @@ class Job(Generic[Bench, Result]):
 
     # ---- for the queue ----
 
-    def run(self, bench: Bench, device: str) -> None:
+    def run(self, bench: Equipment, device: str) -> None:
         """Do the work and keep its result or error; does nothing if it was cancelled before."""
         with self._lock:
             if self._state != "waiting":
@@ -243,7 +260,7 @@ class Job(Generic[Bench, Result]):
                 self._watchers.discard(wake)
 
 
-class JobQueue(Generic[Bench]):
+class JobQueue(Generic[Equipment]):
     """First come, first served, one thread for each device.
 
     Args:
@@ -251,10 +268,10 @@ class JobQueue(Generic[Bench]):
         waiting: jobs that may wait at once.
     """
 
-    def __init__(self, benches: Sequence[tuple[str, Bench]], *, waiting: int) -> None:
+    def __init__(self, benches: Sequence[tuple[str, Equipment]], *, waiting: int) -> None:
         self._most = waiting
-        self._jobs: list[Job[Bench, object]] = []
-        self._running: list[Job[Bench, object]] = []
+        self._jobs: list[Job[Equipment, object]] = []
+        self._running: list[Job[Equipment, object]] = []
         self._arrived = threading.Condition()
         self._closed = False
         self._threads = [
@@ -264,7 +281,7 @@ class JobQueue(Generic[Bench]):
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job[Bench, Result]) -> Job[Bench, Result]:
+    def submit(self, job: Job[Equipment, Result]) -> Job[Equipment, Result]:
         """Put a job at the end.
 
         Raises:
@@ -298,7 +315,7 @@ class JobQueue(Generic[Bench]):
         for thread in self._threads:
             thread.join()
 
-    def _serve(self, device: str, bench: Bench) -> None:
+    def _serve(self, device: str, bench: Equipment) -> None:
         while True:
             with self._arrived:
                 self._arrived.wait_for(lambda: self._jobs or self._closed)

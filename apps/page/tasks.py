@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vidsparse.apps.comparison import Comparison, measure, write_report
-from vidsparse.apps.jobs import Job as PromptJob
 from vidsparse.apps.page.queue import Cancelled
 from vidsparse.apps.page.queue import Job as QueueJob
 from vidsparse.apps.page.workbench import Workbench
-from vidsparse.apps.prompts import Prompt
-from vidsparse.apps.run_folder import RunFolder, Target
+from vidsparse.apps.runs.comparison import Comparison, video_quality, write_report
+from vidsparse.apps.runs.prepared import PreparedPrompt
+from vidsparse.apps.runs.prompts import Prompt
+from vidsparse.apps.runs.run_folder import RunFolder, Target
 from vidsparse.errors import UnsupportedError
 from vidsparse.metrics import Frames, VideoQuality, amplified_difference
 from vidsparse.report import PromptComparison, Report
@@ -95,7 +95,7 @@ def compare(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], 
     """A job that makes a video dense and sparse and measures how far apart they are."""
 
     def work(bench: Workbench, job: Job) -> Pair:
-        from vidsparse.apps.comparison import dense_side
+        from vidsparse.apps.runs.comparison import dense_side
         from vidsparse.pipelines.video import write_video
 
         handles: list[SparseHandle] = []
@@ -105,7 +105,7 @@ def compare(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], 
         job.check()
         job.say("measuring")
         fitted = bench.fit(request)
-        quality = measure(dense.frames, sparse.frames)
+        quality = video_quality(dense.frames, sparse.frames)
         job.check()
         job.say("writing the videos")
         panels = stem.with_name(f"{stem.name}-compare.mp4")
@@ -212,16 +212,16 @@ def _one_report(
         ]
 
     comparison = Comparison(generate, folder)
-    jobs = [
-        PromptJob(
+    prepared = [
+        PreparedPrompt(
             prompt=Prompt(number=number, text=text, line=number),
             request=replace(fitted, prompt=text),
         )
         for number, text in enumerate(prompts, 1)
     ]
     job.say("warming up")
-    comparison.warm_up(jobs[:1], bench.load_for(request).defaults)
-    for each in jobs:
+    comparison.warm_up(prepared[:1], bench.load_for(request).defaults)
+    for each in prepared:
         announce(comparison.run([each]))
     job.check()
     job.say("writing the report")

@@ -7,7 +7,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from vidsparse.apps.prompts import parse_prompts
+from vidsparse.apps.runs.prompts import parse_prompts
 from vidsparse.errors import OptionError
 
 # of an uploaded picture: far above what any model reads, far below what fills the memory.

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vidsparse.apps.prompts import slug
+from vidsparse.apps.runs.prompts import slug
 from vidsparse.errors import OutputError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Visit:
         return None
 
     def cancel(self, tab: str | None = None) -> int:
-        """Ask the jobs of ``tab``, or all, to stop; answers how many there were."""
+        """Ask the jobs of ``tab``, or all, to stop; returns how many there were."""
         asked = 0
         for name, jobs in self.jobs.items():
             if tab is None or name == tab:

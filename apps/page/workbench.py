@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vidsparse.apps.comparison import dense_side
 from vidsparse.apps.page.queue import Cancelled, Job
+from vidsparse.apps.runs.comparison import dense_side
 
 if TYPE_CHECKING:
     from vidsparse.pipelines.generate import Attach, Generated

@@ -9,6 +9,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from vidsparse.markdown import markdown_table
+
 from . import text, world
 from .model import EXAMPLE_PROMPTS, LICENSE, SmallModel
 
@@ -89,9 +91,7 @@ Reconstruction by the autoencoder in fp32, mean PSNR over held-out clips (bar: 3
 python -m vidsparse.apps.small_model.vae_psnr --model pipelines/models/$name --device cuda
 ```
 
-| clips | PSNR, dB |
-|---|---|
-$psnr_rows
+$psnr_table
 
 Fidelity: the 24 held-out prompts with one object in straight motion, generated dense. A script
 reads the object's colour and direction from the frames; counted are the clips where both are right
@@ -101,9 +101,7 @@ reads the object's colour and direction from the frames; counted are the clips w
 $fidelity_commands
 ```
 
-| size | colour and direction both right |
-|---|---|
-$fidelity_rows
+$fidelity_table
 
 ## Limits
 
@@ -202,14 +200,20 @@ def readme(
         backgrounds=len(world.BACKGROUNDS),
         textures=len(world.TEXTURES),
         training=training,
-        psnr_rows="\n".join(f"| {size} | {psnr.get(str(size), _NOT_MEASURED)} |" for size in sizes),
+        psnr_table=markdown_table(
+            ("clips", "PSNR, dB"),
+            ((str(size), str(psnr.get(str(size), _NOT_MEASURED))) for size in sizes),
+        ),
         fidelity_commands="\n".join(
             f"{command} --device cuda --batch 24 --size {square} --frames {size.frames}"
             for size, square in zip(sizes, squares, strict=True)
         ),
-        fidelity_rows="\n".join(
-            f"| {square}, {size.frames} frames | {fidelity.get(square, _NOT_MEASURED)} |"
-            for size, square in zip(sizes, squares, strict=True)
+        fidelity_table=markdown_table(
+            ("size", "colour and direction both right"),
+            (
+                (f"{square}, {size.frames} frames", str(fidelity.get(square, _NOT_MEASURED)))
+                for size, square in zip(sizes, squares, strict=True)
+            ),
         ),
         trained_sizes=" and ".join(
             f"{size.frames} frames of {square}" for size, square in zip(sizes, squares, strict=True)

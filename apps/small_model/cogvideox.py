@@ -247,10 +247,10 @@ class CogVideoX(SmallModel):
                 f"{net.num_attention_heads} heads",
                 f"  of {net.attention_head_dim}, patch {net.patch_size}x{net.patch_size}, rotary "
                 f"positions; text and video attend together, the",
-                f"  {net.max_text_seq_length} text tokens first; stored in bfloat16.",
+                f"  {net.max_text_seq_length} text tokens first; stored in bf16.",
                 f"- Text encoder, {millions(encoder)} M: `T5EncoderModel`, {words.num_layers} "
                 f"layers of width {words.d_model}, trained",
-                "  jointly with the transformer; bfloat16.",
+                "  jointly with the transformer; bf16.",
                 f"- Autoencoder, {millions(vae)} M: `AutoencoderKLCogVideoX`, "
                 f"{vae.config.latent_channels} channels, compression 4x4 in",
                 "  space and 4 in time; float16.",

@@ -44,8 +44,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def export(model: SmallModel, checkpoints: Path, folder: Path) -> None:
     """Write the complete ``folder`` for diffusers' ``from_pretrained`` from fp32 ``checkpoints``.
 
-    The transformer and the text encoder are stored in bfloat16, but for the small modules that
-    diffusers computes in fp32; the autoencoder in float16, which keeps three more bits of its
+    The transformer and the text encoder are stored in bf16, but for the small modules that
+    diffusers computes in fp32; the autoencoder in fp16, which keeps three more bits of its
     weights. The card says what ``card.MEASURED`` beside the checkpoints says.
     """
     transformer = model.transformer_class.from_pretrained(

@@ -238,10 +238,10 @@ class Wan(SmallModel):
                 f"- Transformer, {millions(transformer)} M parameters: `WanTransformer3DModel`, "
                 f"{net.num_layers} layers, {net.num_attention_heads}",
                 f"  heads of {net.attention_head_dim}, feed-forward {net.ffn_dim}, patch "
-                f"{'x'.join(map(str, net.patch_size))}; stored in bfloat16.",
+                f"{'x'.join(map(str, net.patch_size))}; stored in bf16.",
                 f"- Text encoder, {millions(encoder)} M: `UMT5EncoderModel`, {words.num_layers} "
                 f"layers of width {words.d_model},",
-                "  trained jointly with the transformer; bfloat16.",
+                "  trained jointly with the transformer; bf16.",
                 f"- Autoencoder, {millions(vae)} M: `AutoencoderKLWan`, residual, patch "
                 f"{space.patch_size}, {space.z_dim}",
                 "  channels, compression 8x8 in space and 4 in time; float16.",

@@ -18,10 +18,8 @@ from vidsparse.calibration.xattention import XAttentionCalibrator
 
 CALIBRATORS: Final[Mapping[str, type[Calibrator]]] = MappingProxyType(
     {
-        "spargeattn": SpargeCalibrator,
-        "xattention": XAttentionCalibrator,
-        "sale": SaleCalibrator,
-        "bsfa": BsfaCalibrator,
+        cls.calibrates.name: cls
+        for cls in (SpargeCalibrator, XAttentionCalibrator, SaleCalibrator, BsfaCalibrator)
     }
 )
 """Calibrators by the name of their method."""

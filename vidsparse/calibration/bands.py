@@ -1,4 +1,4 @@
-"""What every block of keys adds to a few query tiles: one product, then any mask for next to none.
+"""What every block of keys adds to the attention of a few query tiles, to try many masks cheaply.
 
 Softmax attention under a mask is a sum over blocks of keys divided by a sum over blocks of keys.
 Once each block's share of both is known for a query tile, another mask costs one small product of

@@ -66,8 +66,14 @@ class Calibrator(ABC):
     Fields that are settings carry their command line flag, as a method's options do.
     """
 
+    calibrates: ClassVar[type[SparseMethod]]
+    """The method whose numbers it finds."""
+
     samples: ClassVar[int]
     """Prompts that the paper calibrates with."""
+
+    bound: ClassVar[str | None] = None
+    """The setting that bounds the relative L1 error of the method's output, where there is one."""
 
     method: SparseMethod
     extent: Extent
@@ -91,7 +97,7 @@ class Calibrator(ABC):
 
     @abstractmethod
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a ``state()``."""
+        """Continue from a ``state()``."""
 
     @abstractmethod
     def tables(self) -> dict[str, Tensor]:

@@ -59,6 +59,7 @@ class BsfaCalibrator(Calibrator):
     thresholds, averaged over all calls seen in it.
     """
 
+    calibrates = Bsfa
     samples: ClassVar[int] = 16
 
     fractions: tuple[float, ...] = option(
@@ -80,9 +81,11 @@ class BsfaCalibrator(Calibrator):
     def __post_init__(self) -> None:
         self.fractions = tuple(self.fractions)
         if not self.fractions or len(set(self.fractions)) < len(self.fractions):
-            raise OptionError("fractions must be different shares in (0, 1]. Hint: 0.1,0.3,0.5.")
+            raise OptionError(
+                "fractions must be one or more different shares in (0, 1]. Hint: 0.1,0.3,0.5."
+            )
         for fraction in self.fractions:
-            check_share("each of fractions", fraction)
+            check_share("every fraction", fraction)
         check_count("groups", self.groups)
         check_count("per_group", self.per_group)
         self._sum = torch.zeros(0)
@@ -134,7 +137,7 @@ class BsfaCalibrator(Calibrator):
         self._density_weight += weight
 
     def finish(self, number: int) -> None:
-        """Nothing follows from one pass but the means."""
+        """Do nothing: one pass is all, and ``tables`` takes the means."""
 
     def state(self) -> dict[str, Tensor]:
         """Sums and counts."""

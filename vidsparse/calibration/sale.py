@@ -25,7 +25,7 @@ class SaleCalibrator(Calibrator):
     """The largest of tau_0, tau_0 / 2, .. whose error was under the bound in every call seen.
 
     The paper halves on from call to call; all of them are tried on every call here, which is one
-    estimate of the scores and the same answer. The paper's error is |O - O'|_1 / N, with a bound of
+    estimate of the scores and the same result. The paper's error is |O - O'|_1 / N, with a bound of
     0.4 for one model and 2.0 for another, since it grows with the values; here it is divided by
     |O|_1 / N, so that one bound means the same everywhere.
 
@@ -33,7 +33,9 @@ class SaleCalibrator(Calibrator):
         OptionError: a number out of range.
     """
 
+    calibrates = Sale
     samples: ClassVar[int] = 5
+    bound = "error"
 
     error: float = option(
         0.05, flag="--error", metavar="E", help="bound on the relative L1 error of a head"
@@ -55,7 +57,7 @@ class SaleCalibrator(Calibrator):
 
     @property
     def passes(self) -> Sequence[Pass]:
-        """One."""
+        """One pass."""
         return [Pass(title="tau", steps=self.extent.spread(self.steps))]
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
@@ -67,7 +69,7 @@ class SaleCalibrator(Calibrator):
         self._sweep.add(site, *masked_errors(keep_text(masks, tile, site), tile, q, k, v))
 
     def finish(self, number: int) -> None:
-        """Nothing follows but how often each head halves, which the errors say."""
+        """Do nothing: the errors say how often each head halves."""
 
     def state(self) -> dict[str, Tensor]:
         """The sweep."""

@@ -14,9 +14,9 @@ from vidsparse.calibration.bands import Band, bands
 from vidsparse.calibration.base import Calibrator, Pass, check_count, check_positive
 from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
 from vidsparse.errors import OptionError
+from vidsparse.kernels.attention.gates import RelativeGate, skipped_pieces
 from vidsparse.kernels.dispatch import eight_bits_that_pay
-from vidsparse.kernels.gates import RelativeGate, skipped_pieces
-from vidsparse.kernels.quantize import quantize_qk
+from vidsparse.kernels.tokens.quantize import quantize_qk
 from vidsparse.masks import tile_sizes
 from vidsparse.methods import Numbers, SpargeAttn
 from vidsparse.methods.base import option
@@ -36,7 +36,7 @@ PIECE: Final = 64
 
 @dataclass(kw_only=True)
 class SpargeCalibrator(Calibrator):
-    """The pair (tau, theta) that keeps least with every L1 seen under l1, then lambda under l2.
+    """Finds the sparsest tau and theta with an L1 below l1, then lambda with one below l2.
 
     L1 = sum|O - O'| / sum|O| of one head in one call. A head that no pair satisfies keeps all, and
     one that no lambda satisfies has no gate (-inf). Where q·k will run in 8 bits, errors of the
@@ -46,7 +46,9 @@ class SpargeCalibrator(Calibrator):
         OptionError: l2 below l1, numbers out of range, or a tile the gate's pieces do not divide.
     """
 
+    calibrates = SpargeAttn
     samples: ClassVar[int] = 5
+    bound = "l2"
 
     l1: float = option(
         0.05, flag="--l1", metavar="E", help="largest relative L1 error of the first stage"
@@ -65,8 +67,8 @@ class SpargeCalibrator(Calibrator):
         check_count("sample_steps", self.steps)
         if self.l2 < self.l1:
             raise OptionError(
-                f"l2 bounds the error of both stages and l1 that of the first: l2 ({self.l2:g}) "
-                f"must not be below l1 ({self.l1:g})"
+                f"l2 ({self.l2:g}) must not be below l1 ({self.l1:g}): l1 bounds the error of the "
+                "first stage and l2 that of both"
             )
         method = self._method
         if method.tile[0] != BLOCK_ROWS or method.tile[1] % PIECE:

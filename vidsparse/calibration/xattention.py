@@ -1,7 +1,9 @@
-"""XAttention: minimum thresholds by dynamic programming over all heads."""
+"""XAttention: minimum thresholds, what all heads may err together shared out among them."""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -22,35 +24,75 @@ SHRINK: Final = 0.9
 """What an adjustment multiplies a threshold with."""
 
 
-def best_adjustments(performance: Tensor, least: float) -> Tensor:
-    """How often to lower the threshold of every head, int64 ``[H]``.
+def best_adjustments(errors: Tensor, densities: Tensor, most: float) -> Tensor:
+    """How often to lower the threshold of every head, int64 ``[H]``: what saves most density.
 
-    ``performance`` ``[H, M + 1]`` is P(h, m), what head h is worth after m adjustments. With
-    D[h][m] the best sum over the first h heads of exactly m adjustments in all,
+    The density that all heads keep together becomes as small as it can while the sum of their
+    errors stays within ``most``. Each head's choices are taken along the hull of what they save for
+    what they cost, over all heads in the order of saving by cost; what is left of the bound goes to
+    the largest savings that still fit. The answer is off from the best one by at most one step of
+    one head.
 
-        D[h][m] = max over j of D[h - 1][m - j] + P(h, j),
+    The paper's dynamic programme, D[h][m] = max(D[h-1][m], P(h, m)), counts adjustments. Lowering
+    one head's threshold saves another share of the pairs than lowering another's, so a count says
+    little about work.
 
-    the answer is the best way to make the largest m whose D[H][m] is at least ``least``. (The paper
-    prints D[h][m] = max(D[h - 1][m], P(h, m)), in which no head's adjustments add to another's.)
+    Args:
+        errors: of each head after each number of adjustments, ``[H, M + 1]``; infinite where a head
+            must not go.
+        densities: share of pairs that it keeps then, ``[H, M + 1]``.
+        most: bound on the sum of the errors. Nothing is adjusted where the start is above it.
     """
-    heads, choices = performance.shape
-    best = torch.zeros(1, dtype=torch.float64)
-    taken = []
-    for worth in performance.double():
-        length = len(best) + choices - 1
-        # row j: the best of the heads before with j adjustments fewer, and this head's j-th.
-        rows = torch.full((choices, length), -torch.inf, dtype=torch.float64)
-        for j in range(choices):
-            rows[j, j : j + len(best)] = best + worth[j]
-        best, choice = rows.max(0)
-        taken.append(choice)
-    enough = (best >= least).nonzero()
-    total = int(enough.max()) if len(enough) else 0
-    answer = torch.zeros(heads, dtype=torch.int64)
-    for head in range(heads - 1, -1, -1):
-        answer[head] = taken[head][total]
-        total -= int(answer[head])
-    return answer
+    costs, kept = errors.double().tolist(), densities.double().tolist()
+    made = [0] * len(costs)
+    left = most - math.fsum(of_head[0] for of_head in costs)
+    if left < 0:
+        return torch.tensor(made)
+
+    def step(head: int, choice: int) -> tuple[float, float]:
+        """What moving a head from its present choice saves, and what that costs."""
+        now = made[head]
+        return kept[head][now] - kept[head][choice], costs[head][choice] - costs[head][now]
+
+    def next_on_hull(head: int) -> tuple[float, int] | None:
+        """The choice that saves most by cost from here, and that ratio."""
+        found = [
+            (math.inf if cost <= 0 else saved / cost, choice)
+            for choice in range(len(costs[head]))
+            for saved, cost in [step(head, choice)]
+            if saved > 0 and cost < math.inf
+        ]
+        return max(found, default=None)
+
+    queue: list[tuple[float, int, int]] = []
+
+    def push(head: int) -> None:
+        following = next_on_hull(head)
+        if following is not None:
+            ratio, choice = following
+            heapq.heappush(queue, (-ratio, head, choice))
+
+    for head in range(len(costs)):
+        push(head)
+    while queue:
+        _, head, choice = heapq.heappop(queue)
+        _, cost = step(head, choice)
+        if cost <= left:
+            made[head], left = choice, left - cost
+            push(head)
+    while True:
+        fitting = [
+            (saved, head, choice)
+            for head in range(len(costs))
+            for choice in range(len(costs[head]))
+            for saved, cost in [step(head, choice)]
+            if saved > 0 and cost <= left
+        ]
+        if not fitting:
+            return torch.tensor(made)
+        _, head, choice = max(fitting)
+        left -= step(head, choice)[1]
+        made[head] = choice
 
 
 @dataclass(kw_only=True)
@@ -58,15 +100,18 @@ class XAttentionCalibrator(Calibrator):
     """A threshold for every head, lowered where that costs least.
 
     t_h(m) = 0.9 t_h(m - 1) from the method's tau. The paper leaves P(h, m) open: here it is the
-    negative mean relative L1 error of head h after m adjustments, no head is lowered to a mean
-    error above ``error``, and adjustments go on while that of all heads stays under it. (Without
-    the bound of each head the sum lets a few go wrong for the sake of the others.)
+    negative mean relative L1 error of head h after m adjustments. No head is lowered to a mean
+    error above ``error``, and of all ways to keep that of all heads under it the one that saves
+    most density is taken. (Without the bound of each head the sum lets a few go wrong for the sake
+    of the others.)
 
     Raises:
         OptionError: a number out of range, or a method that does not select by tau.
     """
 
+    calibrates = XAttention
     samples: ClassVar[int] = 5
+    bound = "error"
 
     error: float = option(
         0.05, flag="--error", metavar="E", help="bound on the mean relative L1 error over heads"
@@ -85,8 +130,8 @@ class XAttentionCalibrator(Calibrator):
         check_count("sample_steps", self.steps)
         if self._method.tau is None:
             raise OptionError(
-                "xattention is calibrated where it selects by tau. Hint: leave --topk and --blocks "
-                "out."
+                "calibration finds tau, and with topk or blocks xattention selects without it. "
+                "Hint: leave --topk and --blocks out."
             )
         check_share("tau", self._method.tau)
         self._taus = self._method.tau * SHRINK ** torch.arange(self.adjustments + 1)
@@ -100,7 +145,7 @@ class XAttentionCalibrator(Calibrator):
 
     @property
     def passes(self) -> Sequence[Pass]:
-        """One."""
+        """One pass."""
         return [Pass(title="errors of all thresholds", steps=self.extent.spread(self.steps))]
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
@@ -112,17 +157,18 @@ class XAttentionCalibrator(Calibrator):
         self._sweep.add(site, *masked_errors(masks, method.tile, q, k, v))
 
     def finish(self, number: int) -> None:
-        """Share the adjustments out."""
+        """Distribute the adjustments over all heads."""
         seen = self._sweep.calls.flatten() > 0
         errors = self._sweep.mean.flatten(0, 2)[seen]
-        worth = -errors
+        densities = self._sweep.density.flatten(0, 2)[seen]
+        most = self.error * len(errors)
         # a head that begins above the bound stays as it is.
-        worth[:, 1:] = worth[:, 1:].masked_fill(errors[:, 1:] > self.error, -torch.inf)
+        errors[:, 1:] = errors[:, 1:].masked_fill(errors[:, 1:] > self.error, torch.inf)
         made = self._made.view(-1)
-        made[seen] = best_adjustments(worth, -self.error * len(errors)).float()
+        made[seen] = best_adjustments(errors, densities, most).float()
 
     def state(self) -> dict[str, Tensor]:
-        """The sweep and what came of it."""
+        """The sweep, and the adjustments of each head."""
         return {**self._sweep.state("sweep"), "made": self._made}
 
     def restore(self, state: dict[str, Tensor]) -> None:

@@ -11,15 +11,21 @@ from vidsparse.methods.base import Method, SparseMethod
 from vidsparse.methods.bsfa import Bsfa
 from vidsparse.methods.dense import Dense
 from vidsparse.methods.fg_attn import FgAttn
+from vidsparse.methods.foresight import Foresight
 from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.sale import Sale
 from vidsparse.methods.spargeattn import SpargeAttn
 from vidsparse.methods.xattention import XAttention
 
 METHODS: Final[Mapping[str, type[Method]]] = MappingProxyType(
-    {cls.name: cls for cls in (FgAttn, SpargeAttn, XAttention, Sale, Bsfa, Dense)}
+    {cls.name: cls for cls in (FgAttn, SpargeAttn, XAttention, Sale, Bsfa, Foresight, Dense)}
 )
 """Every method by the name used in options, the default first."""
+
+SPARSE_METHODS: Final[Mapping[str, type[SparseMethod]]] = MappingProxyType(
+    {name: cls for name, cls in METHODS.items() if issubclass(cls, SparseMethod)}
+)
+"""Those of them that leave anything out."""
 
 
 def _owners(option: str) -> list[str]:
@@ -51,9 +57,11 @@ def make_method(name: str, **options: Any) -> Method:
 
 __all__ = [
     "METHODS",
+    "SPARSE_METHODS",
     "Bsfa",
     "Dense",
     "FgAttn",
+    "Foresight",
     "Method",
     "Numbers",
     "Sale",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import MERGES
@@ -15,10 +15,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from vidsparse.kernels.gates import Gate
+    from vidsparse.kernels.attention.gates import Gate
     from vidsparse.methods.numbers import Numbers
+    from vidsparse.methods.studied import Ablation, Knob, Settings
+    from vidsparse.order import TokenOrder
     from vidsparse.plan import SparsePlan
     from vidsparse.site import CallSite
+
+Selection = Literal["rule", "words", "blocks", "select"]
+"""Which of a method's four ways its tiles are selected by; see ``SparseMethod.selection``."""
+
+MEANS: Final = (32, 64, 128)
+"""What a ``means`` option can be, beside None."""
 
 QUANTIZE: Final = ("auto", "int8", "fp8", "none")
 """What a ``quantize`` option can be."""
@@ -26,7 +34,7 @@ QUANTIZE: Final = ("auto", "int8", "fp8", "none")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """Base of the methods: a frozen set of numbers and the mask they give.
+    """Base of the methods: a frozen set of options, and the tiles that they select.
 
     Subclasses are dataclasses whose fields are the method's own options; ``option(...)`` declares
     them with the help text, flag and text conversion that command line and page show.
@@ -49,49 +57,115 @@ class Method(ABC):
         return tuple(f for f in dataclasses.fields(cls) if "flag" in f.metadata)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlockChoice:
+    """Tokens in order, and the key chunks of every block of query rows.
+
+    Attributes:
+        q: queries ``[B, H, S, D]`` in order.
+        k: keys, likewise.
+        v: values, likewise.
+        words: a block's chunks, int32 ``[B, H, G, ceil(Tk / 32)]``, the first in the lowest bit.
+        count: how many they are, int32 ``[B, H, G]``.
+        means: mean keys and values of groups of ``means`` tokens ``[B, H, P, D]``, where they were
+            made on the way and hold no text.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    words: Tensor
+    count: Tensor
+    means: tuple[Tensor, Tensor] | None = None
+
+
 class SparseMethod(Method):
     """A method that selects tiles; it has at least the options ``tile`` and ``merge``.
 
     ``quantize`` is the 8-bit format of the products q·k: ``int8``, ``fp8``, ``auto`` (int8 where
-    the kernels gain by it) or None.
+    the kernels gain by it) or None. ``means`` is the number of tokens of a group whose mean key and
+    value stand for those that are not computed, or None where these are left out.
 
     A method that can be calibrated has a field ``numbers`` too, and says in ``free_options`` which
     options may change without new numbers and in ``needs_numbers`` whether it can do without any.
+
+    Studies and benchmarks find a method by what it declares: its ``knobs``, of which the first is
+    the usual one; the settings it is ``compared`` in with other methods (each at one density by its
+    knob, or as it stands where there is none); the settings whose ``masks`` are timed; and its
+    paper's ``ablations``.
     """
 
     tile: tuple[int, int]
     merge: str
     quantize: str | None = None
+    means: int | None = None
     numbers: Numbers | None = None
     needs_numbers: ClassVar[bool] = False
+    knobs: ClassVar[tuple[Knob, ...]] = ()
+    compared: ClassVar[tuple[Settings, ...]] = ({},)
+    masks: ClassVar[tuple[Settings, ...]] = ({},)
+    ablations: ClassVar[tuple[Ablation, ...]] = ()
+    looks_at_values: ClassVar[bool] = False
 
     @abstractmethod
-    def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """The tiles to compute: ``q``, ``k`` ``[B, H, S, D]`` to bool ``[B, H, Tq, Tk]``.
+
+        ``v`` ``[B, H, S, D]`` is for methods that look at values, too (``looks_at_values``).
 
         Tokens are in the chosen order already. No host synchronisation. Where plans are reused,
         ``site`` is that of the call which made the plan.
         """
 
-    def rule(self, site: CallSite, device: torch.device) -> PooledTopP | None:
-        """What ``select`` does, where the kernels can do the same; None is always right."""
-        return None
+    def selection(self, q: Tensor) -> Selection:
+        """How tiles are selected where Triton's kernels run.
 
-    def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor] | None:
+        Args:
+            q: queries ``[B, H, S, D]``, for their shape and dtype.
+
+        Returns:
+            ``rule`` where kernels follow ``rule``; ``words`` or ``blocks`` where the method has
+            kernels of its own; ``select`` (always right) where its ``select`` has to run, in torch.
+        """
+        return "select"
+
+    def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
+        """What ``select`` does, as top-p or top-k over pooled scores. Needed by ``rule`` alone."""
+        raise NotImplementedError(f"{self.name} has no rule")
+
+    def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor]:
         """What ``select`` does, by kernels of the method's own and with the tiles of text kept.
 
-        Asked where kernels plan and there is no ``rule``. ``q``, ``k`` ``[B, H, S, D]`` to the mask
-        in words of 32 key tiles, int32 ``[B, H, Tq, ceil(Tk / 32)]``, the first in the lowest bit,
-        and the key tokens of each query tile, int32 ``[B, H, Tq]``. None, which is always right,
-        where the kernels cannot: ``select`` runs then. No host synchronisation.
+        Needed by ``words`` alone. ``q``, ``k`` ``[B, H, S, D]`` to the mask in words of 32 key
+        tiles, int32 ``[B, H, Tq, ceil(Tk / 32)]``, the first in the lowest bit, and the key tokens
+        of each query tile, int32 ``[B, H, Tq]``. No host synchronisation.
+        """
+        raise NotImplementedError(f"{self.name} has no kernels of its own")
+
+    def choose_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, order: TokenOrder
+    ) -> BlockChoice:
+        """Order and ``select`` by kernels, for methods whose tiles are whole blocks of rows.
+
+        Needed by ``blocks`` alone. ``q``, ``k``, ``v`` ``[B, H, S, D]`` come as the pipeline has
+        them. Chunks and blocks that hold text are kept. No host synchronisation.
+        """
+        raise NotImplementedError(f"{self.name} does not choose by blocks")
+
+    @property
+    def gate_keys(self) -> int | None:
+        """Keys of the pieces that ``gate`` judges, None where there is no gate.
+
+        Asked before there is a plan: not every kernel has room for every size.
         """
         return None
 
-    def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate | None:
+    def gate(self, q: Tensor, site: CallSite, plan: SparsePlan, kv_index: Tensor) -> Gate | None:
         """Which of the plan's products with V to skip once their scores are known; None: none.
 
         Asked at every sparse call, also of a reused plan. ``q`` ``[B, H, S, D]`` is there for its
-        shape, dtype and device: its tokens need not be in order. No host synchronisation.
+        shape, dtype and device: its tokens need not be in order. ``kv_index`` ``[B, H, G, C]`` are
+        the plan's lists. No host synchronisation.
         """
         return None
 
@@ -99,9 +173,14 @@ class SparseMethod(Method):
         """Raise an ``OptionError`` where the method needs calibrated numbers and has none."""
         if self.needs_numbers and self.numbers is None:
             raise OptionError(
-                f"{self.name} works by calibrated numbers only. Hint: make a preset with "
+                f"{self.name} needs calibrated numbers and has none. Hint: make a preset with "
                 f"`vidsparse calibrate --method {self.name}` and give it with --preset."
             )
+
+    @classmethod
+    def calibratable(cls) -> bool:
+        """Whether it takes calibrated numbers."""
+        return any(f.name == "numbers" for f in dataclasses.fields(cls))
 
     def with_numbers(self, numbers: Numbers) -> Self:
         """The same method with calibrated numbers.
@@ -109,7 +188,7 @@ class SparseMethod(Method):
         Raises:
             OptionError: the method cannot be calibrated.
         """
-        if not any(f.name == "numbers" for f in dataclasses.fields(self)):
+        if not self.calibratable():
             raise OptionError(f"{self.name} takes no calibrated numbers")
         change: dict[str, Any] = {"numbers": numbers}
         return dataclasses.replace(self, **change)
@@ -182,8 +261,8 @@ def topk_option() -> Any:
 def settle_share(method: Method, name: str, value: object, topk: object) -> None:
     """Check a method's share of attention against ``topk``, which takes its place.
 
-    Where ``topk`` is given, the field ``name`` becomes None; both as asked for would be two answers
-    to one question, and a share other than the default is one that was asked for.
+    Where ``topk`` is given, the field ``name`` becomes None. Both are an error, and a share other
+    than the default counts as given.
 
     Raises:
         OptionError: either is out of range, or both were given.
@@ -211,6 +290,34 @@ def merge_option(default: str = "xor-window") -> Any:
         convert=str,
         choices=tuple(MERGES),
     )
+
+
+def optional_count(text: str) -> int | None:
+    """Read a whole number, or None from ``none``."""
+    return None if text.strip().lower() == "none" else int(text)
+
+
+def means_option(default: int | None = None) -> Any:
+    """The field of what becomes of keys that are not computed."""
+    return option(
+        default,
+        flag="--means",
+        metavar="C",
+        help="tokens of a group whose mean stands for what is skipped: 32, 64, 128 or none",
+        convert=optional_count,
+    )
+
+
+def check_means(means: object, tile: tuple[int, int]) -> None:
+    """Raise an ``OptionError`` unless ``means`` is None or a group of tokens that fits the tile."""
+    if means is None:
+        return
+    sizes = [size for size in MEANS if size % tile[1] == 0]
+    if means not in sizes:
+        raise OptionError(
+            f"means must be a multiple of the tile's {tile[1]} keys, got {means!r}. "
+            f"Hint: choose from {', '.join(map(str, sizes))}, none."
+        )
 
 
 def eight_bit_option() -> Any:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grid import TokenGrid
-from vidsparse.kernels.gates import PIECE_KEYS, AbsoluteGate, Gate
+from vidsparse.kernels.attention.gates import PIECE_KEYS, AbsoluteGate, Gate
 from vidsparse.masks import tile_count
 from vidsparse.methods.base import SparseMethod, as_tile, check_share, option, tile_option
 from vidsparse.methods.numbers import Numbers
+from vidsparse.methods.studied import Settings
 from vidsparse.plan import BLOCK_ROWS, SparsePlan
 from vidsparse.site import CallSite
 
@@ -65,6 +66,12 @@ class Bsfa(SparseMethod):
     )
     free_options: ClassVar[tuple[str, ...]] = ("keep",)
     needs_numbers: ClassVar[bool] = True
+    # fractions that a preset holds: there is none between them.
+    compared: ClassVar[tuple[Settings, ...]] = tuple(
+        {"keep": keep} for keep in (0.1, 0.2, 0.3, 0.5)
+    )
+    # no tile is chosen before its scores are known.
+    masks: ClassVar[tuple[Settings, ...]] = ()
 
     keep: float = option(
         0.3,
@@ -83,7 +90,7 @@ class Bsfa(SparseMethod):
         rows, keys = self.tile
         if rows != BLOCK_ROWS or keys not in PIECE_KEYS:
             raise OptionError(
-                f"bsfa judges blocks of 128 queries x 64 or 128 keys, got {rows}x{keys}. "
+                f"bsfa needs tiles of 128 queries by 64 or 128 keys, got {rows}x{keys}. "
                 "Hint: 128x64."
             )
 
@@ -92,12 +99,17 @@ class Bsfa(SparseMethod):
         super().check_numbers()
         self._fraction()
 
-    def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """Everything, bool ``[B, H, Tq, Tk]``: no block is judged before its scores are known."""
         tiles = [tile_count(q.shape[2], size) for size in self.tile]
         return torch.ones(*q.shape[:2], *tiles, dtype=torch.bool, device=q.device)
 
-    def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate:
+    @property
+    def gate_keys(self) -> int:
+        """Those of a tile."""
+        return self.tile[1]
+
+    def gate(self, q: Tensor, site: CallSite, plan: SparsePlan, kv_index: Tensor) -> Gate:
         """The thresholds of this layer and step, and the blocks that bypass them."""
         assert self.numbers is not None
         threshold = self.numbers.of(THRESHOLD, site, q.device)[: q.shape[1]]
@@ -106,7 +118,8 @@ class Bsfa(SparseMethod):
         # text rows come last and have no threshold of their own: all their blocks are kept.
         missing = kept.shape[0] - threshold.shape[-1]
         threshold = torch.nn.functional.pad(threshold, (0, missing), value=-torch.inf)
-        return AbsoluteGate(threshold, keep=plan.listed(kept), rows=self.tile[0], keys=self.tile[1])
+        keep = plan.listed(kept, kv_index)
+        return AbsoluteGate(threshold, keep=keep, rows=self.tile[0], keys=self.tile[1])
 
     def _fraction(self) -> int:
         """Place of ``keep`` among the fractions of the table."""

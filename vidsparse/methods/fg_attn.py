@@ -11,14 +11,18 @@ from torch import Tensor
 from vidsparse.grouping import check_merge
 from vidsparse.masks import PooledTopP, choose_tiles, pooled_scores
 from vidsparse.methods.base import (
+    Selection,
     SparseMethod,
     as_tile,
+    check_means,
+    means_option,
     merge_option,
     settle_share,
     share_option,
     tile_option,
     topk_option,
 )
+from vidsparse.methods.studied import Knob, Settings
 from vidsparse.site import CallSite
 
 
@@ -40,6 +44,16 @@ class FgAttn(SparseMethod):
     title: ClassVar[str] = "FG-Attn"
     paper: ClassVar[str] = "FG-Attn: Leveraging Fine-Grained Sparse Attention (arXiv 2509.16518)"
     summary: ClassVar[str] = "top-p over pooled scores of fine tiles, alike query tiles merged"
+    knobs: ClassVar[tuple[Knob, ...]] = (Knob("top_p", 0.0, 1.0), Knob("topk", 0.01, 1.0))
+    # its own tile, and the coarse one that other methods are near.
+    compared: ClassVar[tuple[Settings, ...]] = (
+        {"tile": "16x16", "merge": "xor"},
+        {"tile": "128x128"},
+    )
+    masks: ClassVar[tuple[Settings, ...]] = (
+        {},
+        *({"tile": tile} for tile in ("32x32", "64x64", "128x128")),
+    )
 
     top_p: float | None = share_option(
         0.9, "--top-p", "share of pooled attention kept per row, in (0, 1]"
@@ -47,15 +61,21 @@ class FgAttn(SparseMethod):
     topk: float | None = topk_option()
     tile: tuple[int, int] = tile_option((16, 16))
     merge: str = merge_option()
+    means: int | None = means_option()
 
     def __post_init__(self) -> None:
         settle_share(self, "top_p", self.top_p, self.topk)
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
+        check_means(self.means, self.tile)
 
-    def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3)."""
         return choose_tiles(pooled_scores(q, k, self.tile), self.top_p, self.topk)
+
+    def selection(self, q: Tensor) -> Selection:
+        """The project's kernels follow ``rule``."""
+        return "rule"
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
         """Top-p or top-k alone."""

@@ -57,12 +57,13 @@ class Numbers:
             made = "x".join(map(str, self.video))
             raise OptionError(
                 f"{self.source} was calibrated on a token grid of {made}, and this video has "
-                f"{asked}. Hint: the same frames and size, or calibrate again."
+                f"{asked}. Hint: use the same frames and size, or calibrate anew."
             )
         parts, layers, table_heads = next(iter(self.tables.values())).shape[:3]
         if site.part >= parts or site.layer >= layers or site.first_head + heads > table_heads:
             raise OptionError(
-                f"{self.source} was calibrated for {parts} x {layers} layers of {table_heads} "
-                f"heads, and this call has {heads} in layer {site.layer} of transformer "
-                f"{site.part}. Hint: use the model that it was made with."
+                f"{self.source} was calibrated for {parts} x {layers} layers (transformers x layers"
+                f" of each) with {table_heads} heads, and this call has {heads} heads in layer "
+                f"{site.layer} of transformer {site.part}, counted from 0. "
+                "Hint: use the model that it was calibrated for."
             )

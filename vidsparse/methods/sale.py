@@ -12,19 +12,24 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
-from vidsparse.kernels.quantize import FourBitQK, quantize_four_bits
+from vidsparse.kernels.tokens.formats import FourBitQK
+from vidsparse.kernels.tokens.quantize import quantize_four_bits
 from vidsparse.masks import tile_count, tile_sizes
 from vidsparse.methods.base import (
+    Selection,
     SparseMethod,
     as_tile,
     check_eight_bits,
+    check_means,
     check_share,
     eight_bit_option,
+    means_option,
     merge_option,
     option,
     tile_option,
 )
 from vidsparse.methods.numbers import Numbers
+from vidsparse.methods.studied import Knob
 from vidsparse.site import CallSite
 
 # estimates held at once, in numbers: what a CPU keeps near, 16 MB in fp32.
@@ -179,6 +184,8 @@ class Sale(SparseMethod):
     paper: ClassVar[str] = "SALE: Low-bit Estimation for Efficient Sparse Attention"
     summary: ClassVar[str] = "every score estimated in 4 bits and compared with its neighbourhood's"
     free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
+    # from a score as high as all of a neighbourhood's down to a millionth of it.
+    knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 1.0, 1e-6, logarithmic=True),)
 
     tau: float = option(
         0.004,
@@ -196,6 +203,7 @@ class Sale(SparseMethod):
     quantize: str = eight_bit_option()
     tile: tuple[int, int] = tile_option((64, 32))
     merge: str = merge_option()
+    means: int | None = means_option()
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -205,13 +213,14 @@ class Sale(SparseMethod):
             raise OptionError(f"local must be a whole number of tokens from 1, got {self.local!r}")
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
+        check_means(self.means, self.tile)
 
     def threshold(self, q: Tensor, site: CallSite) -> float | Tensor:
         """Tau at a call: one number, or one for each head of ``q``, fp32 ``[H]``."""
         tau: float | Tensor = self.number("tau", site, q.device)
         return tau[: q.shape[1]] if isinstance(tau, Tensor) else tau
 
-    def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """Tiles with an element that may matter, bool ``[B, H, Tq, Tk]`` (algorithm 1)."""
         tau = self.threshold(q, site)
         return relative_scores_mask(q, k, tau, self.tile, self.local, self.sink_from(site))
@@ -220,12 +229,16 @@ class Sale(SparseMethod):
         """Key tile that the sink, the text, starts with; None where there is no text."""
         return site.grid.video // self.tile[1] if site.grid.text else None
 
-    def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor] | None:
-        """``select`` by kernels, for 16-bit queries and keys and tiles of 8 keys or more."""
-        from vidsparse.kernels.triton_sale import can_estimate, sale_words
+    def selection(self, q: Tensor) -> Selection:
+        """By kernels of its own, for 16-bit queries and keys and tiles of 8 keys or more."""
+        from vidsparse.kernels.selection.sale import can_estimate
 
-        if not can_estimate(q, self.tile):
-            return None
+        return "words" if can_estimate(q, self.tile) else "select"
+
+    def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor]:
+        """``select`` by kernels, for 16-bit queries and keys and tiles of 8 keys or more."""
+        from vidsparse.kernels.selection.sale import sale_words
+
         text = site.grid.text > 0
         return sale_words(
             q,

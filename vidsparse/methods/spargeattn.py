@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
-from vidsparse.kernels.gates import PIECE_ROWS, Gate, RelativeGate
+from vidsparse.kernels.attention.gates import PIECE_ROWS, Gate, RelativeGate
 from vidsparse.masks import PooledTopP, choose_tiles, pooled_scores, self_similarity
 from vidsparse.methods.base import (
+    Selection,
     SparseMethod,
     as_tile,
     check_eight_bits,
+    check_means,
     eight_bit_option,
+    means_option,
     merge_option,
     option,
     optional_number,
@@ -27,8 +30,12 @@ from vidsparse.methods.base import (
     topk_option,
 )
 from vidsparse.methods.numbers import Numbers
+from vidsparse.methods.studied import Ablation, Knob, Settings
 from vidsparse.plan import SparsePlan
 from vidsparse.site import CallSite
+
+# keys that the gate decides for together; the paper's b_k.
+GATE_KEYS: Final = 64
 
 
 class Pooled(NamedTuple):
@@ -75,6 +82,28 @@ class SpargeAttn(SparseMethod):
         "products with V far below the running maximum"
     )
     free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
+    knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 0.0, 1.0), Knob("topk", 0.01, 1.0))
+    masks: ClassVar[tuple[Settings, ...]] = ({}, {"topk": 0.3})
+    ablations: ClassVar[tuple[Ablation, ...]] = (
+        # with and without the judge of self-similarity.
+        Ablation(
+            name="judge",
+            lines={"theta 0.3": ({"theta": 0.3},), "theta -1.0": ({"theta": -1.0},)},
+            columns=("theta", "order"),
+            orders=(None, "random"),
+        ),
+        # M_g selects blocks, M_pv gates products with V.
+        Ablation(
+            name="stages",
+            lines={
+                "only M_g": ({"tau": 0.9, "lambda_": None},),
+                "only M_pv": ({"tau": 1.0, "lambda_": -5.0},),
+                "both": ({"tau": 0.9, "lambda_": -5.0},),
+            },
+            columns=("tau", "lambda_"),
+            sparsity=True,
+        ),
+    )
 
     tau: float | None = share_option(
         0.9, "--tau", "cumulative pooled attention kept per row, in (0, 1]"
@@ -103,6 +132,7 @@ class SpargeAttn(SparseMethod):
     quantize: str = eight_bit_option()
     tile: tuple[int, int] = tile_option((128, 64))
     merge: str = merge_option()
+    means: int | None = means_option()
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -119,8 +149,9 @@ class SpargeAttn(SparseMethod):
         check_eight_bits(self.quantize)
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
+        check_means(self.means, self.tile)
 
-    def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """Top-cdf with the self-similarity judge, bool ``[B, H, Tq, Tk]`` (equations 4 and 5)."""
         heads = q.shape[1]
         tau = self.number("tau", site, q.device)
@@ -153,12 +184,22 @@ class SpargeAttn(SparseMethod):
         # a row whose every column is stray has no softmax; all of it is computed.
         return choose_tiles(scores, tau, topk) | stray_q.unsqueeze(-1) | stray_k
 
-    def rule(self, site: CallSite, device: torch.device) -> PooledTopP | None:
+    def selection(self, q: Tensor) -> Selection:
+        """The project's kernels follow ``rule``."""
+        return "rule"
+
+    def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
         """Top-cdf or top-k, and the judge."""
         tau, theta = (self.number(name, site, device) for name in ("tau", "theta"))
         return PooledTopP(1.0 if tau is None else tau, theta, self.topk)
 
-    def gate(self, q: Tensor, site: CallSite, plan: SparsePlan) -> Gate | None:
+    @property
+    def gate_keys(self) -> int | None:
+        """64, where there is a lambda."""
+        calibrated = self.numbers is not None and "lambda_" in self.numbers
+        return None if self.lambda_ is None and not calibrated else GATE_KEYS
+
+    def gate(self, q: Tensor, site: CallSite, plan: SparsePlan, kv_index: Tensor) -> Gate | None:
         """Lambda of every head, where there is any (section 3.4)."""
         lambda_ = self.number("lambda_", site, q.device)
         if lambda_ is None:
@@ -167,7 +208,7 @@ class SpargeAttn(SparseMethod):
             lambda_ = lambda_[: q.shape[1]]
         # a block of fewer rows than the gate's decides as a whole.
         rows = min(self.gate_rows, plan.block_rows)
-        return RelativeGate(lambda_, rows=rows)
+        return RelativeGate(lambda_, rows=rows, keys=GATE_KEYS)
 
 
 def _is_number(value: object) -> bool:

@@ -14,8 +14,11 @@ from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
 from vidsparse.masks import tile_count, top_k_mask, top_p_mask
 from vidsparse.methods.base import (
+    Selection,
     SparseMethod,
     as_tile,
+    check_means,
+    means_option,
     merge_option,
     option,
     optional_number,
@@ -25,6 +28,7 @@ from vidsparse.methods.base import (
     topk_option,
 )
 from vidsparse.methods.numbers import Numbers
+from vidsparse.methods.studied import Ablation, Knob, Settings
 from vidsparse.site import CallSite
 
 STRIDES: Final = (4, 8, 16, 64)
@@ -125,6 +129,30 @@ class XAttention(SparseMethod):
     paper: ClassVar[str] = "XAttention: Block Sparse Attention with Antidiagonal Scoring"
     summary: ClassVar[str] = "blocks scored by the sums of their antidiagonals"
     free_options: ClassVar[tuple[str, ...]] = ("merge",)
+    # threshold, a share of the key tiles of each row, and a number of them: no more than 7,488
+    # tokens have.
+    knobs: ClassVar[tuple[Knob, ...]] = (
+        Knob("tau", 0.0, 1.0),
+        Knob("topk", 0.01, 1.0),
+        Knob("blocks", 1, 58, whole=True),
+    )
+    masks: ClassVar[tuple[Settings, ...]] = tuple({"stride": stride} for stride in STRIDES)
+    ablations: ClassVar[tuple[Ablation, ...]] = (
+        Ablation(
+            name="patterns",
+            lines={
+                pattern: tuple({"pattern": pattern, "stride": stride} for stride in (8, 16))
+                for pattern in PATTERNS
+            },
+            columns=("stride", "pattern"),
+        ),
+        Ablation(
+            name="strides",
+            lines={f"stride {stride}": ({"stride": stride},) for stride in STRIDES},
+            columns=("stride",),
+        ),
+        Ablation(name="selections", lines={"": ({},)}, knobs=knobs),
+    )
 
     tau: float | None = share_option(0.9, "--tau", "share of a row's sums kept, in (0, 1]")
     topk: float | None = topk_option()
@@ -151,6 +179,7 @@ class XAttention(SparseMethod):
     )
     tile: tuple[int, int] = tile_option((128, 128))
     merge: str = merge_option()
+    means: int | None = means_option()
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -186,6 +215,7 @@ class XAttention(SparseMethod):
                 f"{self.tile[1]}. Hint: both sides must be multiples of the stride."
             )
         check_merge(self.merge)
+        check_means(self.means, self.tile)
 
     def count(self, tokens: int) -> int | None:
         """Key tiles that every row of ``tokens`` tokens keeps, or None where tau decides."""
@@ -201,7 +231,7 @@ class XAttention(SparseMethod):
             return 1.0
         return tau[: q.shape[1]] if isinstance(tau, Tensor) else tau
 
-    def select(self, q: Tensor, k: Tensor, site: CallSite) -> Tensor:
+    def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """The blocks of the largest sums, bool ``[B, H, Tq, Tk]`` (algorithm 1)."""
         sums = block_sums(q, k, self.tile, self.stride, self.pattern)
         count = self.count(q.shape[2])
@@ -210,12 +240,16 @@ class XAttention(SparseMethod):
         tau = self.share(q, site)
         return top_p_mask(sums, tau[:, None, None] if isinstance(tau, Tensor) else tau)
 
-    def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor] | None:
-        """``select`` by kernels, for 16-bit queries and keys."""
-        from vidsparse.kernels.triton_antidiagonal import antidiagonal_words, can_score
+    def selection(self, q: Tensor) -> Selection:
+        """By kernels of its own, for 16-bit queries and keys."""
+        from vidsparse.kernels.selection.antidiagonal import can_score
 
-        if not can_score(q):
-            return None
+        return "words" if can_score(q) else "select"
+
+    def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor]:
+        """``select`` by kernels, for 16-bit queries and keys."""
+        from vidsparse.kernels.selection.antidiagonal import antidiagonal_words
+
         text = site.grid.text > 0
         return antidiagonal_words(
             q,

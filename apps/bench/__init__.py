@@ -1,0 +1,1 @@
+"""What the benchmarks run: cases, peers, timing."""

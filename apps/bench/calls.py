@@ -1,0 +1,178 @@
+"""What ``vidsparse bench calls`` runs: whole attention calls of methods, in time and in error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vidsparse.apps.bench.attention_cases import structured_qk
+from vidsparse.apps.bench.attention_peers import dense_offers, ready
+from vidsparse.apps.bench.machine import dtype_name
+from vidsparse.apps.bench.masks import GRIDS
+from vidsparse.apps.bench.timing import time_in_turns
+from vidsparse.apps.results.row_file import RowFile
+from vidsparse.apps.results.tables import Columns, number
+from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.methods import METHODS, SparseMethod, make_method
+
+if TYPE_CHECKING:
+    import torch
+
+CASES: Final[tuple[str, ...]] = (
+    *(f"foresight share={share}" for share in (0.05, 0.075, 0.1, 0.15, 0.175, 0.2)),
+    "foresight share=0.15 means=128",
+    "foresight share=0.15 rows=32",
+    *(f"fg-attn top_p={top_p}{means}" for top_p in (0.3, 0.5, 0.8) for means in ("", " means=64")),
+    *(f"spargeattn tau=0.5{means}" for means in ("", " means=64")),
+    *(f"xattention tau=0.5{means}" for means in ("", " means=128")),
+)
+"""Methods with the options that differ from their defaults."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRow:
+    """One method's whole calls against the dense attention of the same run.
+
+    ``ms`` is the median of order, mask, plan, means, kernel and the way back; ``speedup`` is
+    ``dense_ms / ms``. ``error`` is relative to dense attention in the L2 norm. ``computed`` counts
+    means too, as shares of all query-key pairs.
+    """
+
+    case: str
+    seq_len: int
+    heads: int
+    head_dim: int
+    dtype: str
+    order: str
+    implementation: str
+    computed: float
+    error: float
+    ms: float
+    dense_impl: str
+    dense_ms: float
+    speedup: float
+
+
+def method_of(case: str) -> SparseMethod:
+    """The method of a case such as ``foresight share=0.1``.
+
+    Raises:
+        OptionError: no sparse method, an option without a value, or one that it does not take.
+    """
+    name, *settings = case.split()
+    if name not in METHODS:
+        make_method(name)
+    fields = {field.name: field for field in METHODS[name].option_fields()}
+    options: dict[str, Any] = {}
+    for setting in settings:
+        option, given, value = setting.partition("=")
+        if not given:
+            raise OptionError(f"{setting!r} of {case!r} has no value. Hint: {setting}=...")
+        try:
+            read = fields[option].metadata["convert"](value) if option in fields else value
+        except ValueError:
+            raise OptionError(f"{option} of {case!r} cannot be {value!r}") from None
+        options[option] = read
+    method = make_method(name, **options)
+    if not isinstance(method, SparseMethod):
+        raise OptionError(f"{name} is not sparse: it is what the others are compared with")
+    return method
+
+
+def measure_calls_of(
+    cases: Sequence[str],
+    seq_len: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    repeats: int,
+    say: Callable[[str], None],
+) -> list[CallRow]:
+    """Run each case once for its error, then time all in turns with dense attention.
+
+    Raises:
+        UnsupportedError: no dense attention runs here, or a case returned NaN or Inf.
+        OptionError: a case that is not one.
+    """
+    import torch
+
+    from vidsparse.engine import AttentionEngine
+    from vidsparse.grid import TokenGrid
+    from vidsparse.schedule import Schedule
+    from vidsparse.site import CallSite
+
+    torch.manual_seed(0)
+    grid = TokenGrid(*GRIDS.get(seq_len, (1, 1, seq_len)))
+    site = CallSite(0, 0, 0.0, grid)
+    q, k = structured_qk(grid, heads, head_dim, dtype, device)
+    v = structured_qk(grid, heads, head_dim, dtype, device)[1]
+    v = (v.float() / v.float().std()).to(dtype)
+    dense, absent = ready(dense_offers(q, k, v))
+    for name, reason in absent.items():
+        say(f"  without {name}: {reason}")
+    if not dense:
+        raise UnsupportedError("no dense attention runs on these tensors")
+    exact = dense[0].call().float()
+
+    def call(engine: AttentionEngine) -> torch.Tensor:
+        # a trace is of one run; here it would only grow.
+        engine.begin_run(1)
+        return engine.attend(q, k, v, site)
+
+    calls: dict[str, Callable[[], Any]] = {f"dense {dense[0].name}": dense[0].call}
+    found: dict[str, tuple[str, float, float]] = {}
+    for case in dict.fromkeys(cases):
+        engine = AttentionEngine(method_of(case), schedule=Schedule(dense_steps=0), layers=1)
+        error = ((call(engine).float() - exact).norm() / exact.norm()).item()
+        if not error < float("inf"):
+            raise UnsupportedError(f"{case} returned NaN or Inf; no time is reported for it")
+        cell = engine.trace.cells[0]
+        assert cell.computed is not None
+        found[case] = cell.implementation, cell.computed.mean().item(), error
+        calls[case] = partial(call, engine)
+        say(f"  {case}: error {error:.4f}")
+    ms = time_in_turns(calls, device, repeats)
+    dense_ms = ms[f"dense {dense[0].name}"]
+    return [
+        CallRow(
+            case=case,
+            seq_len=seq_len,
+            heads=heads,
+            head_dim=head_dim,
+            dtype=dtype_name(dtype),
+            order="hilbert",
+            implementation=implementation,
+            computed=computed,
+            error=error,
+            ms=ms[case],
+            dense_impl=dense[0].name,
+            dense_ms=dense_ms,
+            speedup=dense_ms / ms[case],
+        )
+        for case, (implementation, computed, error) in found.items()
+    ]
+
+
+def calls_file(path: Path, *, fresh: bool = False) -> RowFile:
+    """The rows of this bench in ``path``, or none yet where it is to begin ``fresh``.
+
+    Raises:
+        OptionError: it exists and holds something else.
+    """
+    return RowFile(path, "vidsparse-calls/1", "benchmark of calls", fresh=fresh)
+
+
+COLUMNS: Final[Columns[CallRow]] = {
+    "case": lambda row: row.case,
+    "tokens x heads x dim": lambda row: f"{row.seq_len}x{row.heads}x{row.head_dim}",
+    "computed": lambda row: number(row.computed, 3),
+    "error": lambda row: number(row.error, 4),
+    "ms": lambda row: number(row.ms),
+    "dense ms": lambda row: f"{row.dense_ms:.1f} ({row.dense_impl})",
+    "of dense": lambda row: f"{row.speedup:.2f}x",
+}
+"""The table's columns."""

@@ -1,0 +1,88 @@
+"""What a measurement rests on: the device, its number format, the hardware and the versions."""
+
+from __future__ import annotations
+
+import platform
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def device_and_dtype(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
+    """What ``--device`` and ``--dtype`` mean; bf16 on a GPU and fp32 on a CPU by default.
+
+    torch's own names (``bfloat16``) are taken too.
+
+    Raises:
+        OptionError: PyTorch sees no GPU, or knows no such dtype.
+    """
+    import torch
+
+    from vidsparse.errors import OptionError
+    from vidsparse.pipelines.placement import DTYPES
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise OptionError("CUDA was asked for, but PyTorch sees no GPU. Hint: --device cpu.")
+    where = torch.device(device)
+    name = dtype or ("bf16" if where.type == "cuda" else "fp32")
+    torch_name = DTYPES.get(name, name)
+    if torch_name not in DTYPES.values():
+        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return where, getattr(torch, torch_name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as options, rows and pages spell it: ``bf16``."""
+    from vidsparse.pipelines.placement import DTYPES
+
+    torch_name = str(dtype).removeprefix("torch.")
+    return next(name for name, known in DTYPES.items() if known == torch_name)
+
+
+def described(device: torch.device, dtype: torch.dtype) -> str:
+    """Hardware, version and number format in one line."""
+    import torch
+
+    return f"{hardware(device)}; torch {torch.__version__}; {dtype_name(dtype)}"
+
+
+def hardware(device: torch.device) -> str:
+    """The device in words."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def versions(*others: str) -> dict[str, str]:
+    """Versions of what a measurement rests on, as far as installed; ``others`` are packages too."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from vidsparse._version import __version__
+
+    found = {"vidsparse": __version__, "python": platform.python_version()}
+    for name in (
+        "torch",
+        "triton",
+        "flash-attn-4",
+        "flashinfer-python",
+        "sageattention",
+        *others,
+    ):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def header(device: torch.device, *packages: str) -> dict[str, Any]:
+    """What a file of measurements says of all its rows; ``packages`` are those of ``versions``."""
+    return {
+        "hardware": hardware(device),
+        "versions": versions(*packages),
+        "date": date.today().isoformat(),
+    }

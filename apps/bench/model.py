@@ -1,0 +1,414 @@
+"""Whole transformer forwards of published sizes, dense and sparse."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vidsparse.apps.bench.exactness import error_budget
+from vidsparse.apps.bench.machine import header
+from vidsparse.apps.bench.model_readings import projected_ratio
+from vidsparse.apps.bench.model_rows import ModelRow, rounded
+from vidsparse.apps.bench.model_settings import Setting, Variant
+from vidsparse.apps.bench.model_shapes import ModelShape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from vidsparse.apps.bench.model_forward import Timing
+    from vidsparse.apps.results.row_file import RowFile
+
+# list lengths from half to one and a half of the mean: heads and rows differ in a real model too.
+SKEW = 0.5
+TOP_P = 0.9
+PLAN = f"real mask and plan timed; kernel on random lists, skew {SKEW}"
+# layers that the correctness check runs, and latent frames: a kernel is not wrong by the length.
+CHECKED_LAYERS = 2
+CHECKED_LATENT_FRAMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBench:
+    """Where to measure.
+
+    Args:
+        say: where notes go.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    say: Callable[[str], None]
+
+    def rows(self, setting: Setting) -> Iterator[ModelRow]:
+        """Check, then measure one model; one row for each variant that is right.
+
+        Raises:
+            UnsupportedError: something cannot run here, or an output is not right. Where other
+                variants are, their rows come first.
+        """
+        import torch
+
+        from vidsparse.errors import UnsupportedError
+
+        torch.manual_seed(0)
+        with torch.no_grad():
+            wrong = self._check(setting)
+            self._free()
+            right = tuple(one for one in setting.sparse if one not in wrong)
+            if right:
+                model = setting.model.build(setting.layers, self.dtype, self.device)
+                try:
+                    yield from self._rows(replace(setting, sparse=right), model)
+                finally:
+                    del model
+                    self._free()
+        if wrong:
+            raise UnsupportedError(next(iter(wrong.values())))
+
+    def _free(self) -> None:
+        import torch
+
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _random(self, *shape: int) -> Tensor:
+        import torch
+
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def _check(self, setting: Setting) -> dict[Variant, str]:
+        """Which variants are wrong, and why: at full density, sparse should be dense.
+
+        On a few layers and frames; errors, against fp32 (fp64 where the model is fp32), are of the
+        model's output.
+        """
+        import torch
+
+        shape = setting.model
+        frames = min(setting.latent.latent_frames, CHECKED_LATENT_FRAMES)
+        latent = shape.latent(
+            setting.latent.width, setting.latent.height, (frames - 1) * shape.frame_factor + 1
+        )
+        layers = min(CHECKED_LAYERS, setting.layers or CHECKED_LAYERS)
+        model = shape.build(layers, self.dtype, self.device)
+        pipe = shape.pipe(model)
+        inputs = shape.inputs(pipe, model, latent, self._random)
+        high = torch.float64 if self.dtype == torch.float32 else torch.float32
+        # not the model's own .to(), which warns that some of its parts belong in fp32.
+        exact_model = torch.nn.Module.to(copy.deepcopy(model), high)
+        exact = exact_model(**_cast(inputs, high), return_dict=False)[0].double()
+        del exact_model
+
+        def off(out: Tensor) -> float:
+            return float((out.double() - exact).norm() / exact.norm())
+
+        stock_error = off(model(**inputs, return_dict=False)[0])
+        wrong = {}
+        for variant in setting.sparse:
+            error = off(self._at_full_density(setting, variant, model, pipe, inputs))
+            budget = error_budget(stock_error, self.dtype, lossy=variant.quantize is not None)
+            self.say(
+                f"  {layers} layers at full density, {variant}: error {error:.1e}, "
+                f"stock {stock_error:.1e}"
+            )
+            if not error <= budget:
+                wrong[variant] = (
+                    f"{setting.family}, {variant}: sparse attention at full density is off by "
+                    f"{error:.2e} from dense, budget {budget:.2e}; no speed is reported for a "
+                    "wrong result"
+                )
+        return wrong
+
+    def _at_full_density(
+        self, setting: Setting, variant: Variant, model: Any, pipe: Any, inputs: dict[str, Any]
+    ) -> Tensor:
+        from vidsparse.apps.bench.model_forward import Stopwatch, planned_to_order
+        from vidsparse.pipelines import sparsify
+
+        with (
+            sparsify(
+                pipe,
+                "fg-attn",
+                top_p=1.0,
+                tile=variant.tile,
+                dense_steps=0,
+                implementation=setting.implementation,
+            ) as handle,
+            planned_to_order(
+                handle.engine,
+                Stopwatch(self.device),
+                density=1.0,
+                skew=0.0,
+                quantize=variant.quantize,
+            ),
+        ):
+            out: Tensor = model(**inputs, return_dict=False)[0]
+        _refuse_dense_calls(handle.trace.cells)
+        return out
+
+    def _rows(self, setting: Setting, model: Any) -> Iterator[ModelRow]:
+        from vidsparse.apps.bench.attention_peers import flash_attention_4
+
+        shape = setting.model
+        pipe = shape.pipe(model)
+        inputs = shape.inputs(pipe, model, setting.latent, self._random)
+
+        def run() -> list[Tensor]:
+            return [model(**inputs, return_dict=False)[0] for _ in range(shape.forwards)]
+
+        tokens = _video_tokens(setting)
+        dense = partial(self._dense, model, pipe, shape, run, tokens)
+        stock = dense("stock", as_stock=True)
+        cudnn = dense("cuDNN", cudnn=True) if self.device.type == "cuda" else stock
+        fa4 = None
+        if self.device.type == "cuda":
+            try:
+                fa4 = dense("FlashAttention-4", cudnn=True, attention=flash_attention_4)
+            except ImportError as error:
+                self.say(f"  without FlashAttention-4: not installed ({error.name or error})")
+            except Exception as error:  # a foreign kernel may fail in any way it likes.
+                reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                self.say(f"  without FlashAttention-4: {reason[:160]}")
+        for variant in setting.sparse:
+            yield self._sparse(setting, model, pipe, run, (cudnn, fa4, stock), variant)
+
+    def _dense(
+        self,
+        model: Any,
+        pipe: Any,
+        shape: ModelShape,
+        run: Callable[[], list[Tensor]],
+        tokens: int,
+        name: str,
+        *,
+        as_stock: bool = False,
+        cudnn: bool = False,
+        attention: Any = None,
+    ) -> Timing:
+        from vidsparse.apps.bench.model_forward import (
+            Stopwatch,
+            first_blocks,
+            time_step,
+            watched_attention,
+        )
+        from vidsparse.pipelines import sparsify
+
+        watch = Stopwatch(self.device)
+        # stock attention with a mask is kept for `stock`; the others get what our adapter gives.
+        ours = sparsify(pipe, "dense") if shape.masked and not as_stock else nullcontext()
+        with ours, _cudnn_first(cudnn), watched_attention(watch, tokens, attention):
+            with first_blocks(model, shape.blocks, CHECKED_LAYERS):
+                run()
+            timing, out = time_step(run, watch, self.device)
+        _refuse_non_finite(out, name)
+        self.say(f"  {name}: {timing.ms:.0f} ms, attention {timing.attention_ms:.0f} ms")
+        return timing
+
+    def _sparse(
+        self,
+        setting: Setting,
+        model: Any,
+        pipe: Any,
+        run: Callable[[], list[Tensor]],
+        dense: tuple[Timing, Timing | None, Timing],
+        variant: Variant,
+    ) -> ModelRow:
+        import torch
+
+        from vidsparse.apps.bench.model_forward import (
+            Stopwatch,
+            first_blocks,
+            planned_to_order,
+            time_step,
+        )
+        from vidsparse.pipelines import sparsify
+
+        shape, watch = setting.model, Stopwatch(self.device)
+        with (
+            sparsify(
+                pipe,
+                "fg-attn",
+                top_p=TOP_P,
+                tile=variant.tile,
+                dense_steps=0,
+                implementation=setting.implementation,
+            ) as handle,
+            planned_to_order(
+                handle.engine,
+                watch,
+                density=setting.computed,
+                skew=SKEW,
+                quantize=variant.quantize,
+            ) as seen,
+            _cudnn_first(self.device.type == "cuda"),
+        ):
+            with first_blocks(model, shape.blocks, CHECKED_LAYERS):
+                run()
+            before = len(handle.trace.cells)
+            timing, out = time_step(run, watch, self.device)
+            handle.trace.resolve()
+            cells = handle.trace.cells[before:]
+        name = seen.implementation + ("" if variant.quantize is None else f" {variant.quantize}")
+        _refuse_dense_calls(cells)
+        _refuse_non_finite(out, name)
+        calls = sum(cell.seconds or 0.0 for cell in cells) * 1e3
+        real = torch.stack([x.mean() for x in seen.real]).mean().item()
+        cudnn, fa4, stock = dense
+        ratio = partial(
+            projected_ratio, sparse=timing.ms, warmup=setting.warmup, steps=setting.steps
+        )
+        self.say(
+            f"  {name}, tile {variant.name}: {timing.ms:.0f} ms, kernel "
+            f"{timing.attention_ms:.0f} ms; the real plan (top_p {TOP_P} on random q and k) would "
+            f"compute {real:.2f}"
+        )
+        computed = [cell.computed.mean() for cell in cells if cell.computed is not None]
+        return ModelRow(
+            family=setting.family,
+            shape=setting.shape,
+            tokens=seen.tokens,
+            layers=setting.layers or shape.full_layers(),
+            step=shape.step,
+            tile=variant.name,
+            asked=setting.computed,
+            computed=round(torch.stack(computed).mean().item(), 4),
+            warmup=setting.warmup,
+            steps=setting.steps,
+            impl=name,
+            dense_ms=cudnn.ms,
+            fa4_ms=None if fa4 is None else fa4.ms,
+            stock_ms=stock.ms,
+            sparse_ms=timing.ms,
+            attention_ms=cudnn.attention_ms,
+            kernel_ms=timing.attention_ms,
+            mask_plan_ms=calls - timing.attention_ms,
+            peak_gib_dense=cudnn.peak_gib,
+            peak_gib_sparse=timing.peak_gib,
+            ratio_cudnn=ratio(cudnn.ms) if self.device.type == "cuda" else None,
+            ratio_fa4=None if fa4 is None else ratio(fa4.ms),
+            ratio_stock=ratio(stock.ms),
+        )
+
+
+def _video_tokens(setting: Setting) -> int:
+    """At most as many as the video has: what tells its attention from that to text."""
+    latent = setting.latent
+    # every family cuts patches of at most 2x2 latent pixels.
+    return latent.latent_frames * (latent.latent_height // 2) * (latent.latent_width // 2)
+
+
+def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Floating-point tensors of ``inputs`` in another dtype."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(convert(one) for one in value)
+        floating = hasattr(value, "is_floating_point") and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return {name: convert(value) for name, value in inputs.items()}
+
+
+def _cudnn_first(wanted: bool) -> AbstractContextManager[None]:
+    """cuDNN attention wherever it can run, PyTorch's own choice where it cannot."""
+    if not wanted:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def _refuse_dense_calls(cells: Sequence[Any]) -> None:
+    from vidsparse.errors import UnsupportedError
+
+    for cell in cells:
+        if cell.action != "replan":
+            raise UnsupportedError(f"an attention call that should be sparse was {cell.action}")
+
+
+def _refuse_non_finite(out: Sequence[Tensor], name: str) -> None:
+    from vidsparse.errors import UnsupportedError
+
+    if not all(bool(x.isfinite().all()) for x in out):
+        raise UnsupportedError(f"{name} gave NaN or Inf; no speed is reported for it")
+
+
+def measure_models(
+    bench: ModelBench,
+    settings: Sequence[Setting],
+    show: Callable[[ModelRow], None],
+    file: RowFile | None = None,
+) -> None:
+    """Measure one model after the other, each variant unless the file has it.
+
+    Args:
+        bench: where.
+        settings: at least one.
+        show: given each row as soon as it is there.
+        file: each row is added to it.
+
+    Raises:
+        UnsupportedError: a model cannot run or is not right. Where there are others, their rows
+            come first.
+        OptionError: the file holds something else.
+        OutputError: it cannot be written.
+    """
+    from vidsparse.errors import UnsupportedError
+
+    rows = [] if file is None else file.typed(ModelRow)
+    failed: list[str] = []
+    for setting in settings:
+        missing = tuple(
+            one for one in setting.sparse if not any(setting.covers(row, one) for row in rows)
+        )
+        if not missing:
+            bench.say(f"{setting.family} {setting.shape}: measured already")
+            continue
+        bench.say(f"{setting.family} {setting.shape}, one step is {setting.model.step}")
+        try:
+            with _memory_hint(setting):
+                for row in bench.rows(replace(setting, sparse=missing)):
+                    show(row)
+                    if file is not None:
+                        file.header = {
+                            **header(bench.device, "diffusers"),
+                            "plan": PLAN,
+                        }
+                        file.add(rounded(row))
+        except UnsupportedError as error:
+            if len(settings) == 1:
+                raise
+            # the others are still worth having; the command fails at the end.
+            failed.append(f"{setting.family}: {error}")
+            bench.say(failed[-1])
+    if failed:
+        raise UnsupportedError(f"{len(failed)} of {len(settings)} models failed: {failed[0]}")
+
+
+@contextmanager
+def _memory_hint(setting: Setting) -> Iterator[None]:
+    import torch
+
+    from vidsparse.errors import UnsupportedError
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        layers = setting.layers or setting.model.full_layers()
+        raise UnsupportedError(
+            f"{setting.family} at {setting.shape} does not fit the device: {error}. "
+            f"Hint: --layers {max(1, layers // 2)}."
+        ) from None

@@ -1,0 +1,1 @@
+"""One file a command: its options, and which run they start."""

@@ -1,0 +1,201 @@
+"""``vidsparse bench attention``: sparse against dense attention, checked before it is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vidsparse.apps.bench.attention import AttentionBench, measure_cases
+from vidsparse.apps.bench.attention_cases import KERNEL, SUITE, WHOLE, WITH_PLAN, Case
+from vidsparse.apps.bench.attention_rows import COLUMNS, AttentionRow, attention_file
+from vidsparse.apps.bench.machine import described, device_and_dtype, header
+from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.tables import growing_table
+
+
+def _parse_tiles(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> Any:
+    from vidsparse.masks import parse_tile
+
+    return [parse_tile(text) for text in value]
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  vidsparse bench attention --device cpu
+  vidsparse bench attention --device cuda --seq-len 32768 --heads 16 --head-dim 128
+  vidsparse bench attention --device cuda --suite --json docs/benchmarks/attention-h200.json
+  vidsparse bench attention --show docs/benchmarks/attention-h200.json --against cudnn
+"""
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option(
+    "--suite", is_flag=True, help="The standard cases instead of those given by the options below."
+)
+@click.option(
+    "--seq-len",
+    "seq_lens",
+    multiple=True,
+    default=(8192,),
+    show_default=True,
+    type=click.IntRange(min=128),
+    help="Tokens; repeat for several.",
+)
+@click.option(
+    "--heads", default=4, show_default=True, type=click.IntRange(min=1), help="Attention heads."
+)
+@click.option(
+    "--head-dim",
+    default=64,
+    show_default=True,
+    type=click.IntRange(min=8),
+    help="Channels of a head.",
+)
+@click.option("--dtype", default=None, help="fp32 (default on a CPU), bf16 or fp16.")
+@click.option(
+    "--tile",
+    "tiles",
+    multiple=True,
+    default=("128x16",),
+    show_default=True,
+    metavar="MxN",
+    callback=_parse_tiles,
+    help="Query rows x keys of a tile; repeat for several.",
+)
+@click.option(
+    "--kept",
+    multiple=True,
+    default=(0.1, 0.3, 0.5, 1.0),
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of key chunks in the lists; repeat for several.",
+)
+@click.option(
+    "--skew",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="How unequal lists are: lengths from kept x (1 - skew) to kept x (1 + skew).",
+)
+@click.option(
+    "--counts",
+    type=click.Choice((KERNEL, WITH_PLAN, WHOLE)),
+    default=WHOLE,
+    show_default=True,
+    help="What the ratio counts.",
+)
+@click.option(
+    "--implementation",
+    "implementations",
+    multiple=True,
+    help="Kernel to time; repeat for several.  [default: auto]",
+)
+@click.option("--peers", is_flag=True, help="Also time other sparse kernels that are installed.")
+@click.option(
+    "--repeats",
+    default=7,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Times that each call is measured, in turns with the others; medians count.",
+)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Also write rows here.")
+@click.option(
+    "--show",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Measure nothing: print the rows of FILE as a Markdown table.",
+)
+@click.option(
+    "--against",
+    metavar="NAME",
+    help="With --show and --plot: only rows against this dense implementation.",
+)
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="PNG", help="Also draw the rows.")
+@verbosity_options
+@click.pass_obj
+def bench_attention(
+    terminal: Terminal,
+    /,
+    device: str,
+    suite: bool,
+    seq_lens: tuple[int, ...],
+    heads: int,
+    head_dim: int,
+    dtype: str | None,
+    tiles: list[tuple[int, int]],
+    kept: tuple[float, ...],
+    skew: float,
+    counts: str,
+    implementations: tuple[str, ...],
+    peers: bool,
+    repeats: int,
+    json_path: str | None,
+    show: str | None,
+    against: str | None,
+    plot: str | None,
+) -> None:
+    """Time sparse attention against dense, after checking its output.
+
+    Random q, k, v and random lists: with 128-row tiles the share computed is the share kept. Every
+    ratio is between medians of one run.
+    """
+    if show is not None:
+        rows = [
+            row
+            for row in attention_file(Path(show)).typed(AttentionRow)
+            if against in (None, row.dense_impl)
+        ]
+        click.echo(markdown(rows, COLUMNS))
+    else:
+        cases: Sequence[Case] = [
+            Case(
+                tile=tile,
+                kept=share,
+                seq_len=seq_len,
+                heads=heads,
+                head_dim=head_dim,
+                skew=skew,
+                counts=counts,
+                merge="xor-window",
+                implementations=implementations,
+            )
+            for seq_len in seq_lens
+            for tile in tiles
+            for share in kept
+        ]
+        if suite:
+            cases = [
+                replace(case, implementations=case.implementations or implementations)
+                for case in SUITE
+            ]
+        rows = _measure(terminal, cases, device, dtype, repeats, peers, json_path)
+    if plot is not None:
+        from vidsparse.apps.bench.attention_plot import draw_ratios
+
+        draw_ratios(rows, Path(plot))
+        click.echo(plot)
+
+
+def _measure(
+    terminal: Terminal,
+    cases: Sequence[Case],
+    device: str,
+    dtype: str | None,
+    repeats: int,
+    peers: bool,
+    json_path: str | None,
+) -> list[AttentionRow]:
+    where, kind = device_and_dtype(device, dtype)
+    click.echo(described(where, kind))
+    file = None
+    if json_path is not None:
+        file = attention_file(Path(json_path), fresh=True)
+        file.header = header(where)
+    bench = AttentionBench(where, kind, repeats, peers, terminal.say)
+    with growing_table(tuple(COLUMNS)) as add:
+        return measure_cases(bench, cases, lambda row: add(cells(row, COLUMNS)), file)

@@ -1,0 +1,94 @@
+"""``vidsparse bench calls``: whole attention calls of methods, in time and in error."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from vidsparse.apps.bench.calls import CASES, COLUMNS, CallRow, calls_file, measure_calls_of
+from vidsparse.apps.bench.machine import described, device_and_dtype, header
+from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.tables import print_table
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  vidsparse bench calls --device cpu --seq-len 2304 --heads 4 --head-dim 64
+  vidsparse bench calls --device cuda --json docs/benchmarks/calls-h200.json
+  vidsparse bench calls --device cuda --case "foresight share=0.1" --case "fg-attn top_p=0.5"
+  vidsparse bench calls --show docs/benchmarks/calls-h200.json
+"""
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option(
+    "--seq-len", default=75_600, show_default=True, type=click.IntRange(min=128), help="Tokens."
+)
+@click.option(
+    "--heads", default=8, show_default=True, type=click.IntRange(min=1), help="Attention heads."
+)
+@click.option(
+    "--head-dim",
+    default=128,
+    show_default=True,
+    type=click.IntRange(min=8),
+    help="Channels of a head.",
+)
+@click.option("--dtype", default=None, help="fp32 (default on a CPU), bf16 or fp16.")
+@click.option(
+    "--case",
+    "cases",
+    multiple=True,
+    metavar="'METHOD OPTION=VALUE ...'",
+    help="A method and its options; repeat for several.  [default: a sweep of the methods]",
+)
+@click.option(
+    "--repeats",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Times that each call is measured, in turns with the others; medians count.",
+)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Also write rows here.")
+@click.option(
+    "--show",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Measure nothing: print the rows of FILE as a Markdown table.",
+)
+@verbosity_options
+@click.pass_obj
+def bench_calls(
+    terminal: Terminal,
+    /,
+    device: str,
+    seq_len: int,
+    heads: int,
+    head_dim: int,
+    dtype: str | None,
+    cases: tuple[str, ...],
+    repeats: int,
+    json_path: str | None,
+    show: str | None,
+) -> None:
+    """Time whole attention calls, order and mask and plan included, and say what they err by.
+
+    q, k and v are structured like a video's: functions of a token's place with noise. The error is
+    relative to dense attention, so that methods can be compared at equal time.
+    """
+    if show is not None:
+        click.echo(markdown(calls_file(Path(show)).typed(CallRow), COLUMNS))
+        return
+    where, kind = device_and_dtype(device, dtype)
+    click.echo(described(where, kind))
+    rows = measure_calls_of(
+        cases or CASES, seq_len, heads, head_dim, kind, where, repeats, terminal.say
+    )
+    print_table(tuple(COLUMNS), (cells(row, COLUMNS) for row in rows))
+    if json_path is not None:
+        file = calls_file(Path(json_path), fresh=True)
+        file.header = header(where)
+        file.add(*map(asdict, rows))

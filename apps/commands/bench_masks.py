@@ -1,0 +1,101 @@
+"""``vidsparse bench masks``: what choosing the tiles costs, as a share of dense attention."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from vidsparse.apps.bench.machine import described, device_and_dtype, header
+from vidsparse.apps.bench.masks import CASES, COLUMNS, MaskRow, masks_file, measure_masks
+from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.tables import print_table
+from vidsparse.errors import OptionError
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  vidsparse bench masks --device cpu --seq-len 2304 --seq-len 7488 --heads 4 --head-dim 64
+  vidsparse bench masks --device cuda --json docs/benchmarks/masks-h200.json
+  vidsparse bench masks --show docs/benchmarks/masks-h200.json
+"""
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option(
+    "--seq-len",
+    "lengths",
+    multiple=True,
+    default=(75_600,),
+    show_default=True,
+    type=click.IntRange(min=128),
+    help="Tokens; repeat for several.",
+)
+@click.option(
+    "--heads", default=8, show_default=True, type=click.IntRange(min=1), help="Attention heads."
+)
+@click.option(
+    "--head-dim",
+    default=128,
+    show_default=True,
+    type=click.IntRange(min=8),
+    help="Channels of a head.",
+)
+@click.option("--dtype", default=None, help="fp32 (default on a CPU), bf16 or fp16.")
+@click.option("--method", "names", multiple=True, help="Only this one; repeat for several.")
+@click.option(
+    "--repeats",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Times that each call is measured, in turns with the others; medians count.",
+)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Also write rows here.")
+@click.option(
+    "--show",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Measure nothing: print the rows of FILE as a Markdown table.",
+)
+@verbosity_options
+@click.pass_obj
+def bench_masks(
+    terminal: Terminal,
+    /,
+    device: str,
+    lengths: tuple[int, ...],
+    heads: int,
+    head_dim: int,
+    dtype: str | None,
+    names: tuple[str, ...],
+    repeats: int,
+    json_path: str | None,
+    show: str | None,
+) -> None:
+    """Time the methods' masks beside dense attention, after checking them against torch.
+
+    q and k are structured like a video's, in Hilbert order: masks of random ones keep everything.
+    """
+    if show is not None:
+        click.echo(markdown(masks_file(Path(show)).typed(MaskRow), COLUMNS))
+        return
+    known = dict.fromkeys(name for name, _ in CASES)
+    for name in names:
+        if name not in known:
+            raise OptionError(f"no mask of {name!r}. Hint: choose from {', '.join(known)}.")
+    where, kind = device_and_dtype(device, dtype)
+    click.echo(described(where, kind))
+    rows = [
+        row
+        for tokens in lengths
+        for row in measure_masks(
+            names or tuple(known), tokens, heads, head_dim, kind, where, repeats, terminal.say
+        )
+    ]
+    print_table(tuple(COLUMNS), (cells(row, COLUMNS) for row in rows))
+    if json_path is not None:
+        file = masks_file(Path(json_path), fresh=True)
+        file.header = header(where)
+        file.add(*map(asdict, rows))

@@ -1,0 +1,83 @@
+"""``vidsparse bench quality``: how tiles, merging and token orders trade quality for density."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from vidsparse.apps.studies.configurations import STUDIES, configurations
+from vidsparse.apps.studies.prepare_study import prepare_study
+from vidsparse.apps.studies.quality_tables import markdown_tables, quality_file
+from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.study_options import study_options
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  vidsparse bench quality --device cuda --batch 24 --size 256x256 --frames 33
+  vidsparse bench quality --device cuda --batch 24 --size 384x384 --frames 49
+  vidsparse bench quality --study orders --prompts 4 --limit-rows 3        a quick look on a CPU
+  vidsparse bench quality --limit-rows 0 --curve curve.png --table          show what is there
+
+\b
+The file holds one row a line and is written after every row; a rerun measures only what is missing.
+"""
+)
+@study_options
+@click.option(
+    "--study",
+    "studies",
+    multiple=True,
+    type=click.Choice(STUDIES),
+    help="Run this study; repeat for several.  [default: all of them]",
+)
+@click.option("--limit-rows", type=int, metavar="N", help="Measure at most N missing rows.")
+@click.option(
+    "--out",
+    metavar="FILE",
+    default="docs/benchmarks/quality-small.json",
+    show_default=True,
+    help="The file of rows, made or added to.",
+)
+@click.option("--overwrite", is_flag=True, help="Measure rows again that are there.")
+@click.option("--curve", metavar="PNG", help="Also draw PSNR against density.")
+@click.option("--table", is_flag=True, help="Also print the file's rows as Markdown tables.")
+@verbosity_options
+@click.pass_obj
+def bench_quality(
+    terminal: Terminal,
+    /,
+    prompts_file: str | None,
+    studies: tuple[str, ...],
+    limit_rows: int | None,
+    out: str,
+    curve: str | None,
+    table: bool,
+    **options: Any,
+) -> None:
+    """Sweep tile sizes, merging and token orders, each against dense videos of the same seeds.
+
+    Without PROMPTS.txt the bundled model's 24 held-out prompts are used. PSNR and SSIM are taken on
+    8-bit frames before encoding. The total is the share of all query-key pairs that were computed,
+    dense steps and layers included; the other densities are means over the sparse calls.
+    """
+    terminal.interrupted = "Interrupted; finished rows are kept."
+    file = quality_file(Path(out))
+    if limit_rows is None or limit_rows > 0:
+        study = prepare_study(terminal, prompts_file, file, options)
+        study.run_missing(
+            list(configurations(studies or STUDIES)),
+            limit=limit_rows,
+            overwrite=options["overwrite"],
+        )
+    if curve is not None:
+        from vidsparse.apps.studies.quality_plots import draw_curve
+
+        draw_curve(file.rows, Path(curve))
+        click.echo(curve)
+    if table:
+        click.echo(markdown_tables(file.rows))
+    click.echo(file.path)

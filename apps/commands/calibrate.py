@@ -1,0 +1,177 @@
+"""``vidsparse calibrate``: a method's numbers for one model at one size, as a preset."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from cloup import option, option_group
+
+from vidsparse.apps.runs.prepared import prepare
+from vidsparse.apps.runs.prompts import PromptFile, read_prompts
+from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.options import RequestCommand, request_options
+from vidsparse.apps.terminal.progress import plain_bar
+from vidsparse.apps.terminal.tables import INDENT, print_pairs
+from vidsparse.calibration import CALIBRATORS
+from vidsparse.calibration.base import setting_fields
+from vidsparse.errors import OptionError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_PREFIX = "calibration_"
+
+
+def _flags() -> dict[str, dict[str, dataclasses.Field[Any]]]:
+    """Every calibrator's settings by flag and method."""
+    flags: dict[str, dict[str, dataclasses.Field[Any]]] = {}
+    for name, cls in CALIBRATORS.items():
+        for field in setting_fields(cls):
+            flags.setdefault(field.metadata["flag"], {})[name] = field
+    return flags
+
+
+def _written(value: Any) -> str:
+    return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else f"{value:g}"
+
+
+def calibration_options(function: Function) -> Function:
+    """Add the settings of all calibrators to a command."""
+    options = []
+    for flag, fields in _flags().items():
+        first = next(iter(fields.values()))
+        defaults = "; ".join(f"{_written(field.default)} for {m}" for m, field in fields.items())
+        options.append(
+            option(
+                flag,
+                _PREFIX + flag.lstrip("-").replace("-", "_"),
+                metavar=first.metadata["metavar"],
+                help=f"{first.metadata['help']}  [default: {defaults}]",
+            )
+        )
+    return option_group("What to aim at", *options)(function)
+
+
+def _settings(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The calibrator's settings among a command's parameters.
+
+    Raises:
+        OptionError: a method that is not calibrated, a setting of another, or one that is no value.
+    """
+    if method not in CALIBRATORS:
+        raise OptionError(
+            f"{method} is not calibrated. Hint: choose --method from {', '.join(CALIBRATORS)}."
+        )
+    values: dict[str, Any] = {}
+    for flag, fields in _flags().items():
+        text = given.get(_PREFIX + flag.lstrip("-").replace("-", "_"))
+        if text is None:
+            continue
+        if method not in fields:
+            raise OptionError(f"{flag} is for {' and '.join(fields)}, not for {method}")
+        field = fields[method]
+        try:
+            values[field.name] = field.metadata["convert"](text)
+        except ValueError:
+            raise OptionError(
+                f"{flag} cannot be {text!r} ({field.metadata['help']}). "
+                f"Hint: {_written(field.default)} is the default."
+            ) from None
+    return values
+
+
+@click.command(
+    cls=RequestCommand,
+    epilog="""\b
+Examples:
+  vidsparse calibrate --method spargeattn --prompts prompts.txt --out sparge
+  vidsparse calibrate --method spargeattn --prompts prompts.txt --out strict --l1 0.03 --l2 0.04
+  vidsparse calibrate --method bsfa --prompts prompts.txt --out bsfa --fractions 0.2,0.4
+  vidsparse generate prompts.txt --preset sparge
+
+\b
+Files: OUT.json and OUT.safetensors. A run that was stopped leaves OUT.progress.safetensors, and the
+same command goes on from there.
+""",
+)
+@click.option(
+    "--prompts",
+    "prompts_file",
+    metavar="PROMPTS.txt",
+    required=True,
+    help="One prompt a line; the first ones are used, as many as the method's paper does.",
+)
+@click.option("--out", metavar="PRESET", required=True, help="Where the preset's two files go.")
+@click.option(
+    "--samples", type=int, metavar="N", help="Prompts to use.  [default: the paper's number]"
+)
+@click.option("--overwrite", is_flag=True, help="Replace a preset that is there.")
+@calibration_options
+@request_options
+@verbosity_options
+@click.pass_obj
+def calibrate(
+    terminal: Terminal,
+    /,
+    prompts_file: str,
+    out: str,
+    samples: int | None,
+    overwrite: bool,
+    **options: Any,
+) -> None:
+    """Find a method's numbers for every layer and head of a model, as its paper does.
+
+    The prompts are denoised densely while the method's candidates are measured on the attention
+    calls of a few steps. The preset holds the numbers, what they were made with and what was
+    measured; it fits this model, size and token order only.
+    """
+    from vidsparse.pipelines.calibrate import calibrate as run
+    from vidsparse.pipelines.calibrate import check_calibration
+    from vidsparse.presets import preset_files
+
+    terminal.interrupted = "Interrupted; the same command goes on from the last finished prompt."
+    if options["preset"] is not None:
+        raise OptionError("calibrate makes a preset and takes none. Hint: leave --preset out.")
+    if options["method"] is None:
+        raise OptionError(f"say what to calibrate: --method {' or '.join(CALIBRATORS)}")
+    given = {name: options.pop(name) for name in list(options) if name.startswith(_PREFIX)}
+    settings = _settings(options["method"], given)
+    target = preset_files(out)[0]
+    if target.exists() and not overwrite:
+        raise OptionError(f"{target} is there already. Hint: --overwrite replaces it.")
+    wanted = CALIBRATORS[options["method"]].samples if samples is None else samples
+    if wanted < 1:
+        raise OptionError(f"samples must be at least 1, got {wanted}")
+    source = read_prompts(prompts_file)
+    used = PromptFile(stem=source.stem, prompts=source.prompts[:wanted])
+    prepared = prepare(used, options, terminal, ready=False)
+    assert prepared.request.steps is not None
+    check_calibration(prepared.request, prepared.request.steps, settings)
+    if len(used.prompts) < wanted:
+        terminal.warn(
+            f"{prompts_file} has {len(used.prompts)} prompts; {prepared.request.method}'s paper "
+            f"calibrates with {wanted}."
+        )
+    loaded = prepared.load(terminal)
+    began = time.perf_counter()
+    with plain_bar(terminal, f"Calibrating {prepared.request.method}") as progress:
+        preset = run(
+            loaded,
+            prepared.request,
+            [prompt.text for prompt in used.prompts],
+            Path(out),
+            settings=settings,
+            progress=progress,
+        )
+    if terminal.quiet:
+        click.echo(target)
+        return
+    click.echo(f"{target}  {time.perf_counter() - began:.0f} s")
+    print_pairs(
+        ((name.replace("_", " "), str(value)) for name, value in preset.measured.items()),
+        indent=INDENT,
+    )

@@ -1,0 +1,142 @@
+"""``vidsparse compare``: what sparsity costs, measured against dense videos of the same seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from vidsparse.apps.runs.comparison import Comparison, write_report
+from vidsparse.apps.runs.prepared import prepare
+from vidsparse.apps.runs.prompts import read_prompts
+from vidsparse.apps.runs.run_folder import RunFolder
+from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.options import RequestCommand, request_options
+from vidsparse.apps.terminal.progress import short, step_bar
+from vidsparse.apps.terminal.tables import print_pairs
+from vidsparse.errors import OptionError
+from vidsparse.report import (
+    Report,
+    format_psnr,
+    format_seconds,
+    format_share,
+    format_spread,
+    format_total,
+)
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.generate import Generated
+    from vidsparse.pipelines.request import GenerateRequest
+
+
+@click.command(
+    cls=RequestCommand,
+    epilog="""\b
+Examples:
+  vidsparse compare prompts.txt
+  vidsparse compare prompts.txt --top-p 0.8 --tile 128x128
+  vidsparse compare prompts.txt --method spargeattn --order rowmajor
+  vidsparse compare prompts.txt --device cuda --batch 8
+
+\b
+Files, in outputs/<file>-compare-<method>-<hash of settings>/:
+  report.html          one page to look at or send on, with all videos in it
+  report.md            the tables
+  report.json          every number; identical frames read "psnr": null, "identical": true
+  0003-<words>.mp4     dense, sparse and their difference side by side
+""",
+)
+@click.argument("prompts_file", metavar="PROMPTS.txt")
+@request_options
+@click.option(
+    "--batch",
+    type=int,
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Prompts made at once, for a GPU with room.",
+)
+@click.option(
+    "--out",
+    metavar="FOLDER",
+    default="outputs",
+    show_default=True,
+    help="Where the report's folder is made.",
+)
+@verbosity_options
+@click.pass_obj
+def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **options: Any) -> None:
+    """Make every prompt of PROMPTS.txt dense and sparse, and report how far apart they are.
+
+    PSNR, SSIM and flicker are taken on 8-bit frames before encoding, with the same seeds and the
+    same dense attention on both sides.
+    """
+    from vidsparse.pipelines.request import settings_hash
+
+    if batch < 1:
+        raise OptionError(f"batch must be at least 1, got {batch}")
+    source = read_prompts(prompts_file)
+    prepared = prepare(source, options, terminal)
+    request = prepared.request
+    name = f"{source.stem}-compare-{request.method}-{settings_hash(request)}"
+    folder = RunFolder(Path(out) / name)
+    with folder.claim():
+        loaded = prepared.load(terminal)
+
+        def generate(requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
+            from vidsparse.pipelines.generate import generate_batch
+
+            with step_bar(terminal, label) as progress:
+                return generate_batch(loaded, requests, progress=progress)
+
+        comparison = Comparison(generate, folder.path)
+        chunks = [prepared.prompts[i : i + batch] for i in range(0, len(prepared.prompts), batch)]
+        terminal.say("Warming up ...")
+        comparison.warm_up(chunks[0], loaded.defaults)
+        for chunk in chunks:
+            for each in comparison.run(chunk):
+                if not terminal.quiet:
+                    click.echo(
+                        f"{each.number:04d}  PSNR {format_psnr(each.quality, ' dB')}, "
+                        f"SSIM {each.quality.ssim:.4f}  {short(each.prompt)}"
+                    )
+        report = comparison.report(prepared.request, batch)
+        paths = write_report(folder.path, report, comparison.videos, request)
+    if terminal.quiet:
+        for path in paths:
+            click.echo(path)
+        return
+    _print(report)
+    click.echo(f"\nreport: {paths[0]}")
+
+
+def _print(report: Report) -> None:
+    dense, sparse = report.seconds("dense", "denoise"), report.seconds("sparse", "denoise")
+    rows = [
+        ("PSNR", format_spread(report.psnr, ".2f", " dB", report.identical)),
+        ("SSIM", format_spread(report.ssim, ".4f")),
+        ("flicker", format_spread(report.flicker, ".2f", " dB")),
+        *_work_rows(report),
+        ("denoising", f"{format_seconds(dense)} dense, {format_seconds(sparse)} sparse"),
+    ]
+    click.echo()
+    print_pairs(rows)
+
+
+def _work_rows(report: Report) -> list[tuple[str, str]]:
+    """The whole run's share first, then where it was computed and what the method chose."""
+    work = report.work
+    if work is None:
+        return []
+    rows = [("computed", f"{format_total(work)} of the run's attention: {work.split}")]
+    if report.computed is not None:
+        rows.append(
+            (
+                "sparse",
+                f"{format_share(report.selected)} selected, {format_share(report.computed)} "
+                f"computed in the sparse calls; {work.selection_text}",
+            )
+        )
+    return rows

@@ -1,0 +1,144 @@
+"""Starting the page: who may visit it, its folder, its devices and their queue.
+
+Everything that can be wrong is found here, before gradio is imported: what it must not do is said
+in the environment, which it reads once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vidsparse.errors import OptionError, OutputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.host import Limits
+
+
+def check_login(auth: str | None, *, listen: bool, share: bool) -> tuple[str, str] | None:
+    """Name and password of visitors.
+
+    Raises:
+        OptionError: others could reach the page without a password, or it is not USER:PASSWORD.
+    """
+    if auth is None:
+        if listen or share:
+            flag = "--listen" if listen else "--share"
+            raise OptionError(
+                f"{flag} lets others run jobs on this machine, so it needs a password. "
+                "Hint: add --auth USER:PASSWORD, or set VIDSPARSE_AUTH."
+            )
+        return None
+    user, colon, password = auth.partition(":")
+    if not (user and colon and password):
+        raise OptionError("--auth must be USER:PASSWORD with neither of them empty.")
+    return user, password
+
+
+def require_gradio() -> None:
+    """Complain where the page's extra was not installed, and tell it what it must not do.
+
+    Raises:
+        UnsupportedError: gradio is not there.
+    """
+    if importlib.util.find_spec("gradio") is None:
+        raise UnsupportedError(
+            "the page needs gradio, which is not installed. Hint: pip install 'vidsparse[ui]'."
+        )
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+
+
+def make_desk(
+    models: tuple[str, ...],
+    devices: tuple[str, ...],
+    dtype: str | None,
+    out: Path,
+    limits: Limits,
+    presets: tuple[str, ...] = (),
+) -> Desk:
+    """Everything of the page but the page: checked settings, folder, devices and their queue.
+
+    Raises:
+        VidsparseError: a model, preset, device or folder that cannot be used.
+    """
+    from vidsparse.apps.page.host import Host, read_presets
+    from vidsparse.pipelines.models import resolve_model
+    from vidsparse.pipelines.placement import check_device, check_dtype
+
+    refs = tuple(resolve_model(name) for name in dict.fromkeys(models))
+    names = tuple(dict.fromkeys(check_device(name) for name in devices or (None,)))
+    for name in names:
+        check_dtype(dtype, name)
+    calibrated = read_presets(presets, refs, limits)
+    folder = make_folder(out)
+
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.queue import JobQueue
+    from vidsparse.apps.page.visits import Visits
+    from vidsparse.apps.page.workbench import Workbench
+
+    host = Host(
+        models=refs,
+        folder=folder,
+        devices=names,
+        limits=limits,
+        dtype=dtype,
+        presets=calibrated,
+    )
+    benches = [(name, Workbench(name, dtype)) for name in names]
+    return Desk(host, JobQueue(benches, waiting=limits.waiting), Visits(folder))
+
+
+def make_folder(out: Path) -> Path:
+    """The page's own folder below the output folder, the only one that it serves.
+
+    Gradio's copies and uploads are sent there as well, before it is first imported.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    from vidsparse.apps.page.uploads import forget_old
+
+    folder = (out / "page").resolve()
+    uploads = folder / "gradio"
+    try:
+        uploads.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"the output folder {folder} cannot be made: {error.strerror}. "
+            "Hint: give another one with --out."
+        ) from None
+    forget_old(uploads)
+    os.environ["GRADIO_TEMP_DIR"] = str(uploads)
+    return folder
+
+
+def load_first(desk: Desk) -> None:
+    """Load the first model before anybody asks, on every device."""
+    from vidsparse.apps.page.form import needs_image
+    from vidsparse.apps.page.queue import Job
+
+    model = desk.host.models[0]
+    for _ in desk.host.devices:
+        desk.queue.submit(Job(lambda bench, job: bench.load(model.name, image=needs_image(model))))
+
+
+def wait_for_the_end() -> None:
+    """Wait until Ctrl-C or a request to end; a second one ends the process at once."""
+    stop = threading.Event()
+
+    def end(signum: int, _: object) -> None:
+        # a step may take long: whoever asks a second time is not kept waiting for it.
+        signal.signal(signum, signal.SIG_DFL)
+        stop.set()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, end)
+    # a wait without end would not let the signals through on every system.
+    while not stop.wait(1):
+        pass

@@ -1,0 +1,1 @@
+"""Rows of measurements in files, and the pages and tables made from them."""

@@ -1,0 +1,106 @@
+"""Rows of measurements in a JSON file, one a line, written after every row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vidsparse.errors import OptionError
+from vidsparse.files import write_text
+from vidsparse.report import finite_json
+
+Row = Mapping[str, Any]
+Typed = TypeVar("Typed")
+
+
+class RowFile:
+    """The rows measured so far.
+
+    Args:
+        path: the file; it need not exist.
+        form: name and version of the format, the value of ``format`` in the file.
+        kind: what the file holds, for the error.
+        fresh: begin anew whatever the file holds.
+        unnamed: also take a file without ``format``: the first ones of its kind had none.
+
+    Raises:
+        OptionError: it exists and holds something else.
+    """
+
+    def __init__(
+        self, path: Path, form: str, kind: str, *, fresh: bool = False, unnamed: bool = False
+    ) -> None:
+        self.path = path
+        self._form = form
+        self._kind = kind
+        self.rows: list[dict[str, Any]] = []
+        self.header: dict[str, Any] = {}
+        if fresh or not path.exists():
+            return
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise OptionError(
+                f"{path} cannot be read as JSON: {error}. Hint: name another file."
+            ) from None
+        named = (
+            document.pop("format", form if unnamed else None)
+            if isinstance(document, dict)
+            else None
+        )
+        if named != form or not isinstance(document.get("rows"), list):
+            raise self._something_else()
+        self.rows = document.pop("rows")
+        self.header = document
+
+    def typed(self, kind: Callable[..., Typed]) -> list[Typed]:
+        """The rows as values of the dataclass ``kind``.
+
+        Raises:
+            OptionError: they are rows of something else.
+        """
+        try:
+            return [kind(**row) for row in self.rows]
+        except TypeError:
+            raise self._something_else() from None
+
+    def find(self, wanted: Callable[[Row], bool]) -> dict[str, Any] | None:
+        """The first row that is ``wanted``."""
+        return next((row for row in self.rows if wanted(row)), None)
+
+    def put(self, row: Row, same: Callable[[Row], bool]) -> None:
+        """Add ``row``, or replace the one that is the ``same``, and write the file.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        known = self.find(same)
+        if known is not None:
+            self.rows[self.rows.index(known)] = dict(row)
+        else:
+            self.rows.append(dict(row))
+        self._write()
+
+    def add(self, *rows: Row) -> None:
+        """Add ``rows`` at the end and write the file.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        self.rows += map(dict, rows)
+        self._write()
+
+    def _write(self) -> None:
+        head = json.dumps(
+            finite_json({"format": self._form, **self.header}), indent=1, ensure_ascii=False
+        )
+        lines = ",\n".join(
+            "  " + json.dumps(finite_json(row), ensure_ascii=False, allow_nan=False)
+            for row in self.rows
+        )
+        write_text(self.path, f'{head[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
+
+    def _something_else(self) -> OptionError:
+        return OptionError(f"{self.path} holds no {self._kind}. Hint: name another file.")

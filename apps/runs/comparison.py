@@ -1,0 +1,195 @@
+"""Dense and sparse videos of the same seeds, measured: what ``compare`` and the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vidsparse.apps.runs.prepared import PreparedPrompt
+from vidsparse.apps.runs.prompts import slug
+from vidsparse.apps.runs.report_page import SideBySide, render
+from vidsparse.apps.terminal.progress import short
+from vidsparse.files import write_text
+from vidsparse.metrics import Frames, VideoQuality, amplified_difference, compare_videos
+from vidsparse.report import PromptComparison, Report, RunFacts, mean_density_map
+from vidsparse.work import Work
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.families import Defaults
+    from vidsparse.pipelines.generate import Generated
+    from vidsparse.pipelines.request import GenerateRequest
+
+Generate = Callable[[Sequence["GenerateRequest"], str], "list[Generated]"]
+"""Makes the videos of a batch of requests; the text says which, for a progress bar."""
+
+# what the difference picture is multiplied with: enough to see errors at 35 dB.
+GAIN = 4
+
+SAME_KERNEL = (
+    "Both sides share seeds, noise and the dense attention: the sparse side's dense steps run the "
+    "very kernel of the dense side, so no decibel is lost to another one."
+)
+
+
+class Comparison:
+    """Runs both sides chunk by chunk and keeps the numbers; frames live for one chunk only.
+
+    Args:
+        generate: makes the videos.
+        folder: where the side-by-side videos go; it exists.
+    """
+
+    def __init__(self, generate: Generate, folder: Path) -> None:
+        self.videos: list[SideBySide] = []
+        self._generate = generate
+        self._folder = folder
+        self._comparisons: list[PromptComparison] = []
+        self._maps: list[list[list[float | None]]] = []
+
+    def warm_up(self, chunk: Sequence[PreparedPrompt], defaults: Defaults) -> None:
+        """Run two steps of both sides untimed: a process's first call pays for its set-up.
+
+        A GPU and the compiler prepare for one shape, so they get the true one, and a preset fits
+        no other; on a CPU a few frames do.
+        """
+        request = chunk[0].request
+        frames = request.frames
+        if request.device == "cpu" and not request.compile and request.preset is None:
+            frames = defaults.frame_factor + 1
+        for side in (dense_side, lambda request: replace(request, dense_steps=0)):
+            self._generate(
+                [replace(side(one.request), steps=2, frames=frames) for one in chunk], "warm-up"
+            )
+
+    def run(self, chunk: Sequence[PreparedPrompt]) -> list[PromptComparison]:
+        """Make a chunk dense and sparse, measure it, and encode the side-by-side videos."""
+        dense = self._generate([dense_side(one.request) for one in chunk], _label(chunk, "dense"))
+        method = chunk[0].request.method
+        sparse = self._generate([one.request for one in chunk], _label(chunk, method))
+        found = [
+            self._measure(one, reference, other)
+            for one, reference, other in zip(chunk, dense, sparse, strict=True)
+        ]
+        self._comparisons += found
+        return found
+
+    def report(self, request: GenerateRequest, batch: int) -> Report:
+        """Everything measured, as one value; ``request`` holds the settings of all prompts."""
+        record = self._comparisons[0].sparse.record
+        notes = [SAME_KERNEL, "Both sides ran two untimed steps before the first prompt."]
+        if batch > 1:
+            notes.append(f"Times are those of batches of {batch}, divided by the batch's size.")
+        for each in self._comparisons:
+            notes += [f"Some calls ran {note}." for note in each.sparse.record["notes"]]
+        return Report(
+            settings={**request.options(), "batch": batch},
+            environment={"device": device_name(record["device"]), **record["versions"]},
+            comparisons=self._comparisons,
+            density_map=mean_density_map(self._maps),
+            notes=list(dict.fromkeys(notes)),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def _measure(
+        self, one: PreparedPrompt, dense: Generated, sparse: Generated
+    ) -> PromptComparison:
+        density_map = sparse.record["density_map"]
+        if density_map:
+            self._maps.append(density_map)
+        self.videos.append(self._side_by_side(one, dense.frames, sparse.frames))
+        return PromptComparison(
+            number=one.prompt.number,
+            prompt=one.prompt.text,
+            seed=one.request.seed,
+            quality=video_quality(dense.frames, sparse.frames),
+            dense=run_facts(dense.record),
+            sparse=run_facts(sparse.record),
+        )
+
+    def _side_by_side(self, one: PreparedPrompt, dense: Frames, sparse: Frames) -> SideBySide:
+        from vidsparse.pipelines.video import write_video
+
+        frames = np.concatenate([dense, sparse, amplified_difference(dense, sparse, GAIN)], axis=2)
+        path = self._folder / f"{one.prompt.number:04d}-{slug(one.prompt.text)}.mp4"
+        assert one.request.fps is not None
+        write_video(frames, path, one.request.fps)
+        return SideBySide(mp4=path.read_bytes(), width=frames.shape[2], height=frames.shape[1])
+
+
+def video_quality(dense: Frames, sparse: Frames) -> VideoQuality:
+    """The sparse video against the dense one, frames shared out over threads."""
+    # scikit-image's filters release the interpreter lock.
+    with ThreadPoolExecutor() as pool:
+        return compare_videos(dense, sparse, pool=pool)
+
+
+def dense_side(request: GenerateRequest) -> GenerateRequest:
+    """The same request on the stock pipeline."""
+    return replace(request, method="dense", method_options={}, preset=None)
+
+
+def write_report(
+    folder: Path, report: Report, videos: Sequence[SideBySide], request: GenerateRequest
+) -> list[Path]:
+    """Write the three forms of the report into ``folder``; return their paths, the page first.
+
+    Raises:
+        OutputError: the folder cannot be written to.
+    """
+    from vidsparse.methods import METHODS
+
+    assert request.fps is not None
+    page = render(
+        report,
+        videos,
+        model=Path(request.model).name or request.model,
+        method_title=METHODS[request.method].title,
+        fps=request.fps,
+        gain=GAIN,
+    )
+    texts = {
+        "report.html": page,
+        "report.md": report.to_markdown(),
+        "report.json": report.to_json_text(),
+    }
+    for name, text in texts.items():
+        write_text(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def _label(chunk: Sequence[PreparedPrompt], side: str) -> str:
+    first, last = chunk[0].prompt, chunk[-1].prompt
+    if first is last:
+        return f"{first.number} {side}: {short(first.text)}"
+    return f"{first.number}-{last.number} {side}"
+
+
+def run_facts(record: dict[str, Any]) -> RunFacts:
+    """What one record says of its run's cost."""
+    # loading happens once for both sides and says nothing about either.
+    seconds = {
+        phase: value if value is None else value / record["batch"]
+        for phase, value in record["times"].items()
+        if phase != "load"
+    }
+    return RunFacts(
+        seconds=seconds,
+        selected=record["selected"],
+        computed=record["computed"],
+        dense_step_share=record["dense_step_share"],
+        implementation=record["implementation"],
+        record=record,
+        work=Work.from_json(record.get("work")),
+    )
+
+
+def device_name(device: dict[str, Any]) -> str:
+    """A record's device as people read it."""
+    threads = f", {device['threads']} threads" if device["threads"] else ""
+    return f"{device['name']}{threads}"

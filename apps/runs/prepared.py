@@ -1,0 +1,104 @@
+"""From a prompt file and options to checked requests: all that can be wrong is found here.
+
+Nothing heavy runs and nothing is written before all prompts and options have been looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vidsparse.apps.runs.prompts import Prompt, PromptFile
+from vidsparse.apps.terminal.console import Terminal
+from vidsparse.apps.terminal.options import build_request
+from vidsparse.errors import OptionError
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.models import LoadedPipeline, ModelRef
+    from vidsparse.pipelines.request import GenerateRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedPrompt:
+    """One prompt and its request with every default filled in."""
+
+    prompt: Prompt
+    request: GenerateRequest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedPrompts:
+    """The prompts of one file, all with one model and one set of settings; at least one."""
+
+    model: ModelRef
+    prompts: tuple[PreparedPrompt, ...]
+
+    @property
+    def request(self) -> GenerateRequest:
+        """The settings that all prompts share; only the prompt is the first one's own."""
+        return self.prompts[0].request
+
+    def load(self, terminal: Terminal) -> LoadedPipeline:
+        """Load the model, once for all prompts.
+
+        Raises:
+            VidsparseError: the model cannot be loaded, or is not the one of the preset.
+        """
+        from vidsparse.pipelines.generate import check_preset
+        from vidsparse.pipelines.models import load
+
+        request = self.request
+        terminal.say(f"Loading {request.model} on {request.device} ...")
+        loaded = load(
+            self.model,
+            device=request.device,
+            dtype=request.dtype,
+            offload=request.offload,
+            lora=request.lora,
+            compile=request.compile,
+            image=request.image is not None,
+        )
+        # of all prompts alike: not to be found out by each.
+        check_preset(loaded, request)
+        return loaded
+
+
+def prepare(
+    source: PromptFile, options: Mapping[str, Any], terminal: Terminal, *, ready: bool = True
+) -> PreparedPrompts:
+    """Check every prompt against the options and the model, and warn of words it never learned.
+
+    ``ready``: the method must be able to run; before its calibration it may not be.
+
+    Raises:
+        VidsparseError: an option, a combination or the model cannot be used.
+    """
+    from vidsparse.pipelines.models import check_takes, resolve_model, unknown_words
+    from vidsparse.pipelines.request import check_ready, resolve
+    from vidsparse.presets import load_preset
+
+    requests = [build_request(prompt.text, options) for prompt in source.prompts]
+    if ready:
+        check_ready(requests[0])
+    model = resolve_model(requests[0].model)
+    first = requests[0]
+    check_takes(model, image=first.image is not None, last_image=first.last_image is not None)
+    if first.preset is not None:
+        preset = load_preset(first.preset)
+        if not preset.may_fit(model.transformers):
+            raise OptionError(
+                f"{preset.source} was calibrated for {preset.model['name']}, and {model.name} has "
+                "another transformer. Hint: calibrate for this model."
+            )
+    prepared = []
+    for prompt, request in zip(source.prompts, requests, strict=True):
+        prepared.append(PreparedPrompt(prompt=prompt, request=resolve(request, model.defaults)))
+        unknown = unknown_words(model, prompt.text)
+        if unknown:
+            words = ", ".join(unknown)
+            terminal.warn(
+                f"prompt {prompt.number}: the model {request.model} never learned {words}. "
+                "Hint: `vidsparse models` lists the words it knows."
+            )
+    return PreparedPrompts(model=model, prompts=tuple(prepared))

@@ -1,0 +1,226 @@
+"""What the quality study measures: configurations, a row of its file each.
+
+The first steps are dense in all of them, as many as the model's family asks for. The studies:
+
+- ``tiles``: FG-Attn's square tiles of four sizes, ``top_p`` swept, so that curves can be compared.
+- ``merging``: the same fine tiles merged into 128-row blocks in other ways than by XOR distance.
+- ``orders``: token orders. FG-Attn's ``top_p`` is set for each order so that all of them compute
+  the same density; SpargeAttn's numbers are the same for all, as in its Tables 4 and 9.
+- ``equal``: methods at the same selected density, in the order that is the model's own.
+- ``curves``: every method over a range of computed densities, in the order that is the model's own.
+  A method that cannot do without is calibrated, and measured in the settings that it declares.
+- ``defaults``: what a model's defaults are chosen from: FG-Attn in its own order, ``top_p``,
+  the steps that a plan serves, and the first and last layer dense or not.
+- ``calibration``: methods with their paper's one number for all heads, and calibrated.
+- the ablations that methods declare (``SparseMethod.ablations``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from vidsparse.methods import SPARSE_METHODS
+from vidsparse.methods.studied import Ablation, Knob
+from vidsparse.order import ORDERS
+
+DECLARED: Final[Mapping[str, tuple[str, Ablation]]] = {
+    ablation.name: (name, ablation)
+    for name, cls in SPARSE_METHODS.items()
+    for ablation in cls.ablations
+}
+"""Methods' own ablations by their names, each with the method's."""
+
+CALIBRATED: Final = tuple(
+    name for name, cls in SPARSE_METHODS.items() if cls.calibratable() and not cls.needs_numbers
+)
+"""Methods that can do with calibrated numbers and without."""
+
+KNOBS: Final[Mapping[str, Knob]] = {
+    name: cls.knobs[0] for name, cls in SPARSE_METHODS.items() if cls.knobs
+}
+"""The number that a method's density is set by, where it has one."""
+
+STUDIES: Final = ("tiles", "merging", "orders", "equal", "curves", "defaults")
+ABLATIONS: Final = (*DECLARED, "calibration")
+
+TILES: Final = ("16x16", "32x32", "64x64", "128x128")
+TOP_P: Final = (0.5, 0.65, 0.8, 0.9, 0.95)
+# a 128-row tile is a block of its own: there is nothing to merge.
+MERGED_TILES: Final = ("16x16", "32x32", "64x64")
+COMPARED_MERGES: Final = ("consecutive", "xor-window")
+MERGED_TOP_P: Final = (0.65, 0.9)
+COMPUTED_TARGETS: Final = (0.35, 0.55)
+EQUAL_SELECTED: Final = 0.35
+DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
+REUSED: Final = (1, 2, 4)
+CURVE_COMPUTED: Final = (0.25, 0.4, 0.55, 0.7)
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A density to reach, ``selected`` or ``computed``, by setting a method's ``Knob``.
+
+    It is met within ``tolerance``, or by the best of a few trials. The first number is taken from
+    the calls of a dense run, which are not those of a sparse one; from there the densities of the
+    videos narrow the bracket down.
+    """
+
+    density: str
+    value: float
+    tolerance: float = field(default=0.01, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.density}={self.value:g}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """One row to measure.
+
+    Args:
+        study: the study it belongs to.
+        method: the method's name.
+        options: the method's own numbers; without its knob where there is an aim.
+        order: token order; None is the model's own.
+        aim: what the knob is to be set for, or None.
+        reuse: steps that a plan serves.
+        dense_ends: layers kept dense at each end of the transformer.
+        knob: the number that is set where there is an aim; None is the method's own of ``KNOBS``.
+        calibrated: whether the numbers of each layer and head come from a preset.
+    """
+
+    study: str
+    method: str
+    options: Mapping[str, Any]
+    order: str | None = "hilbert"
+    aim: Aim | None = None
+    reuse: int = 1
+    dense_ends: int = 0
+    knob: Knob | None = None
+    calibrated: bool = False
+
+    def describes(self, row: Mapping[str, Any]) -> bool:
+        """Whether ``row`` was measured with this configuration, whatever the knob was set to."""
+        aim = Aim(row.get("aim", "computed"), row["target"]) if row["target"] else None
+        own = row.get("own_order", False)
+        same = (row["study"], row["method"], aim, own, row.get("calibrated", False)) == (
+            self.study,
+            self.method,
+            self.aim,
+            self.order is None,
+            self.calibrated,
+        )
+        mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
+        theirs = {"reuse": 1, "dense_ends": 0, **row["options"]}
+        # a method that selects in another way leaves its usual number out.
+        if self.knob is not None and theirs.get(self.knob.name) is None:
+            return False
+        return (
+            same
+            and (theirs["reuse"], theirs["dense_ends"]) == (self.reuse, self.dense_ends)
+            and all(theirs.get(name) == value for name, value in mine.items())
+        )
+
+    def __str__(self) -> str:
+        words = [f"{name}={value}" for name, value in self.options.items()]
+        words += [f"by {self.knob.name}"] if self.knob is not None else []
+        words += [str(word) for word in (self.aim, self.order) if word is not None]
+        words += ["calibrated"] if self.calibrated else []
+        words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
+        words += [f"dense ends={self.dense_ends}"] if self.dense_ends else []
+        return f"{self.study}: {' '.join([self.method, *words])}"
+
+
+def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
+    """The rows of ``studies``, the most telling first within each."""
+    if "tiles" in studies:
+        for top_p in TOP_P:
+            for tile in TILES:
+                options = {"top_p": top_p, "tile": tile, "merge": "xor"}
+                yield Configuration(study="tiles", method="fg-attn", options=options)
+    if "merging" in studies:
+        for top_p in MERGED_TOP_P:
+            for tile in MERGED_TILES:
+                for merge in COMPARED_MERGES:
+                    options = {"top_p": top_p, "tile": tile, "merge": merge}
+                    yield Configuration(study="merging", method="fg-attn", options=options)
+    if "orders" in studies:
+        for order in ORDERS:
+            yield Configuration(study="orders", method="spargeattn", options={}, order=order)
+        for target in COMPUTED_TARGETS:
+            for order in ORDERS:
+                yield Configuration(
+                    study="orders",
+                    method="fg-attn",
+                    options={"tile": "16x16", "merge": "xor"},
+                    order=order,
+                    aim=Aim("computed", target),
+                )
+    if "equal" in studies:
+        aim = Aim("selected", EQUAL_SELECTED)
+        for method, own in _compared():
+            yield Configuration(study="equal", method=method, options=own, order=None, aim=aim)
+    if "curves" in studies:
+        for value in CURVE_COMPUTED:
+            for method, own in _compared():
+                # a curve needs points that lie apart, not at exact places.
+                aim = Aim("computed", value, tolerance=0.05)
+                yield Configuration(study="curves", method=method, options=own, order=None, aim=aim)
+        for method, cls in SPARSE_METHODS.items():
+            for own in cls.compared if method not in KNOBS else ():
+                yield Configuration(
+                    study="curves",
+                    method=method,
+                    options=own,
+                    order=None,
+                    calibrated=cls.needs_numbers,
+                )
+    for name, (method, ablation) in DECLARED.items():
+        if name in studies:
+            yield from _of_ablation(method, ablation)
+    if "calibration" in studies:
+        for calibrated in (False, True):
+            for method in CALIBRATED:
+                yield Configuration(
+                    study="calibration",
+                    method=method,
+                    options={},
+                    order=None,
+                    calibrated=calibrated,
+                )
+    if "defaults" in studies:
+        for top_p in DEFAULT_TOP_P:
+            for reuse, ends in (*((reuse, 0) for reuse in REUSED), (2, 1)):
+                yield Configuration(
+                    study="defaults",
+                    method="fg-attn",
+                    options={"top_p": top_p},
+                    order=None,
+                    reuse=reuse,
+                    dense_ends=ends,
+                )
+
+
+def _compared() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Methods that can be set to a density, in the settings that they declare."""
+    for method in KNOBS:
+        for own in SPARSE_METHODS[method].compared:
+            yield method, own
+
+
+def _of_ablation(method: str, ablation: Ablation) -> Iterator[Configuration]:
+    aim = Aim("selected", EQUAL_SELECTED, tolerance=0.05) if ablation.knobs else None
+    for order in ablation.orders:
+        for settings in ablation.lines.values():
+            for own in settings:
+                for knob in ablation.knobs or (None,):
+                    yield Configuration(
+                        study=ablation.name,
+                        method=method,
+                        options=own,
+                        order=order,
+                        aim=aim,
+                        knob=knob,
+                    )

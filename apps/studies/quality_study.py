@@ -1,0 +1,477 @@
+"""A quality study: one size of one model, dense videos once, then row after row against them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from vidsparse.apps.results.row_file import Row, RowFile
+from vidsparse.apps.studies.aim import find_density
+from vidsparse.apps.studies.configurations import KNOBS, Aim, Configuration
+from vidsparse.apps.studies.prompts import CALIBRATION_SEED, calibration_prompts
+from vidsparse.apps.terminal.console import Terminal
+from vidsparse.apps.terminal.progress import plain_bar, step_bar
+from vidsparse.errors import OptionError
+from vidsparse.methods.studied import Knob
+from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread
+from vidsparse.report import format_number, format_share, format_spread
+from vidsparse.schedule import Schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vidsparse.calls import RecordedCall
+    from vidsparse.methods import SparseMethod
+    from vidsparse.methods.studied import Knob
+    from vidsparse.pipelines.generate import Generated
+    from vidsparse.pipelines.models import LoadedPipeline
+    from vidsparse.pipelines.request import GenerateRequest
+    from vidsparse.presets import Preset
+    from vidsparse.site import CallSite
+
+# prompts whose attention calls are kept for statistics and calibration, and how many steps of the
+# sparse part they are taken from: every layer of these is 24 calls on the bundled model.
+RECORDED_PROMPTS = 2
+RECORDED_STEPS = 3
+
+# a dense run's calls can be far from a sparse one's: SpargeAttn keeps 0.43 of them at least, and
+# 0.18 in its own videos.
+AIM_TRIALS = 6
+
+# rows whose metrics may still be computed while the device is at work on the next one; each holds
+# a batch of videos in memory.
+ROWS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A row whose videos are made and whose metrics are being computed."""
+
+    configuration: Configuration
+    row: dict[str, Any]
+    measured: list[Future[VideoQuality]]
+
+
+class QualityStudy:
+    """One size of one model: dense videos once, then row after row against them."""
+
+    def __init__(
+        self,
+        *,
+        terminal: Terminal,
+        file: RowFile,
+        requests: Sequence[GenerateRequest],
+        batch: int,
+        ssim_every: int,
+        presets: Path,
+        commit: str,
+    ) -> None:
+        self._terminal = terminal
+        self._file = file
+        self._requests = requests
+        self._batch = batch
+        self._ssim_every = ssim_every
+        self._presets = presets
+        self._calibrated: dict[str, Preset] = {}
+        self.commit = commit
+
+    def known(self, configuration: Configuration) -> bool:
+        """Whether the file holds this row already, measured on as many prompts."""
+        return self._file.find(self._is(configuration)) is not None
+
+    def _is(self, configuration: Configuration) -> Callable[[Row], bool]:
+        conditions = self.conditions()
+        return lambda row: (
+            all(row.get(name) == value for name, value in conditions.items())
+            and configuration.describes(row)
+        )
+
+    @cached_property
+    def _loaded(self) -> LoadedPipeline:
+        from vidsparse.pipelines.models import load
+
+        first = self._requests[0]
+        self._terminal.say(f"Loading {first.model} on {first.device} ...")
+        loaded = load(first.model, device=first.device, dtype=first.dtype)
+        loaded.pipe.set_progress_bar_config(disable=True)
+        return loaded
+
+    def run_missing(
+        self,
+        wanted: Sequence[Configuration],
+        *,
+        limit: int | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Measure what the file lacks of ``wanted``, or all of it; at most ``limit`` rows."""
+        todo = [one for one in wanted if overwrite or not self.known(one)]
+        self._terminal.say(f"{len(wanted) - len(todo)} of {len(wanted)} rows are there already.")
+        if todo[:limit]:
+            self._file.path.parent.mkdir(parents=True, exist_ok=True)
+            self.run(todo[:limit])
+
+    def run(self, todo: Sequence[Configuration]) -> None:
+        """Measure ``todo`` and write each row as soon as its metrics are there."""
+        dense = self._generate(self._requests, "dense")
+        self._file.header = self.header()
+        frames = [one.frames for one in dense]
+        pending: list[_Pending] = []
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            try:
+                for place, configuration in enumerate(todo, 1):
+                    label = f"[{place}/{len(todo)}] {configuration}"
+                    pending.append(self._measure(configuration, label, frames, pool))
+                    while len(pending) > ROWS_IN_FLIGHT or (
+                        pending and all(future.done() for future in pending[0].measured)
+                    ):
+                        self._finish(pending.pop(0))
+                for each in pending:
+                    self._finish(each)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def conditions(self) -> dict[str, Any]:
+        """What every row of this study has in common."""
+        first = self._requests[0]
+        return {
+            "model": first.model,
+            "size": f"{first.width}x{first.height}",
+            "frames": first.frames,
+            "steps": first.steps,
+            "seed": first.seed,
+            "prompts": len(self._requests),
+        }
+
+    def header(self) -> dict[str, Any]:
+        """What the file says of all its rows: hardware, versions, what the numbers mean."""
+        from vidsparse.pipelines.generate import provenance
+
+        first = self._requests[0]
+        steps = first.dense_steps
+        dense = f"{steps:.0%}" if isinstance(steps, float) else str(steps)
+        facts = provenance(self._loaded)
+        return {
+            "hardware": facts["device"],
+            "versions": facts["versions"],
+            "date": datetime.now(UTC).date().isoformat(),
+            "model": facts["model"],
+            "scheduler": facts["scheduler"]["class"],
+            "dtype": first.dtype,
+            "guidance": first.guidance,
+            "metrics": {
+                "psnr": "dB on 8-bit frames before encoding, over all frames of a video; mean and "
+                "sample standard deviation over prompts",
+                "ssim": f"scikit-image, Gaussian window, on every {self._ssim_every}. frame",
+                "flicker": "PSNR of frame-to-frame differences",
+                "total": "share of all query-key pairs of a run that were computed, dense steps "
+                "and layers included",
+                "densities": f"means over the sparse calls; the first {dense} of all steps "
+                "are dense",
+                "sim_q, sim_k, l1, sparsity": f"SpargeAttn's, over the calls of {RECORDED_STEPS} "
+                f"steps, all layers, {RECORDED_PROMPTS} prompts of a dense run",
+            },
+        }
+
+    def _generate(self, requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
+        from vidsparse.pipelines.generate import generate_batch
+
+        made: list[Generated] = []
+        with step_bar(self._terminal, label) as progress:
+            for start in range(0, len(requests), self._batch):
+                made += generate_batch(
+                    self._loaded, requests[start : start + self._batch], progress=progress
+                )
+        return made
+
+    def _measure(
+        self,
+        configuration: Configuration,
+        label: str,
+        dense: Sequence[Frames],
+        pool: ThreadPoolExecutor,
+    ) -> _Pending:
+        """Make one configuration's videos and hand them to the pool; the metrics come later."""
+        from vidsparse.methods import make_method
+
+        order = configuration.order or self._requests[0].order
+        assert order is not None
+        if configuration.aim is None:
+            options = dict(configuration.options)
+            made = self._make(configuration, options, order, label)
+        else:
+            options, made = self._aimed(configuration, configuration.aim, order, label)
+        method: Any = make_method(configuration.method, **options)
+        settled = self.preset(configuration.method).tables if configuration.calibrated else {}
+        records = [one.record for one in made]
+        row = {
+            "method": configuration.method,
+            "options": {
+                **method.options(),
+                # each head has its own.
+                **{name: None for name in method.options() if name in settled},
+                "order": order,
+                "reuse": configuration.reuse,
+                "dense_ends": configuration.dense_ends,
+                "dense_steps": self._requests[0].dense_steps,
+            },
+            "total": spread([record["total"] for record in records]).mean,
+            "selected": spread([record["selected"] for record in records]).mean,
+            "computed": spread([record["computed"] for record in records]).mean,
+            "dense_step_share": records[0]["dense_step_share"],
+            "seconds": sum(record["times"]["denoise"] / record["batch"] for record in records),
+            "implementation": records[0]["implementation"],
+            "study": configuration.study,
+            "own_order": configuration.order is None,
+            "calibrated": configuration.calibrated,
+            "aim": configuration.aim and configuration.aim.density,
+            "target": configuration.aim and configuration.aim.value,
+        }
+        if configuration.study == "orders":
+            row.update(self._statistics(method, order))
+        measured = [
+            pool.submit(compare_videos, a, one.frames, ssim_every=self._ssim_every)
+            for a, one in zip(dense, made, strict=True)
+        ]
+        return _Pending(configuration, row, measured)
+
+    def _make(
+        self,
+        configuration: Configuration,
+        options: Mapping[str, Any],
+        order: str,
+        label: str,
+    ) -> list[Generated]:
+        preset = None
+        if configuration.calibrated:
+            preset = self.preset(configuration.method).source
+        requests = [
+            replace(
+                request,
+                method=configuration.method,
+                method_options=options,
+                order=order,
+                reuse=configuration.reuse,
+                preset=preset,
+                dense_layers=configuration.dense_ends,
+                dense_last_layers=configuration.dense_ends,
+            )
+            for request in self._requests
+        ]
+        return self._generate(requests, label)
+
+    def _aimed(
+        self,
+        configuration: Configuration,
+        aim: Aim,
+        order: str,
+        label: str,
+    ) -> tuple[dict[str, Any], list[Generated]]:
+        """The options whose videos come nearest to the aim, and those videos."""
+        knob = configuration.knob or KNOBS[configuration.method]
+        trials: dict[float, tuple[float, dict[str, Any], list[Generated]]] = {}
+
+        def measure(place: float) -> float:
+            number = knob.at(place)
+            if number not in trials:
+                options = {**configuration.options, knob.name: number}
+                made = self._make(configuration, options, order, label)
+                density = fmean(one.record[aim.density] for one in made)
+                trials[number] = (density, options, made)
+            return trials[number][0]
+
+        find_density(
+            measure,
+            aim.value,
+            start=self._guess(configuration, knob, aim, order),
+            tolerance=aim.tolerance,
+            trials=AIM_TRIALS,
+        )
+        _, options, made = min(trials.values(), key=lambda trial: abs(trial[0] - aim.value))
+        return options, made
+
+    def _finish(self, pending: _Pending) -> None:
+        qualities = [future.result() for future in pending.measured]
+        psnr = spread([each.psnr for each in qualities])
+        identical = sum(each.identical for each in qualities)
+        ssim = spread([each.ssim for each in qualities])
+        conditions = self.conditions()
+        row = {
+            "method": pending.row["method"],
+            "options": pending.row["options"],
+            "size": conditions["size"],
+            "selected": pending.row["selected"],
+            "computed": pending.row["computed"],
+            "psnr_mean": psnr.mean,
+            "psnr_std": psnr.std,
+            "ssim_mean": ssim.mean,
+            "prompts": len(qualities),
+            "commit": self.commit,
+            "ssim_std": ssim.std,
+            "flicker_mean": spread([each.flicker for each in qualities]).mean,
+            "identical": identical,
+            **pending.row,
+            **conditions,
+        }
+        self._file.put(row, self._is(pending.configuration))
+        distance = format_spread(psnr, ".2f", " dB", identical)
+        self._terminal.say(
+            f"{pending.configuration}  computed {format_share(row['total'])} of the run, "
+            f"{format_share(row['computed'])} in the sparse calls (selected "
+            f"{format_share(row['selected'])}), PSNR {distance}, "
+            f"SSIM {format_number(ssim.mean, '.4f')}, {row['seconds']:.1f} s"
+        )
+
+    def preset(self, method: str) -> Preset:
+        """The calibrated numbers of ``method``, from the folder of presets or made now.
+
+        Raises:
+            OptionError: what lies there cannot be read, or was made for another model.
+        """
+        from vidsparse.calibration import CALIBRATORS
+        from vidsparse.pipelines.calibrate import calibrate
+        from vidsparse.pipelines.handle import transformer_configs
+        from vidsparse.presets import load_preset, preset_files
+
+        if method not in self._calibrated:
+            first = self._requests[0]
+            name = f"{Path(first.model).name}-{method}-{first.width}x{first.height}x{first.frames}"
+            path = self._presets / f"{name}-{first.steps}"
+            if not preset_files(path)[0].exists():
+                self._terminal.say(f"Calibrating {method} ...")
+                with plain_bar(self._terminal, f"Calibrating {method}") as progress:
+                    calibrate(
+                        self._loaded,
+                        replace(first, method=method, method_options={}, seed=CALIBRATION_SEED),
+                        calibration_prompts(CALIBRATORS[method].samples),
+                        path,
+                        progress=progress,
+                    )
+            preset = load_preset(path)
+            preset.check_model(transformer_configs(self._loaded.pipe), self._loaded.weights_hash)
+            self._calibrated[method] = preset
+        return self._calibrated[method]
+
+    @property
+    def order(self) -> str:
+        """The model's own token order."""
+        order = self._requests[0].order
+        assert order is not None
+        return order
+
+    @property
+    def device(self) -> str:
+        """Where the model runs."""
+        return self._loaded.device
+
+    @property
+    def recorded_prompts(self) -> int:
+        """How many prompts ``recorded`` is of."""
+        return min(RECORDED_PROMPTS, len(self._requests))
+
+    @cached_property
+    def recorded(self) -> list[RecordedCall]:
+        """Attention inputs of a dense run, the same for every order; made once."""
+        from vidsparse.calls import record_calls
+        from vidsparse.pipelines import sparsify
+
+        window = self._sparse_steps()
+        # the middles of equal parts of the sparse steps.
+        share = [(2 * part + 1) / (2 * RECORDED_STEPS) for part in range(RECORDED_STEPS)]
+        chosen = {window[int(part * len(window))] for part in share}
+        with (
+            sparsify(self._loaded.pipe, "dense") as handle,
+            record_calls(
+                handle.engine,
+                steps=chosen,
+                layers=range(handle.engine.layers),
+                rows=RECORDED_PROMPTS,
+            ) as calls,
+        ):
+            self._denoise(self._requests[:RECORDED_PROMPTS])
+        return calls
+
+    def watch(self, see: Callable[[RecordedCall], None]) -> None:
+        """Show ``see`` the calls of every second sparse step of a dense run of all prompts.
+
+        They are as they come, both guidance branches, and none is kept.
+        """
+        from vidsparse.calls import RecordedCall
+        from vidsparse.pipelines import sparsify
+
+        steps = set(self._sparse_steps()[::2])
+
+        def look(q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
+            if site.step in steps:
+                see(RecordedCall(q=q, k=k, v=v, site=site))
+
+        with sparsify(self._loaded.pipe, "dense") as handle:
+            for engine in handle.engines:
+                engine.observer = look
+            for start in range(0, len(self._requests), self._batch):
+                self._denoise(self._requests[start : start + self._batch])
+
+    def _sparse_steps(self) -> range:
+        first = self._requests[0]
+        assert first.steps is not None
+        assert first.dense_steps is not None
+        window = Schedule(dense_steps=first.dense_steps).sparse_window(first.steps)
+        if not window:
+            raise OptionError(
+                f"all {first.steps} steps are dense with dense_steps={first.dense_steps}, "
+                "so there is no sparse call to look at. Hint: more --steps."
+            )
+        return window
+
+    def _denoise(self, requests: Sequence[GenerateRequest]) -> None:
+        """Run the pipeline as it is on ``requests`` at once; decoding is left out."""
+        import torch
+
+        from vidsparse.pipelines.quiet import quiet_hosts
+
+        first = requests[0]
+        with quiet_hosts():
+            self._loaded.pipe(
+                prompt=[request.prompt for request in requests],
+                negative_prompt=[request.negative_prompt for request in requests],
+                num_frames=first.frames,
+                width=first.width,
+                height=first.height,
+                num_inference_steps=first.steps,
+                guidance_scale=first.guidance,
+                generator=[torch.Generator().manual_seed(one.seed) for one in requests],
+                output_type="latent",
+            )
+
+    def _guess(self, configuration: Configuration, knob: Knob, aim: Aim, order: str) -> float:
+        """The place of the knob that meets ``aim`` on the recorded calls of a dense run."""
+        from vidsparse.calls import mean_densities
+        from vidsparse.methods import make_method
+
+        # every second call is enough for a first place.
+        calls = self.recorded[::2]
+        low, high = 0.0, 1.0
+        for _ in range(8):
+            middle = (low + high) / 2
+            options = {**configuration.options, knob.name: knob.at(middle)}
+            method: Any = make_method(configuration.method, **options)
+            if mean_densities(calls, method, order)[aim.density] < aim.value:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
+    def _statistics(self, method: SparseMethod, order: str) -> Iterator[tuple[str, float]]:
+        from vidsparse.calls import measure_calls
+
+        calls = self.recorded
+        measured = asdict(measure_calls(calls, method, order, self._requests[0].implementation))
+        yield from ((name, measured[name]) for name in ("sim_q", "sim_k", "l1"))
+        yield "sparsity", 1 - measured["selected"]

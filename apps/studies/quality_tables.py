@@ -1,0 +1,172 @@
+"""The file of the quality study, and its Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from vidsparse.apps.results.row_file import Row, RowFile
+from vidsparse.apps.results.tables import CellText, Columns, markdown
+from vidsparse.apps.studies.configurations import DECLARED
+from vidsparse.methods import SPARSE_METHODS
+from vidsparse.methods.studied import Ablation
+from vidsparse.metrics import Spread
+from vidsparse.report import format_number, format_spread
+from vidsparse.work import Work
+
+
+def quality_file(path: Path) -> RowFile:
+    """The rows of quality studies in ``path``, which need not exist.
+
+    Raises:
+        OptionError: it exists and holds something else.
+    """
+    return RowFile(path, "vidsparse-quality/1", "quality study")
+
+
+def markdown_tables(rows: Sequence[Row]) -> str:
+    """The rows as Markdown, one table for each size and study."""
+    lines: list[str] = []
+    for size, frames, study in dict.fromkeys(map(_place, rows)):
+        own = [row for row in rows if _place(row) == (size, frames, study)]
+        table = markdown(own, STUDY_COLUMNS[study])
+        lines += [f"### {size}, {frames} frames: {study}", "", table, ""]
+    return "\n".join(lines)
+
+
+def _place(row: Row) -> tuple[str, int, str]:
+    return row["size"], row["frames"], row["study"]
+
+
+def option_text(name: str) -> CellText:
+    """The table cell that shows one of a row's options."""
+    return lambda row: str(row["options"].get(name, "-"))
+
+
+def knob_text(row: Row) -> str:
+    """The table cell that says how a method selects: its knob, or what stands in its place."""
+    cls = SPARSE_METHODS[row["method"]]
+    names = [knob.name for knob in cls.knobs] or [name for own in cls.compared for name in own]
+    words = ["calibrated"] if row.get("calibrated") else []
+    words += [
+        f"{name} {row['options'][name]:g}"
+        for name in dict.fromkeys(names)
+        if row["options"].get(name) is not None
+    ]
+    return ", ".join(words)
+
+
+def number_text(name: str, spec: str) -> CellText:
+    """The table cell that shows one of a row's numbers."""
+    return lambda row: format_number(row.get(name), spec)
+
+
+def total_of(row: Row) -> float | None:
+    """The share of all query-key pairs that a row's runs computed, dense steps and layers included.
+
+    New rows store it. Rows of earlier versions have what it follows from exactly, since all calls
+    of a video are equally large: the share of dense steps, the dense layers at both ends, and the
+    mean share computed in the sparse calls. None where the layers of the row's model are not known
+    here.
+    """
+    if row.get("total") is not None:
+        return float(row["total"])
+    if row["computed"] is None:
+        return None
+    ends = row["options"].get("dense_ends", 0)
+    layers = _layers(row["model"]) if ends else 1
+    if layers is None:
+        return None
+    return Work.of_schedule(
+        dense_steps=row["dense_step_share"],
+        dense_layers=min(1.0, 2 * ends / layers),
+        computed=row["computed"],
+    ).total
+
+
+@cache
+def _layers(model: str) -> int | None:
+    """The layers of a bundled model's transformer; other models may not be at hand."""
+    from vidsparse.pipelines.models import MODELS, resolve_model
+
+    if model not in MODELS:
+        return None
+    (transformer,) = resolve_model(model).transformers
+    return int(transformer["num_layers"])
+
+
+QUALITY_COLUMNS: Final[Columns[Row]] = {
+    "total": lambda row: format_number(total_of(row), ".3f"),
+    "selected": number_text("selected", ".3f"),
+    "computed": number_text("computed", ".3f"),
+    "PSNR dB": lambda row: format_spread(
+        Spread(mean=row["psnr_mean"], std=row["psnr_std"], count=row["prompts"]),
+        ".2f",
+        identical=row["identical"],
+    ),
+    "SSIM": number_text("ssim_mean", ".4f"),
+}
+"""What every row has: the whole run's share computed, the sparse calls' densities, and distance to
+dense."""
+
+_METHOD_COLUMNS: Final[Columns[Row]] = {
+    "method": lambda row: str(row["method"]),
+    "tile": option_text("tile"),
+    "set to": knob_text,
+    "order": option_text("order"),
+    **QUALITY_COLUMNS,
+}
+
+ORDER_COLUMNS: Final[Columns[Row]] = {
+    "Sim-q": number_text("sim_q", ".3f"),
+    "Sim-k": number_text("sim_k", ".3f"),
+    "L1": number_text("l1", ".4f"),
+    "sparsity": number_text("sparsity", ".3f"),
+    **QUALITY_COLUMNS,
+}
+"""What rows of token orders have, as SpargeAttn's tables 4 and 9."""
+
+
+def _declared_columns(ablation: Ablation) -> Columns[Row]:
+    columns: dict[str, CellText] = {
+        # a name that is python's own too, such as lambda_, ends in a bar there.
+        name.rstrip("_"): option_text(name)
+        for name in ablation.columns
+    }
+    if ablation.knobs:
+        columns["by"] = knob_text
+    if ablation.sparsity:
+        # of all products, q·k and p·v, as the papers count.
+        columns["sparsity"] = lambda row: format_number(1 - row["computed"], ".3f")
+    return {**columns, **QUALITY_COLUMNS}
+
+
+STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
+    "tiles": {"tile": option_text("tile"), "top_p": option_text("top_p"), **QUALITY_COLUMNS},
+    "merging": {
+        "tile": option_text("tile"),
+        "top_p": option_text("top_p"),
+        "merge": option_text("merge"),
+        **QUALITY_COLUMNS,
+    },
+    "orders": {
+        "method": lambda row: str(row["method"]),
+        "order": option_text("order"),
+        "top_p": option_text("top_p"),
+        **ORDER_COLUMNS,
+    },
+    "equal": _METHOD_COLUMNS,
+    "defaults": {
+        "top_p": option_text("top_p"),
+        "reuse": option_text("reuse"),
+        "dense_ends": option_text("dense_ends"),
+        "order": option_text("order"),
+        **QUALITY_COLUMNS,
+    },
+    "curves": _METHOD_COLUMNS,
+    "calibration": _METHOD_COLUMNS,
+    **{name: _declared_columns(ablation) for name, (_, ablation) in DECLARED.items()},
+}
+"""The columns of each study's table, by its name."""

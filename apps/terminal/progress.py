@@ -1,0 +1,72 @@
+"""Progress at the terminal: one bar per video while it is made, nothing where nobody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vidsparse.apps.terminal.console import Terminal
+
+StepCallback = Callable[[int, int, Any], None]
+
+
+@contextmanager
+def step_bar(terminal: Terminal, label: str) -> Iterator[StepCallback]:
+    """Show a bar for one denoising run; the value is the callback ``(step, steps, latency)``.
+
+    ``step`` counts finished steps from 1. The bar is gone when the block ends, and absent with
+    ``-q`` or where standard error is no terminal.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    progress = Progress(
+        # a prompt may hold square brackets: they are text here, not markup.
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[phase]}"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        disable=terminal.quiet or not console.is_terminal,
+    )
+    with progress:
+        task = progress.add_task(label, total=None, phase="preparing")
+
+        def advance(step: int, steps: int, _: Any = None) -> None:
+            phase = f"step {step}/{steps}" if step < steps else "decoding"
+            progress.update(task, total=steps, completed=step, phase=phase)
+
+        yield advance
+
+
+@contextmanager
+def plain_bar(terminal: Terminal, label: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar for anything that counts; the value is the callback ``(what, done, total)``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        disable=terminal.quiet or not console.is_terminal,
+    )
+    with progress:
+        task = progress.add_task(label, total=None)
+
+        def advance(what: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{label}: {what}", total=total, completed=done)
+
+        yield advance
+
+
+def short(text: str, width: int = 44) -> str:
+    """A prompt cut to fit before a bar."""
+    return text if len(text) <= width else text[: width - 3].rstrip() + "..."

@@ -1,0 +1,47 @@
+"""A video by LTX-2 with FG-Attn; attention that makes or hears sound is left as it is.
+
+python examples/ltx2.py --prompt "rain on a tin roof"
+"""
+
+import argparse
+
+import torch
+from diffusers import LTX2Pipeline
+from diffusers.utils import export_to_video
+
+from vidsparse import sparsify
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--model", default="Lightricks/LTX-2", help="hub id or folder")
+parser.add_argument("--prompt", default="rain on a tin roof")
+parser.add_argument("--frames", type=int, default=121, help="8k+1")
+parser.add_argument("--width", type=int, default=768)
+parser.add_argument("--height", type=int, default=512)
+parser.add_argument("--steps", type=int, default=30)
+parser.add_argument("--device", default="cuda")
+parser.add_argument("--out", default="ltx2.mp4")
+args = parser.parse_args()
+
+on_cpu = args.device == "cpu"
+pipe = LTX2Pipeline.from_pretrained(
+    args.model, torch_dtype=torch.float32 if on_cpu else torch.bfloat16
+)
+pipe.vae.enable_tiling()  # decoding a whole video at once takes more memory than denoising it
+if on_cpu:
+    pipe.to("cpu")
+else:
+    pipe.enable_model_cpu_offload(device=args.device)
+
+# the sound comes beside the frames, as `.audio` of what the pipeline returns.
+with sparsify(pipe, "fg-attn", top_p=0.9) as handle:
+    video = pipe(
+        prompt=args.prompt,
+        num_frames=args.frames,
+        width=args.width,
+        height=args.height,
+        num_inference_steps=args.steps,
+        generator=torch.Generator("cpu").manual_seed(0),
+    ).frames[0]
+    print(handle.summary())
+
+export_to_video(video, args.out, fps=24)

@@ -1,0 +1,1 @@
+"""Attention over listed keys: one definition, one implementation a file."""

@@ -1,0 +1,252 @@
+"""Launching the kernel: its configurations, operands and passes."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ...hardware import device_facts
+from ...logarithms import LOG2_E
+from ...tokens.formats import QuantizedQK
+from ..gates import KEY_GROUP, AbsoluteGate, Gate, gate_kind, kept_pieces
+from ..lists import heads_together, is_anchored, tables, tables_of_means
+from ..means import KeyMeans
+from .kernel import gather_attention_kernel
+from .layouts import boxes_layout
+from .parts import join_parts_kernel
+from .schedule import LEAST_SHARE, MOST_PARTS, split_tail
+
+BLOCK_ROWS = 128
+# what a block may have, less room for barriers and tables.
+STAGE_BYTES = 224 * 1024
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is tuned: none of it changes what a call computes."""
+
+    stages: int
+    # of the three warpgroups that share 504 registers a lane, two are consumers.
+    consumer_registers: int
+    producer_registers: int
+    step: int = KEY_GROUP
+
+
+def config(keys: int, padded_dim: int, *, key_bytes: int = 2) -> Config:
+    """The fastest measured for key chunks of ``keys`` tokens and numbers of so many bytes."""
+    # as many stages as shared memory holds beside the queries.
+    queries = BLOCK_ROWS * padded_dim * key_bytes
+    # and, of 8 bits, a scale for every key at most.
+    scales = 4 if key_bytes == 1 else 0
+    stages = (STAGE_BYTES - queries) // (KEY_GROUP * (padded_dim * (key_bytes + 2) + scales))
+    if keys == 1:
+        return Config(stages, consumer_registers=208, producer_registers=88)
+    return Config(stages, consumer_registers=232, producer_registers=40)
+
+
+def _boxes(x: Tensor, rows: int, padded_dim: int) -> TensorDescriptor:
+    """Boxes of ``rows`` rows of one head of ``x``, which never reach the next."""
+    batch, heads, tokens, dim = x.shape
+    columns, layout = boxes_layout(padded_dim, 8 * x.element_size())
+    return TensorDescriptor(
+        x,
+        [batch * heads, tokens, dim],
+        [tokens * dim, dim, 1],
+        [1, rows, columns],
+        layout,
+    )
+
+
+def _dense(x: Tensor) -> Tensor:
+    """``x`` as TMA can read it: contiguous and on a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _kept_words(gate: AbsoluteGate, kv_count: Tensor, keys: int) -> Tensor:
+    """A word for each step of every list, of which bit p marks piece p as never skipped."""
+    assert gate.keep is not None
+    kept = kept_pieces(gate.keep, kv_count, keys, gate.keys)
+    pieces = KEY_GROUP // gate.keys
+    kept = torch.nn.functional.pad(kept, (0, -kept.shape[-1] % pieces)).to(torch.int32)
+    kept = kept.view(*kept.shape[:-1], -1, pieces)
+    return (kept << torch.arange(pieces, device=kept.device)).sum(-1, dtype=torch.int32)
+
+
+# of a compiled first pass, the second one.
+_SECOND: dict[object, Any] = {}
+
+
+def _launch(
+    grid: tuple[int, int, int],
+    operands: tuple[Any, ...],
+    constants: dict[str, Any],
+    passes: tuple[str | None, ...],
+) -> None:
+    """Launch the kernel for each pass.
+
+    What triton finds out about arguments at every launch, which takes longer than the second pass
+    on the GPU, holds for both.
+    """
+    launch = gather_attention_kernel[grid]
+    compiled = launch(*operands, **constants, PASS=passes[0], num_warps=4)
+    for name in passes[1:]:
+        if compiled in _SECOND:
+            _SECOND[compiled][grid](*operands, *constants.values(), name)
+        else:
+            _SECOND[compiled] = launch(*operands, **constants, PASS=name, num_warps=4)
+
+
+def gluon_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_tiles: Tensor,
+    kv_count: Tensor,
+    kv_index: Tensor,
+    *,
+    tile: tuple[int, int],
+    scale: float,
+    gate: Gate | None = None,
+    quantized: QuantizedQK | None = None,
+    means: KeyMeans | None = None,
+    skipped: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel; see ``sparse_attention`` for the arguments.
+
+    Raises:
+        ValueError: a tile that the kernel does not have.
+    """
+    rows, keys = tile
+    if rows not in (16, 32, 64, 128) or keys not in (1, 8, 16, 32, 64, 128):
+        raise ValueError(f"no kernel for tiles of {rows}x{keys}")
+    if q_tiles.shape[3] * rows != BLOCK_ROWS:
+        raise ValueError(f"blocks must have {BLOCK_ROWS // rows} tiles, not {q_tiles.shape[3]}")
+    batch, heads, tokens, dim = q.shape
+    dtype = q.dtype
+    blocks = q_tiles.shape[2]
+    padded = 64 if dim == 64 else 128
+    thresholds = kept = None
+    if gate is not None:
+        thresholds = gate.thresholds(q, -(-tokens // rows)).contiguous()
+        if isinstance(gate, AbsoluteGate) and gate.keep is not None:
+            kept = _kept_words(gate, kv_count, keys)
+        if skipped is not None:
+            # both consumers of a block add to it.
+            skipped.zero_()
+    if quantized is not None:
+        q, k = quantized.q, quantized.k
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    c = config(keys, padded, key_bytes=k.element_size())
+    # a chunk of one token is gathered by pointers, without boxes.
+    box = keys if keys >= 8 else 8
+    total = blocks * batch * heads
+    programs = device_facts(q.device).multiprocessors
+    whole, parts = total, 1
+    mean_steps = 0 if means is None else -(-means.groups // c.step)
+    if gate is None:
+        steps = math.ceil(LEAST_SHARE * tokens / c.step) + mean_steps
+        # every part has means.
+        whole, parts = split_tail(total, programs, steps, mean_steps or MOST_PARTS)
+    items = whole + (total - whole) * parts
+    # parts have rows of their own behind all others.
+    all_rows = batch * heads * tokens
+    spare = BLOCK_ROWS * (items - whole)
+    out = torch.empty(all_rows + spare, dim, dtype=dtype, device=q.device)
+    lse = torch.empty(all_rows + spare, dtype=torch.float32, device=q.device)
+    together = heads_together(batch * heads, tokens * dim * (k.element_size() + v.element_size()))
+    plan = tables(q_tiles, kv_count, kv_index, quantized)
+    words = torch.zeros(3 + total, dtype=torch.int32, device=q.device)
+    averages = tables_of_means(means)
+    k_mean, v_mean = (None if x is None else _boxes(_dense(x), box, padded) for x in averages[:2])
+    operands = (
+        _boxes(q, min(rows, 64), padded),
+        _boxes(k, box, padded),
+        _boxes(v, box, padded),
+        k_mean,
+        v_mean,
+        k,
+        v,
+        out,
+        lse,
+        *plan,
+        thresholds,
+        kept,
+        skipped,
+        *averages,
+        words,
+        tokens,
+        blocks,
+        kv_index.shape[-1],
+        0 if means is None else means.groups,
+        0 if means is None else means.counts.shape[-1],
+        batch * heads,
+        together,
+        items,
+        whole,
+        parts,
+        scale * LOG2_E.value,
+    )
+    constants = {
+        "D": dim,
+        "DP": padded,
+        "M": rows,
+        "N": keys,
+        "BN": c.step,
+        "Q_RUN": 1 if quantized is None else quantized.q_run,
+        "K_RUN": 1 if quantized is None else quantized.k_run,
+        "GATE": gate_kind(gate),
+        "GATE_ROWS": 128 if gate is None else gate.rows,
+        "GATE_KEYS": c.step if gate is None else gate.keys,
+        "STAGES": c.stages,
+        "CONSUMER_REGS": c.consumer_registers,
+        "PRODUCER_REGS": c.producer_registers,
+        "PRODUCER_WARPS": 1 if keys >= 8 else 4,
+    }
+    # triton launches on the current device, which need not be the one that holds the tensors.
+    with torch.cuda.device_of(q):
+        grid = (min(programs, items), 1, 1)
+        passes = ("first", "second") if is_anchored(gate, dtype) else (None,)
+        _launch(grid, operands, constants, passes)
+        if parts > 1:
+            rows_at_once = 1024 // padded
+            join_parts_kernel[(total - whole, BLOCK_ROWS // rows_at_once)](
+                out,
+                lse,
+                plan[-1],
+                plan[0],
+                tokens,
+                blocks,
+                batch * heads,
+                together,
+                whole,
+                parts,
+                scale,
+                D=dim,
+                DP=padded,
+                M=rows,
+                MOST=triton.next_power_of_2(parts),
+                ROWS=rows_at_once,
+                num_warps=4,
+            )
+    return out[:all_rows].view(q.shape), lse[:all_rows].view(batch, heads, tokens)
+
+
+def try_out(device: torch.device) -> None:
+    """Attend a block in both passes, to see whether this Triton compiles the kernel.
+
+    Twice, because the second call launches its second pass without looking at the arguments.
+    """
+    x = torch.zeros(1, 1, BLOCK_ROWS, 64, dtype=torch.bfloat16, device=device)
+    nought = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)
+    tile = (BLOCK_ROWS, KEY_GROUP)
+    for _ in range(2):
+        gluon_attention(x, x, x, nought, nought[..., 0] + 1, nought, tile=tile, scale=1.0)

@@ -1,0 +1,1 @@
+"""Kernels that choose tiles and plan blocks of rows."""

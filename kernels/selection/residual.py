@@ -1,0 +1,377 @@
+"""The error that means would leave, block by chunk, and the chunks where it is largest.
+
+Shape legend: B batch, H heads, S tokens, D head dim, M rows of a query tile, R query tiles of a
+block, N keys of a chunk, TQ = ceil(S / M) query tiles, TK = ceil(S / N) chunks, G blocks.
+
+For a query tile t and a chunk j of n keys, from means and variances of every channel alone, with c
+the scale of the scores:
+
+    s_j = c q_t·k_j + ln n + c²/2 Σ_d ((q_t² + var q_t) var k_j + var q_t k_j²)   the chunk's logit
+    σ²  = c² Σ_d (q_t² + var q_t) var k_j                      spread of the logits inside the chunk
+    p_j = e^{s_j} / Σ_g e^{s_g},  o = Σ_g e^{s_g} v_g / Σ_g e^{s_g}
+    E_j = rows_t p_j² (σ² var v_j / n + σ⁴/4 |v_j - o|²)
+
+E is the squared error to expect of a mean in the chunk's place: values that go with the logits are
+the first term, mass that a mean misses the second. A block's score of a chunk is the sum of its
+tiles' E. The sums that p and o divide by run over groups g, which may be the chunks themselves or
+several of them: coarser ones cost less, and what they are off by is a factor of all chunks of a
+tile.
+
+Products are in 16 bits and sums in fp32: a choice needs no more. Nor does it need scores in more
+than the leading 15 bits of a number in fp32, which order as it does.
+"""
+
+# what triton compiles is not typed python.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..hardware import device_facts
+from ..tokens.moments import Moments
+
+OUTPUT_TILES = 32
+OUTPUT_GROUPS = 64
+OUTPUT_WARPS = 4
+SCORE_TILES = 64
+# two stages of 64 chunks beside the query tiles want 114 KiB at D = 128, 176 KiB where tensor cores
+# read shared memory; of 32 chunks 89 KiB.
+SCORE_CHUNKS = 64
+LARGE_SHARED_BYTES = 160 * 1024
+# steps of chunks that a program takes with the same query tiles.
+SCORE_STEPS = 8
+SCORE_WARPS = 8
+STAGES = 2
+TOP_WARPS = 8
+
+
+def score_chunks(shared: int) -> int:
+    """Chunks of a step, as many as ``shared`` bytes a program leave room for."""
+    return SCORE_CHUNKS if shared >= LARGE_SHARED_BYTES else SCORE_CHUNKS // 2
+
+
+@triton.jit
+def _logits(
+    q,
+    q_square,
+    q_variance,
+    k_ptr,
+    k_variance_ptr,
+    chunk,
+    TK,
+    S,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Logits of query tiles and chunks, their spreads, and the keys of the chunks."""
+    off_d = tl.arange(0, BLOCK_D)
+    there = (chunk < TK)[:, None] & (off_d < D)[None, :]
+    off = chunk[:, None] * D + off_d[None, :]
+    k = tl.load(k_ptr + off, mask=there, other=0.0)
+    k_variance = tl.load(k_variance_ptr + off, mask=there, other=0.0)
+    wide = k.to(tl.float32)
+    spread = tl.dot(q_square, tl.trans(k_variance)) * (scale * scale)
+    across = tl.dot(q_variance, tl.trans((wide * wide).to(q_variance.dtype))) * (scale * scale)
+    keys = tl.maximum(tl.minimum(S - chunk * N, N), 1).to(tl.float32)
+    logits = tl.dot(q, tl.trans(k)) * scale + 0.5 * (spread + across) + tl.log(keys)[None, :]
+    return logits, spread, keys
+
+
+@triton.jit
+def _square(q, q_variance):
+    wide = q.to(tl.float32)
+    return (wide * wide + q_variance.to(tl.float32)).to(q_variance.dtype)
+
+
+@triton.jit
+def outputs_kernel(
+    q_ptr,
+    q_variance_ptr,
+    k_ptr,
+    k_variance_ptr,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    TQ,
+    TK,
+    S,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """o and the log-sum-exp of the logits of BLOCK_Q query tiles of one head."""
+    head = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    off_d = tl.arange(0, BLOCK_D)
+    off = (head * TQ + tile)[:, None] * D + off_d[None, :]
+    there = (tile < TQ)[:, None] & (off_d < D)[None, :]
+    q = tl.load(q_ptr + off, mask=there, other=0.0)
+    q_variance = tl.load(q_variance_ptr + off, mask=there, other=0.0)
+    q_square = _square(q, q_variance)
+    k_ptr += head * TK * D
+    k_variance_ptr += head * TK * D
+    v_ptr += head * TK * D
+    largest = tl.full([BLOCK_Q], -1.0e30, dtype=tl.float32)
+    total = tl.zeros([BLOCK_Q], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], dtype=tl.float32)
+    for first in tl.range(0, TK, BLOCK_K, num_stages=STAGES):
+        chunk = first + tl.arange(0, BLOCK_K)
+        logits, _, _ = _logits(
+            q, q_square, q_variance, k_ptr, k_variance_ptr, chunk, TK, S, scale, D, BLOCK_D, N
+        )
+        logits = tl.where((chunk < TK)[None, :], logits, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(logits, 1))
+        weights = tl.exp(logits - new_largest[:, None])
+        rescale = tl.exp(largest - new_largest)
+        v = tl.load(
+            v_ptr + chunk[:, None] * D + off_d[None, :],
+            mask=(chunk < TK)[:, None] & (off_d < D)[None, :],
+            other=0.0,
+        )
+        total = total * rescale + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])
+        largest = new_largest
+    tl.store(out_ptr + off, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(lse_ptr + head * TQ + tile, largest + tl.log(total), mask=tile < TQ)
+
+
+@triton.jit
+def residual_kernel(
+    q_ptr,
+    q_variance_ptr,
+    k_ptr,
+    k_variance_ptr,
+    v_ptr,
+    v_variance_ptr,
+    out_ptr,
+    lse_ptr,
+    ranks_ptr,
+    TQ,
+    TK,
+    G,
+    S,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Ranks of STEPS * BLOCK_K chunks for the blocks of BLOCK_Q query tiles of one head."""
+    head = tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    block = tl.program_id(0) * (BLOCK_Q // R) + tl.arange(0, BLOCK_Q // R)
+    off_d = tl.arange(0, BLOCK_D)
+    off = (head * TQ + tile)[:, None] * D + off_d[None, :]
+    there = (tile < TQ)[:, None] & (off_d < D)[None, :]
+    q = tl.load(q_ptr + off, mask=there, other=0.0)
+    q_variance = tl.load(q_variance_ptr + off, mask=there, other=0.0)
+    q_square = _square(q, q_variance)
+    out = tl.load(out_ptr + off, mask=there, other=0.0)
+    out_square = tl.sum(out.to(tl.float32) * out.to(tl.float32), 1)
+    lse = tl.load(lse_ptr + head * TQ + tile, mask=tile < TQ, other=0.0)
+    rows = tl.maximum(tl.minimum(S - tile * M, M), 0).to(tl.float32)
+    k_ptr += head * TK * D
+    k_variance_ptr += head * TK * D
+    v_ptr += head * TK * D
+    v_variance_ptr += head * TK
+    ranks_ptr += head * G * TK
+    begin = tl.program_id(1) * (STEPS * BLOCK_K)
+    for first in tl.range(
+        begin, tl.minimum(begin + STEPS * BLOCK_K, TK), BLOCK_K, num_stages=STAGES
+    ):
+        chunk = first + tl.arange(0, BLOCK_K)
+        logits, spread, keys = _logits(
+            q, q_square, q_variance, k_ptr, k_variance_ptr, chunk, TK, S, scale, D, BLOCK_D, N
+        )
+        v = tl.load(
+            v_ptr + chunk[:, None] * D + off_d[None, :],
+            mask=(chunk < TK)[:, None] & (off_d < D)[None, :],
+            other=0.0,
+        )
+        v_variance = tl.load(v_variance_ptr + chunk, mask=chunk < TK, other=0.0)
+        v_square = tl.sum(v.to(tl.float32) * v.to(tl.float32), 1)
+        away = out_square[:, None] + v_square[None, :] - 2.0 * tl.dot(out, tl.trans(v))
+        share = tl.exp(logits - lse[:, None])
+        error = spread * (v_variance / keys)[None, :]
+        error += 0.25 * spread * spread * tl.maximum(away, 0.0)
+        error = error * share * share * rows[:, None]
+        if R > 1:
+            error = tl.sum(tl.reshape(error, [BLOCK_Q // R, R, BLOCK_K]), 1)
+        # not negative: bit patterns rise with the numbers.
+        rank = (error.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+        tl.store(
+            ranks_ptr + block[:, None] * TK + chunk[None, :],
+            rank,
+            mask=(block < G)[:, None] & (chunk < TK)[None, :],
+        )
+
+
+@triton.jit
+def largest_kernel(
+    ranks_ptr,
+    words_ptr,
+    count_ptr,
+    TK,
+    W,
+    G,
+    OPEN_CHUNKS,
+    OPEN_BLOCKS,
+    KEPT,
+    BLOCK_K: tl.constexpr,
+):
+    """Bits of the KEPT chunks of largest rank in a block's row, and of all from OPEN_CHUNKS on.
+
+    Blocks from OPEN_BLOCKS on keep every chunk. Of equal ranks the first chunks are kept, so that
+    all other blocks keep the same number.
+    """
+    entry = tl.program_id(0).to(tl.int64)
+    off = tl.arange(0, BLOCK_K)
+    chosen = off < OPEN_CHUNKS
+    # what is not there never reaches a threshold.
+    rank = tl.load(ranks_ptr + entry * TK + off, mask=chosen, other=-1).to(tl.int32)
+    low = tl.zeros([], dtype=tl.int32)
+    # the largest rank that at least KEPT chunks reach, two bits at a time: three counts in one sum.
+    for i in tl.static_range(8):
+        at = (rank - low) >> (14 - 2 * i)
+        reached = (
+            (at >= 1).to(tl.int64) + ((at >= 2).to(tl.int64) << 21) + ((at >= 3).to(tl.int64) << 42)
+        )
+        total = tl.sum(reached, 0)
+        mask = (1 << 21) - 1
+        steps = ((total & mask) >= KEPT).to(tl.int32)
+        steps += (((total >> 21) & mask) >= KEPT).to(tl.int32)
+        steps += ((total >> 42) >= KEPT).to(tl.int32)
+        low += steps << (14 - 2 * i)
+    above = rank > low
+    equal = rank == low
+    spare = KEPT - tl.sum(above.to(tl.int32), 0)
+    kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
+    kept = kept | (entry % G >= OPEN_BLOCKS) | (off >= OPEN_CHUNKS)
+    kept = kept & (off < TK)
+    tl.store(count_ptr + entry, tl.sum(kept.to(tl.int32), 0))
+    bits = tl.reshape(kept.to(tl.int32), [BLOCK_K // 32, 32]) << tl.arange(0, 32)[None, :]
+    word = tl.arange(0, BLOCK_K // 32)
+    tl.store(words_ptr + entry * W + word, tl.sum(bits, 1), mask=word < W)
+
+
+def residual_ranks(
+    q: Moments,
+    k: Moments,
+    v: Moments,
+    k_groups: Moments,
+    v_groups: Moments,
+    per_block: int,
+    scale: float,
+) -> Tensor:
+    """What the scores of all blocks and chunks rank by, int16 ``[B, H, G, TK]``.
+
+    Args:
+        q: moments of query tiles, variances of every channel.
+        k: the same of chunks.
+        v: moments of chunks, variances summed over channels.
+        k_groups: the same as ``k`` of what the sums run over, chunks or groups of them.
+        v_groups: means of their values.
+        per_block: query tiles of a block, a divisor of 64; they are neighbours.
+        scale: factor on q·k.
+    """
+    batch, heads, q_tiles, dim = q.mean.shape
+    chunks, groups = k.mean.shape[2], k_groups.mean.shape[2]
+    blocks = triton.cdiv(q_tiles, per_block)
+    out = torch.empty_like(q.mean)
+    lse = q.mean.new_empty(batch, heads, q_tiles, dtype=torch.float32)
+    ranks = q.mean.new_empty(batch, heads, blocks, chunks, dtype=torch.int16)
+    dims = {"D": dim, "BLOCK_D": triton.next_power_of_2(dim), "STAGES": STAGES}
+    with torch.cuda.device_of(ranks):  # type: ignore[no-untyped-call]
+        outputs_kernel[(triton.cdiv(q_tiles, OUTPUT_TILES), batch * heads)](
+            q.mean,
+            q.variance,
+            k_groups.mean,
+            k_groups.variance,
+            v_groups.mean,
+            out,
+            lse,
+            q_tiles,
+            groups,
+            q.tokens,
+            scale,
+            N=k_groups.size,
+            BLOCK_Q=OUTPUT_TILES,
+            BLOCK_K=OUTPUT_GROUPS,
+            num_warps=OUTPUT_WARPS,
+            **dims,
+        )
+        rows = triton.cdiv(q_tiles, SCORE_TILES)
+        at_once = score_chunks(device_facts(ranks.device).shared_bytes)
+        columns = triton.cdiv(chunks, SCORE_STEPS * at_once)
+        residual_kernel[(rows, columns, batch * heads)](
+            q.mean,
+            q.variance,
+            k.mean,
+            k.variance,
+            v.mean,
+            v.variance,
+            out,
+            lse,
+            ranks,
+            q_tiles,
+            chunks,
+            blocks,
+            q.tokens,
+            scale,
+            M=q.size,
+            N=k.size,
+            R=per_block,
+            BLOCK_Q=SCORE_TILES,
+            BLOCK_K=at_once,
+            STEPS=SCORE_STEPS,
+            num_warps=SCORE_WARPS,
+            **dims,
+        )
+    return ranks
+
+
+def largest_chunks(
+    ranks: Tensor, kept: int, open_chunks: int, open_blocks: int
+) -> tuple[Tensor, Tensor]:
+    """The ``kept`` chunks of largest rank in every row of ``ranks`` ``[B, H, G, TK]``.
+
+    They are chosen from the first ``open_chunks``; those behind are kept, too, and so are all
+    chunks of blocks from ``open_blocks`` on.
+
+    Returns:
+        Bits, int32 ``[B, H, G, ceil(TK / 32)]``, and how many are set, int32 ``[B, H, G]``.
+    """
+    batch, heads, blocks, chunks = ranks.shape
+    width = triton.cdiv(chunks, 32)
+    words = torch.empty(batch, heads, blocks, width, dtype=torch.int32, device=ranks.device)
+    count = torch.empty(batch, heads, blocks, dtype=torch.int32, device=ranks.device)
+    with torch.cuda.device_of(ranks):  # type: ignore[no-untyped-call]
+        largest_kernel[(batch * heads * blocks,)](
+            ranks,
+            words,
+            count,
+            chunks,
+            width,
+            blocks,
+            open_chunks,
+            open_blocks,
+            kept,
+            BLOCK_K=max(32, triton.next_power_of_2(chunks)),
+            num_warps=TOP_WARPS,
+        )
+    return words, count

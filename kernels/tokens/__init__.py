@@ -1,0 +1,1 @@
+"""Kernels over tokens: order, tile means, rounding, rotary embedding."""

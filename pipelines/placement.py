@@ -1,0 +1,67 @@
+"""Where a model runs and in which number format: the names, and what this machine has of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from vidsparse.errors import OptionError
+
+DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""Names of the number formats, and torch's own."""
+
+OFFLOADS: Final = ("none", "model", "group")
+"""Where weights rest: on the device, or on the CPU by whole models or by layers."""
+
+
+def check_device(device: str | None) -> str:
+    """The device to run on: the one asked for, or CUDA where there is any, or the CPU.
+
+    Raises:
+        OptionError: no such device here.
+    """
+    check_device_name(device)
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return "cuda" if count else "cpu"
+    if device.startswith("cuda"):
+        index = int(device.partition(":")[2] or 0)
+        if index >= count:
+            found = f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"
+            raise OptionError(
+                f"device {device} was asked for, but PyTorch finds {found} here. "
+                f"Hint: use {'cuda:0' if count else 'cpu'}."
+            )
+    return device
+
+
+def check_dtype(dtype: str | None, device: str) -> str:
+    """The number format: the one asked for, or bf16 on CUDA and fp32 on the CPU.
+
+    Raises:
+        OptionError: unknown, or not usable on ``device``.
+    """
+    check_choice("dtype", dtype, (None, *DTYPES))
+    if dtype == "fp16" and device == "cpu":
+        raise OptionError("dtype fp16 does not run on the CPU. Hint: use fp32 or bf16.")
+    if dtype is None:
+        return "fp32" if device == "cpu" else "bf16"
+    return dtype
+
+
+def check_device_name(device: object) -> None:
+    """Raise an ``OptionError`` unless ``device`` reads like a device, or is None."""
+    if device is None:
+        return
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise OptionError(f"unknown device {device!r}. Hint: use cpu, cuda or cuda:N.")
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise an ``OptionError`` unless ``value`` is one of ``choices``; ``name`` says of what."""
+    if value not in choices:
+        names = ", ".join(str(choice) for choice in choices if choice is not None)
+        raise OptionError(f"unknown {name} {value!r}. Hint: choose from {names}.")

@@ -1,0 +1,64 @@
+"""``vidsparse bench calls``: time and error of whole calls, and cases that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from vidsparse.apps.bench.calls import CASES, CallRow, method_of
+from vidsparse.apps.cli import main
+
+
+def bench(*arguments: str) -> Result:
+    small = ("--seq-len", "512", "--heads", "2", "--head-dim", "32", "--repeats", "1")
+    return CliRunner().invoke(main, ["bench", "calls", *small, *arguments])
+
+
+def test_every_case_is_a_method_with_its_options() -> None:
+    for case in CASES:
+        name, *settings = case.split()
+        method = method_of(case)
+        assert method.name == name
+        for setting in settings:
+            option, value = setting.split("=")
+            assert str(method.options()[option]) == value
+
+
+def test_rows_hold_time_and_error_against_the_same_dense_run(tmp_path: Path) -> None:
+    path = tmp_path / "calls.json"
+    cases = ("foresight share=0.2", "fg-attn top_p=0.5", "fg-attn top_p=0.5 means=64")
+    done = bench(*(part for case in cases for part in ("--case", case)), "--json", str(path))
+    assert done.exit_code == 0, done.output
+    document = json.loads(path.read_text())
+    rows = [CallRow(**row) for row in document["rows"]]
+    assert tuple(row.case for row in rows) == cases
+    assert len({row.dense_ms for row in rows}) == 1
+    for row in rows:
+        assert row.speedup == pytest.approx(row.dense_ms / row.ms)
+    _, dropped, approximated = rows
+    assert approximated.error < dropped.error
+    # a mean for each 64 of 512 tokens.
+    assert approximated.computed == pytest.approx(dropped.computed + 1 / 64)
+    shown = bench("--show", str(path))
+    for row in rows:
+        assert f"| {row.case} |" in shown.output
+    assert {"hardware", "versions", "date"} < set(document)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("nearest", "unknown method 'nearest'"),
+        ("dense", "dense is not sparse"),
+        ("foresight share", "'share' of 'foresight share' has no value"),
+        ("foresight share=much", "share of 'foresight share=much' cannot be 'much'"),
+        ("foresight top_p=0.5", "foresight has no option 'top_p'"),
+    ],
+)
+def test_what_is_no_case_is_one_sentence(case: str, message: str) -> None:
+    done = bench("--case", case)
+    assert done.exit_code == 2
+    assert message in done.output

@@ -1,0 +1,64 @@
+"""The command that serves the page: logins and bad settings."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from vidsparse.apps.cli import main
+
+
+@pytest.mark.parametrize("flag", ["--share", "--listen"])
+def test_others_are_let_in_with_a_password_only(flag: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["ui", flag, "--out", str(tmp_path / "o")])
+    assert done.exit_code == 2
+    assert f"{flag} lets others run jobs" in done.stderr
+    assert "Hint: add --auth USER:PASSWORD" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("auth", ["anna", ":secret", "anna:", ""])
+def test_a_login_needs_both_its_parts(auth: str, tmp_path: Path) -> None:
+    options = ["ui", "--listen", "--out", str(tmp_path / "o")]
+    done = CliRunner().invoke(main, options, env={"VIDSPARSE_AUTH": auth})
+    assert done.exit_code == 2
+    assert "needs a password" in done.stderr or "must be USER:PASSWORD" in done.stderr
+    done = CliRunner().invoke(main, [*options, "--auth", auth])
+    assert done.exit_code == 2
+
+
+def test_a_password_may_hold_colons() -> None:
+    from vidsparse.apps.page.start import check_login
+
+    assert check_login("anna:a:b", listen=True, share=False) == ("anna", "a:b")
+    assert check_login(None, listen=False, share=False) is None
+
+
+def test_without_gradio_the_extra_is_named(monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    done = CliRunner().invoke(main, ["ui", "--out", str(tmp_path / "o")])
+    assert done.exit_code == 2
+    assert "pip install 'vidsparse[ui]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--max-steps", "0"], "limit of steps"),
+        (["--model", "no-such-model"], "there is no model"),
+        (["--device", "tpu"], "unknown device"),
+        (["--dtype", "fp16", "--device", "cpu"], "fp16 does not run on the CPU"),
+    ],
+)
+def test_bad_settings_of_the_host_are_found_at_once(
+    options: list[str], words: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("gradio")
+    done = CliRunner().invoke(main, ["ui", "--out", str(tmp_path / "o"), *options])
+    assert done.exit_code == 2
+    assert words in done.stderr

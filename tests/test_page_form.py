@@ -1,0 +1,194 @@
+"""The page's form makes the command line's requests, within what the host allows."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_host import METHODS_OFFERED, command_line, form_of, host_of, values_of
+from PIL import Image
+
+from vidsparse.apps.page.host import Limits
+from vidsparse.errors import OptionError
+from vidsparse.methods import METHODS
+from vidsparse.pipelines.models import resolve_model
+from vidsparse.pipelines.request import GenerateRequest, resolve
+
+
+def test_limits_below_one_are_refused() -> None:
+    with pytest.raises(OptionError, match="limit of steps"):
+        Limits(steps=0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "name"), [("frames", "frames"), ("side", "width"), ("steps", "steps")]
+)
+def test_a_request_beyond_a_limit_is_refused(limit: str, name: str) -> None:
+    request = resolve(GenerateRequest(prompt="a"), resolve_model("shapes").defaults)
+    Limits().check(request)
+    with pytest.raises(OptionError, match=f"{name} can be at most 3 on this page"):
+        Limits(**{limit: 3}).check(request)
+
+
+def test_visitors_choose_from_the_host_s_models_only(tmp_path: Path) -> None:
+    host = host_of(tmp_path)
+    assert host.model("shapes").name == "shapes"
+    for name in ("/etc", "../shapes", "owner/name", None, ["shapes"]):
+        with pytest.raises(OptionError, match="this page has no model"):
+            host.model(name)
+
+
+@pytest.fixture(scope="module")
+def form(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return form_of(host_of(tmp_path_factory.mktemp("form"), frames=49, side=512))
+
+
+@pytest.mark.parametrize("method", METHODS_OFFERED)
+def test_the_untouched_form_makes_the_command_line_s_request(form: Any, method: str) -> None:
+    request, warnings = form.request(values_of(form, method=method))
+    assert request == command_line(method=method)
+    assert warnings == []
+
+
+def test_every_option_of_every_method_has_a_control(form: Any) -> None:
+    from vidsparse.apps.page.form import parameter
+
+    assert list(form.groups) == METHODS_OFFERED
+    for name in METHODS_OFFERED:
+        for field in METHODS[name].option_fields():
+            control = form.controls[parameter(name, field.name)]
+            assert control.info == field.metadata["help"]
+
+
+def test_a_new_method_s_controls_follow_its_declaration() -> None:
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page.form import control_for
+    from vidsparse.methods.base import option
+
+    @dataclasses.dataclass
+    class New:
+        share: float = option(0.5, flag="--share", metavar="P", help="a share")
+        blocks: int = option(4, flag="--blocks", metavar="N", help="a count", convert=int)
+        fast: bool = option(False, flag="--fast", metavar="", help="a switch", convert=bool)
+        kind: str = option("a", flag="--kind", metavar="K", help="a", convert=str, choices=("a",))
+        gate: float | None = option(None, flag="--gate", metavar="L", help="a gate")
+
+    with gr.Blocks():
+        kinds = [type(control_for(field, field.default)) for field in dataclasses.fields(New)]
+    assert kinds == [gr.Number, gr.Number, gr.Checkbox, gr.Dropdown, gr.Textbox]
+
+
+def test_the_form_reads_what_the_browser_sends(form: Any) -> None:
+    changes = {
+        "seed": 7.0, "steps": 5, "frames": 9, "width": 64, "height": 128.0, "guidance": 2,
+        "dense_steps": "2", "dense_last_layers": "0.5", "order": "hilbert", "reuse": 2,
+        "fg_attn_top_p": 1, "fg_attn_tile": "32x8", "fg_attn_merge": "xor", "spargeattn_tau": 7,
+    }  # fmt: skip
+    request, _ = form.request(values_of(form, **changes))
+    assert request == command_line(
+        seed=7, steps=5, frames=9, size=(64, 128), guidance=2, dense_steps=2,
+        dense_last_layers=0.5, order="hilbert", reuse=2, method_option_top_p="1",
+        method_option_tile="32x8", method_option_merge="xor",
+    )  # fmt: skip
+
+
+def test_the_settings_of_a_request_make_it_again(form: Any) -> None:
+    values = values_of(
+        form, method="spargeattn", spargeattn_tau=0.7, spargeattn_tile="64x64", seed=3, steps=4,
+        dense_steps="3", negative_prompt="blur", order="timemajor",
+    )  # fmt: skip
+    request, _ = form.request(values)
+    again, _ = form.request({**values_of(form), **form.values_of(request)})
+    assert again == request
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompt": "  "}, "there is no prompt"),
+        ({"prompt": None}, "there is no prompt"),
+        ({"prompt": "a " * 6000}, "at most 10,000 characters"),
+        ({"model": "/etc/passwd"}, "this page has no model"),
+        ({"method": "magic"}, "unknown method"),
+        ({"method": ["fg-attn"]}, "unknown method"),
+        ({"fg_attn_top_p": 0}, "top_p must lie in"),
+        ({"fg_attn_top_p": "much"}, "top_p cannot be 'much'"),
+        ({"fg_attn_tile": "7x7"}, "tile must be MxN"),
+        ({"frames": 10}, "Hint: use 9"),
+        ({"frames": 53}, "at most 49 on this page"),
+        ({"width": 1024}, "at most 512 on this page"),
+        ({"height": 24}, "multiple of"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"steps": 2.5}, "must be a whole number"),
+        ({"steps": float("nan")}, "must be a number"),
+        ({"steps": "5"}, "must be a number"),
+        ({"seed": -1}, "seed must be"),
+        ({"guidance": True}, "guidance must be a number"),
+        ({"dense_steps": "some"}, "neither a count"),
+        ({"dense_steps": "1.5"}, "dense_steps"),
+        ({"dense_steps": None}, "must be a count"),
+        ({"order": "spiral"}, "unknown token order"),
+        ({"order": ["hilbert"]}, "unknown token order"),
+        ({"implementation": "magic"}, "unknown implementation"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(form: Any, changes: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        form.request(values_of(form, **changes))
+
+
+def test_words_the_model_never_learned_are_a_warning(form: Any) -> None:
+    _, warnings = form.request(values_of(form, prompt="a red dragon"))
+    assert warnings == ["shapes never learned dragon: it will guess."]
+
+
+def test_a_model_that_takes_a_picture_gets_it_and_one_that_needs_it_asks(
+    tmp_path: Path,
+) -> None:
+    shapes = resolve_model("shapes")
+    picture = tmp_path / "first.png"
+    Image.new("RGB", (64, 64)).save(picture)
+    for text_class, needed in (("WanPipeline", False), (None, True)):
+        model = dataclasses.replace(
+            shapes,
+            text_class=text_class,
+            image_class="WanImageToVideoPipeline",
+            takes_last_image=needed,
+        )
+        host = dataclasses.replace(host_of(tmp_path), models=(model,))
+        form = form_of(host)
+        assert form.images["image"][0].visible
+        assert form.images["last_image"][0].visible == needed
+        request, _ = form.request(values_of(form), {"image": picture, "last_image": picture})
+        assert request.image == str(picture)
+        # a picture that the model has no use for is left out.
+        assert request.last_image == (str(picture) if needed else None)
+        if needed:
+            with pytest.raises(OptionError, match="upload its first frame"):
+                form.request(values_of(form), {"last_image": picture})
+        else:
+            assert form.request(values_of(form))[0].image is None
+
+
+def test_a_model_without_pictures_hides_their_upload(form: Any, tmp_path: Path) -> None:
+    assert not any(upload.visible for upload, _ in form.images.values())
+    pictures = dict.fromkeys(form.images, tmp_path / "first.png")
+    request, _ = form.request(values_of(form), pictures)
+    assert (request.image, request.last_image) == (None, None)
+
+
+def test_the_model_s_own_settings_of_a_method_are_shown(tmp_path: Path) -> None:
+    shapes = resolve_model("shapes")
+    own = {"fg-attn": {"top_p": 0.7, "tile": "32x32"}}
+    defaults = dataclasses.replace(
+        shapes.defaults, method_options=own, dense_steps=3, dense_layers=1, frames=81
+    )
+    host = host_of(tmp_path, frames=50)
+    host = dataclasses.replace(host, models=(dataclasses.replace(shapes, defaults=defaults),))
+    form = form_of(host)
+    request, _ = form.request(values_of(form))
+    assert (request.method_options["top_p"], request.method_options["tile"]) == (0.7, "32x32")
+    # as many as the host allows, and no size that the model cannot make.
+    assert (request.dense_steps, request.dense_layers, request.frames) == (3, 1, 49)

@@ -1,0 +1,162 @@
+"""Presets on the page: which are offered, and what may change beside one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_host import command_line, form_of, host_of, save_preset, values_of
+from page_jobs import queue_of
+
+from vidsparse.apps.page.host import HostPreset, Limits, read_presets
+from vidsparse.apps.page.visits import Visits
+from vidsparse.errors import OptionError
+from vidsparse.pipelines.models import resolve_model
+
+
+@pytest.fixture(scope="module")
+def form(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return form_of(host_of(tmp_path_factory.mktemp("form"), frames=49, side=512))
+
+
+@pytest.fixture
+def presets(tmp_path: Path) -> Path:
+    folder = tmp_path / "presets"
+    for method in ("spargeattn", "bsfa"):
+        save_preset(folder / f"small-{method}", method)
+    return folder
+
+
+def _read(*paths: Path, **limits: int) -> tuple[HostPreset, ...]:
+    return read_presets([str(path) for path in paths], [resolve_model("shapes")], Limits(**limits))
+
+
+def test_a_folder_offers_its_presets_that_fit_and_leaves_the_others(
+    presets: Path, caplog: Any
+) -> None:
+    (presets / "notes.json").write_text("{}", encoding="utf-8")
+    save_preset(presets / "deeper", layers=99)
+    found = _read(presets)
+    assert [(each.name, each.preset.method) for each in found] == [
+        ("small-bsfa", "bsfa"), ("small-spargeattn", "spargeattn"),
+    ]  # fmt: skip
+    assert all(each.models == ("shapes",) for each in found)
+    (warning,) = caplog.messages
+    assert "deeper.json was calibrated for shapes, and this page has shapes" in warning
+
+
+def test_what_cannot_be_offered_is_refused_with_a_reason(presets: Path, tmp_path: Path) -> None:
+    deeper = save_preset(tmp_path / "deeper", layers=99)
+    same = save_preset(tmp_path / "small-bsfa")
+    for paths, limits, words in (
+        ([deeper], {}, "Hint: offer that model with --model"),
+        ([tmp_path / "none"], {}, "there is no preset file"),
+        ([tmp_path / "page"], {}, "there is no preset in"),
+        ([presets / "small-bsfa.json"], {"side": 96}, "cannot be offered: width can be at most 96"),
+        ([presets, same], {}, "have one name, small-bsfa"),
+    ):
+        (tmp_path / "page").mkdir(exist_ok=True)
+        with pytest.raises(OptionError, match=words):
+            _read(*paths, **limits)
+
+
+@pytest.fixture
+def calibrated(presets: Path, tmp_path: Path) -> Any:
+    return form_of(dataclasses.replace(host_of(tmp_path), presets=_read(presets)))
+
+
+def test_bsfa_is_offered_once_there_is_a_preset_for_it(calibrated: Any, form: Any) -> None:
+    assert "bsfa" in calibrated.groups
+    assert "bsfa" not in form.groups
+    assert form.controls["preset"].visible is False
+    assert calibrated.controls["preset"].visible is True
+    with pytest.raises(OptionError, match=r"calibrated numbers only\. Hint: choose a preset"):
+        calibrated.request(values_of(calibrated, method="bsfa"))
+
+
+@pytest.mark.parametrize("name", ["small-spargeattn", "small-bsfa"])
+def test_a_chosen_preset_makes_the_command_line_s_request(
+    calibrated: Any, presets: Path, name: str
+) -> None:
+    (chosen,) = [each for each in calibrated.host.presets if each.name == name]
+    values = {
+        "method": chosen.preset.method, "preset": name, **calibrated.values_of_preset(chosen),
+    }  # fmt: skip
+    request, _ = calibrated.request(values_of(calibrated, **values))
+    assert request == command_line(method=None, preset=str(presets / f"{name}.json"))
+    again, _ = calibrated.request({**values_of(calibrated), **calibrated.values_of(request)})
+    assert again == request
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"preset": "/etc/passwd"}, "no preset '/etc/passwd'. Hint: those for shapes are: small-b"),
+        ({"preset": ["small-bsfa"]}, "unknown preset"),
+        ({"preset": "small-bsfa"}, "the preset small-bsfa is for bsfa, not for spargeattn"),
+        ({"frames": 33}, "was calibrated on 17 frames of 128x96, not on 33"),
+        ({"order": "rowmajor"}, "calibrated in hilbert order"),
+        ({"spargeattn_tau": 0.5}, "tau is settled by"),
+    ],
+)
+def test_what_does_not_fit_a_preset_is_refused(
+    calibrated: Any, changes: dict[str, Any], words: str
+) -> None:
+    (chosen,) = [each for each in calibrated.host.presets if each.name == "small-spargeattn"]
+    values = {
+        "method": "spargeattn", "preset": chosen.name, **calibrated.values_of_preset(chosen),
+        "spargeattn_merge": "consecutive",
+    }  # fmt: skip
+    calibrated.request(values_of(calibrated, **values))
+    with pytest.raises(OptionError, match=words):
+        calibrated.request(values_of(calibrated, **{**values, **changes}))
+
+
+def test_a_preset_for_another_model_names_it(calibrated: Any) -> None:
+    other = dataclasses.replace(calibrated.host.models[0], name="other")
+    with pytest.raises(OptionError, match="was made for shapes, not for other"):
+        calibrated.host.preset("small-bsfa", other)
+
+
+def test_only_what_may_change_is_shown_beside_a_preset(presets: Path, tmp_path: Path) -> None:
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page.choices import Choices
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.form import Form
+    from vidsparse.apps.page.report_tab import ReportTab
+
+    desk = Desk(
+        dataclasses.replace(host_of(tmp_path), presets=_read(presets)), queue_of(), Visits(tmp_path)
+    )
+    with gr.Blocks():
+        form = Form(desk.host)
+        report = ReportTab(desk, form)
+        choices = Choices(desk, form, report)
+
+    def shown(updates: dict[Any, Any], names: str) -> list[Any]:
+        return [updates[form.controls[name]]["visible"] for name in names.split()]
+
+    settled = "order frames width height"
+    updates = choices.choose_preset("shapes", "fg-attn", "small-spargeattn")
+    assert updates[form.controls["method"]]["value"] == "spargeattn"
+    assert shown(updates, f"{settled} spargeattn_tau spargeattn_tile") == [False] * 6
+    assert shown(updates, "spargeattn_quantize spargeattn_merge") == [True, True]
+    assert updates[form.controls["frames"]]["value"] == 17
+    assert "settles tau by head" in updates[form.controls["preset"]]["info"]
+    assert updates[report.vary]["choices"] == ["nothing", "quantize", "merge"]
+
+    # a method that does nothing without a preset brings its first.
+    updates = choices.choose_method("shapes", "bsfa")
+    assert updates[form.controls["preset"]]["value"] == "small-bsfa"
+    assert shown(updates, f"bsfa_keep bsfa_tile {settled}") == [True] + [False] * 5
+    assert updates[form.groups["bsfa"]]["visible"]
+    assert not updates[form.folds["bsfa"]]["visible"]
+
+    # and none of it is left when the preset is.
+    updates = choices.choose_preset("shapes", "bsfa", "")
+    assert updates[form.controls["method"]]["value"] == "fg-attn"
+    assert shown(updates, f"{settled} fg_attn_top_p fg_attn_tile") == [True] * 6
+    assert not updates[form.groups["bsfa"]]["visible"]
+    desk.queue.close()

@@ -1,0 +1,107 @@
+"""What visitors upload: pictures and prompt files."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vidsparse.apps.page.uploads import read_image, read_prompt_file, read_prompts
+from vidsparse.errors import OptionError
+
+
+def _png(tmp_path: Path, size: tuple[int, int] = (32, 16), kind: str = "PNG") -> Path:
+    path = tmp_path / "up.bin"
+    Image.new("RGBA" if kind == "PNG" else "RGB", size, (200, 10, 10)).save(path, format=kind)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_picture_is_decoded_and_written_anew(tmp_path: Path, kind: str) -> None:
+    made = read_image(_png(tmp_path, kind=kind), tmp_path / "new.png", megabytes=1)
+    with Image.open(made) as image:
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (32, 16))
+        assert np.allclose(np.asarray(image)[8, 16], (200, 10, 10), atol=8)
+
+
+def test_nothing_of_the_upload_but_its_pixels_stays(tmp_path: Path) -> None:
+    path = _png(tmp_path, kind="JPEG")
+    image = Image.open(path)
+    exif = image.getexif()
+    exif[0x010E] = "where I live"
+    image.save(path, format="JPEG", exif=exif)
+    path.write_bytes(path.read_bytes() + b"<script>")
+    made = read_image(path, tmp_path / "new.png", megabytes=1)
+    data = made.read_bytes()
+    assert b"where I live" not in data
+    assert b"<script>" not in data
+
+
+def _bomb() -> bytes:
+    # a header that promises 60,000 x 60,000 pixels in a hundred bytes.
+    file = io.BytesIO()
+    Image.new("L", (1, 1)).save(file, format="PNG")
+    data = bytearray(file.getvalue())
+    data[16:24] = (60_000).to_bytes(4, "big") * 2
+
+    data[29:33] = zlib.crc32(bytes(data[12:29])).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "no picture"),
+        (b"GIF89a" + b"\0" * 50, "no picture"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no picture"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no picture"),
+        (_bomb(), "broken|megapixels"),
+        (b"x" * (2**20 + 1), "at most 1 MB"),
+    ],
+)
+def test_what_is_no_picture_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "up.png"
+    path.write_bytes(data)
+    with pytest.raises(OptionError, match=words):
+        read_image(path, tmp_path / "new.png", megabytes=1)
+    assert not (tmp_path / "new.png").exists()
+
+
+def test_a_cut_picture_is_refused(tmp_path: Path) -> None:
+    path = _png(tmp_path, (640, 480), "JPEG")
+    path.write_bytes(path.read_bytes()[:700])
+    with pytest.raises(OptionError, match="broken"):
+        read_image(path, tmp_path / "new.png", megabytes=1)
+
+
+def test_a_prompt_file_is_read_like_the_command_line_s(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes("\ufeff# comment\na ball\r\n\n  a ring  \n".encode())
+    assert read_prompt_file(path, megabytes=1, most=2) == ["a ball", "a ring"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\xff\xfe\x00a", "not UTF-8"),
+        (b"# nothing\n", "there is no prompt"),
+        (b"a\nb\nc\n", "at most 2 prompts"),
+        (b"a\0b\n", "NUL"),
+        (b"a" * (2**20 + 1), "at most 1 MB"),
+    ],
+)
+def test_a_bad_prompt_file_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(data)
+    with pytest.raises(OptionError, match=words):
+        read_prompt_file(path, megabytes=1, most=2)
+
+
+def test_an_upload_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="did not arrive"):
+        read_prompt_file(tmp_path / "none.txt", megabytes=1, most=2)
+    assert read_prompts("one", most=1) == ["one"]

@@ -1,0 +1,118 @@
+"""What can run where is decided once, as a call begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vidsparse.attention import attend
+from vidsparse.errors import UnsupportedError
+from vidsparse.grid import TokenGrid
+from vidsparse.kernels import dispatch
+from vidsparse.kernels.attention.gates import Gate
+from vidsparse.methods import FgAttn, Sale, SpargeAttn, SparseMethod, XAttention
+from vidsparse.route import Route, find_route
+
+
+def route_of(method: SparseMethod, dtype: torch.dtype = torch.float16, **more: Any) -> Route:
+    q = torch.empty(1, 2, 64, 64, dtype=dtype)
+    return find_route(method, q, q, q, **more)
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Triton's kernels run; only questions are asked here, so nothing does."""
+    monkeypatch.setattr("vidsparse.route.triton_reason", lambda device: None)
+    monkeypatch.setattr("vidsparse.route.plans_on_device", lambda *q: True)
+
+
+@pytest.mark.parametrize("method", [FgAttn(), SpargeAttn(), XAttention(), Sale()], ids=repr)
+def test_on_a_cpu_torch_does_all_of_it(method: SparseMethod) -> None:
+    assert route_of(method) == Route(
+        implementation="torch",
+        quantize=None,
+        selection="select",
+        reorders=False,
+        lists=False,
+        block_rows=64,
+    )
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize(
+    ("method", "dtype", "selection"),
+    [
+        (FgAttn(), torch.float32, "rule"),
+        (SpargeAttn(), torch.float16, "rule"),
+        (XAttention(), torch.bfloat16, "words"),
+        (XAttention(), torch.float32, "select"),
+        (Sale(), torch.float16, "words"),
+        (Sale(), torch.float32, "select"),
+        (Sale(tile=(32, 1)), torch.float16, "select"),
+    ],
+    ids=repr,
+)
+def test_kernels_select_where_they_can(
+    method: SparseMethod, dtype: torch.dtype, selection: str
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    route = route_of(method, dtype)
+    assert (route.selection, route.reorders, route.lists) == (selection, True, True)
+
+
+@pytest.mark.usefixtures("triton")
+def test_kernels_move_no_tokens_whose_gradient_is_wanted() -> None:
+    q = torch.empty(1, 2, 64, 64)
+    wanted = torch.empty(1, 2, 64, 64, requires_grad=True)
+    assert find_route(FgAttn(), q, q, q).reorders
+    for tensors in ((wanted, q, q), (q, wanted, q), (q, q, wanted)):
+        route = find_route(FgAttn(), *tensors)
+        assert (route.selection, route.reorders, route.lists) == ("rule", False, True)
+        with torch.no_grad():
+            assert find_route(FgAttn(), *tensors).reorders
+
+
+def test_the_gate_and_the_8_bit_format_are_known_beforehand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def reason(device: Any, dtype: Any, dim: int, gate: Gate | None, quantize: str | None) -> str:
+        asked.append((None if gate is None else gate.keys, quantize))
+        return "cannot"
+
+    monkeypatch.setitem(dispatch._REASONS, "gluon", reason)
+    route_of(SpargeAttn(lambda_=-6.0, quantize="fp8"))
+    route_of(SpargeAttn(quantize="none"))
+    route_of(FgAttn(), quantize="int8")
+    assert asked == [(64, "fp8"), (None, None), (None, "int8")]
+
+
+def test_an_implementation_that_cannot_run_is_said() -> None:
+    with pytest.raises(UnsupportedError, match=r"'gluon' .* not on cpu\. Hint: auto"):
+        route_of(FgAttn(), implementation="gluon")
+
+
+def test_nothing_on_the_way_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*anything: Any, **more: Any) -> None:
+        raise AssertionError("this was decided as the call began")
+
+    found = []
+
+    def once(*tensors: Any, **more: Any) -> Route:
+        found.append(find_route(*tensors, **more))
+        for name in ("kernels.dispatch.choose", "kernels.dispatch.support", "order.triton_reason"):
+            monkeypatch.setattr(f"vidsparse.{name}", never)
+        monkeypatch.setattr("vidsparse.plan.triton_reason", never)
+        return found[-1]
+
+    monkeypatch.setattr("vidsparse.engine.find_route", once)
+    monkeypatch.setattr("vidsparse.planning.find_route", never)
+    grid = TokenGrid(2, 8, 8)
+    q, k, v = (torch.randn(1, 2, grid.tokens, 64) for _ in range(3))
+    out: Tensor = attend(q, k, v, grid, SpargeAttn(tile=(32, 32), lambda_=-6.0))
+    assert out.shape == q.shape
+    assert len(found) == 1

@@ -1,0 +1,86 @@
+"""Parts that tiny pipelines of several families are built of, and inputs for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from PIL import Image
+from tiny_pipelines import WORDS
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+IMAGE = Image.linear_gradient("L").resize((96, 64)).convert("RGB")
+LAST_IMAGE = Image.radial_gradient("L").resize((96, 64)).convert("RGB")
+
+
+def sharpen(transformer: Any, pattern: str = "attn1") -> Any:
+    """Make attention uneven: as initialised no mask could be told from another."""
+    with torch.no_grad():
+        for name, module in transformer.named_modules():
+            if name.endswith(pattern) and hasattr(module, "to_q"):
+                # norms undo what a projection is multiplied by; without one, the weights count.
+                for part in ("norm_q", "norm_k"):
+                    norm = getattr(module, part, None)
+                    if getattr(norm, "weight", None) is not None:
+                        norm.weight.mul_(3)
+                for part in (module.to_q, module.to_k):
+                    part.weight.mul_(3)
+    return transformer
+
+
+def word_tokenizer(*, chat_template: str | None = None, **options: Any) -> Any:
+    """A fast tokenizer that knows ``WORDS`` and takes any other for one unknown word."""
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "<|end_header_id|>"]
+    vocabulary = {word: place for place, word in enumerate([*special, *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=chat_template,
+        **{"padding_side": "right", **options},
+    )
+
+
+VOCABULARY = 6 + len(WORDS)
+
+
+def flow_scheduler(**options: Any) -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler(**{"shift": 3.0, **options})
+
+
+def t5_encoder(width: int = 32) -> Any:
+    return transformers.T5EncoderModel(
+        transformers.T5Config(
+            vocab_size=4 + len(WORDS),
+            d_model=width,
+            d_kv=8,
+            d_ff=37,
+            num_heads=4,
+            num_layers=1,
+            dropout_rate=0.0,
+        )
+    ).eval()
+
+
+def ready(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def prompt_mask(prompts: int, length: int, *counts: int) -> torch.Tensor:
+    """Valid tokens first, ``counts`` of them in turn."""
+    valid = torch.tensor([counts[i % len(counts)] for i in range(prompts)])
+    return (torch.arange(length) < valid[:, None]).float()
+
+
+def noise(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

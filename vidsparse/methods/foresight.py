@@ -1,0 +1,193 @@
+"""Foresight: exact attention where a mean would err most, means everywhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vidsparse.errors import OptionError
+from vidsparse.masks import tile_count
+from vidsparse.methods.base import (
+    BlockChoice,
+    Selection,
+    SparseMethod,
+    as_tile,
+    check_means,
+    check_share,
+    means_option,
+    option,
+    tile_option,
+)
+from vidsparse.plan import BLOCK_ROWS
+from vidsparse.site import CallSite
+
+if TYPE_CHECKING:
+    from vidsparse.order import TokenOrder
+
+ROWS: Final = (16, 32, 64, 128)
+# short sequences are judged by finer tiles of queries: rows to the longest sequence that has them.
+ROWS_BY_LENGTH: Final = ((16, 4096), (32, 16384))
+
+
+def _rows(text: str) -> int | None:
+    return None if text.strip().lower() in ("auto", "none") else int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foresight(SparseMethod):
+    """This project's own method: equal lists for all blocks, chosen by the error of a mean.
+
+    A block of M query rows attends the ``share`` of key chunks (of N tokens) in which the mean of a
+    chunk would leave the largest squared error, foreseen from means and variances of small tiles;
+    ``error_of_means`` has the formula. All other keys are attended by the means of their groups, as
+    in Sol-Attn (arXiv 2607.24027), so that nothing is left out. Every block lists the same number
+    of chunks, so all heads and all GPUs have the same work.
+
+    ``rows`` are the query rows of a tile that is judged as one; None takes 16 up to 4,096 tokens,
+    32 up to 16,384, then 128, no more than M.
+
+    Raises:
+        OptionError: ``share`` outside (0, 1], ``rows`` that do not divide M, a tile or a group of
+            means that does not exist.
+    """
+
+    name: ClassVar[str] = "foresight"
+    title: ClassVar[str] = "Foresight"
+    paper: ClassVar[str] = ""
+    summary: ClassVar[str] = "exact where a mean would err most, means of groups everywhere else"
+    looks_at_values: ClassVar[bool] = True
+
+    share: float = option(
+        0.15, flag="--share", metavar="P", help="share of key chunks that a block attends exactly"
+    )
+    tile: tuple[int, int] = tile_option((128, 16))
+    rows: int | None = option(
+        None,
+        flag="--rows",
+        metavar="R",
+        help="query rows judged as one: 16, 32, 64, 128, or auto, by the length",
+        convert=_rows,
+    )
+    means: int | None = means_option(64)
+    merge: ClassVar[str] = "consecutive"  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        check_share("share", self.share)
+        object.__setattr__(self, "tile", as_tile(self.tile))
+        check_means(self.means, self.tile)
+        if self.rows is not None and (self.rows not in ROWS or self.tile[0] % self.rows):
+            fitting = ", ".join(str(rows) for rows in ROWS if self.tile[0] % rows == 0)
+            raise OptionError(
+                f"rows must divide the {self.tile[0]} of the tile, got {self.rows!r}. "
+                f"Hint: choose from {fitting}."
+            )
+
+    def rows_for(self, tokens: int) -> int:
+        """Query rows of a tile that is judged as one, in a sequence of so many tokens."""
+        if self.rows is not None:
+            return self.rows
+        by_length = next((rows for rows, most in ROWS_BY_LENGTH if tokens <= most), 128)
+        return min(by_length, self.tile[0])
+
+    def listed(self, chunks: int) -> int:
+        """Chunks that a block lists of ``chunks``, at least one of any."""
+        return min(chunks, max(1, round(self.share * chunks)))
+
+    def open_tiles(self, site: CallSite, size: int) -> int:
+        """Tiles of ``size`` tokens that hold no text, the last one short where there is none."""
+        grid = site.grid
+        return grid.video // size if grid.text else tile_count(grid.video, size)
+
+    def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
+        """The chunks of largest ``error_of_means``, bool ``[B, H, Tq, Tk]``.
+
+        Raises:
+            OptionError: no values were given.
+        """
+        if v is None:
+            raise OptionError("foresight chooses by values, too, and got queries and keys alone")
+        score = error_of_means(q, k, v, self.rows_for(q.shape[2]), self.tile)
+        chunks = self.open_tiles(site, self.tile[1])
+        best = score[..., :chunks].topk(self.listed(chunks)).indices
+        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True)
+
+    def selection(self, q: Tensor) -> Selection:
+        """By kernels of its own, for 16-bit queries and keys and blocks of 128 rows."""
+        able = q.dtype in (torch.bfloat16, torch.float16) and self.tile[0] == BLOCK_ROWS
+        return "blocks" if able else "select"
+
+    def choose_blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, order: TokenOrder
+    ) -> BlockChoice:
+        """Order and ``select`` by kernels."""
+        from vidsparse.kernels.selection.residual import largest_chunks, residual_ranks
+        from vidsparse.kernels.tokens.moments import merge_moments, reorder_and_measure
+
+        tokens, (rows, keys) = q.shape[2], self.tile
+        judged = self.rows_for(tokens)
+        q, q_tiles = reorder_and_measure(q, order.permutation, judged)
+        k, k_chunks = reorder_and_measure(k, order.permutation, keys)
+        v, v_chunks = reorder_and_measure(v, order.permutation, keys, summed=True)
+        size = max(self.means or 0, 4 * keys)
+        k_groups, v_groups = merge_moments(k_chunks, size), merge_moments(v_chunks, size)
+        # the sum over groups is off by a factor, which all chunks of a tile share: where a block is
+        # one tile it changes nothing, among several it would weigh them wrongly.
+        summed = (k_groups, v_groups) if judged == rows else (k_chunks, v_chunks)
+        ranks = residual_ranks(
+            q_tiles, k_chunks, v_chunks, *summed, rows // judged, q.shape[-1] ** -0.5
+        )
+        chunks = self.open_tiles(site, keys)
+        words, count = largest_chunks(
+            ranks, self.listed(chunks), chunks, self.open_tiles(site, rows)
+        )
+        # a mean that text has a part in would pull the video's keys towards it.
+        shared = site.grid.text or size != self.means
+        means = None if shared else (k_groups.mean, v_groups.mean)
+        return BlockChoice(q, k, v, words, count, means)
+
+
+def _moments(x: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Means and variances of runs of ``size`` tokens ``[B, H, T, D]``, and their sizes ``[T]``."""
+    tokens = x.shape[2]
+    starts = torch.arange(0, tokens, size, device=x.device)
+    sizes = (tokens - starts).clamp_max(size).to(x.dtype)
+    runs = F.pad(x, (0, 0, 0, -tokens % size)).reshape(*x.shape[:2], -1, size, x.shape[3])
+    mean = runs.sum(3) / sizes.unsqueeze(-1)
+    there = torch.arange(size, device=x.device) < sizes.unsqueeze(-1)
+    away = (runs - mean.unsqueeze(3)).masked_fill(~there.unsqueeze(-1), 0)
+    return mean, away.square().sum(3) / sizes.unsqueeze(-1), sizes
+
+
+def error_of_means(q: Tensor, k: Tensor, v: Tensor, rows: int, tile: tuple[int, int]) -> Tensor:
+    """The squared error to expect of a mean in a chunk's place, fp32 ``[B, H, Tq, Tk]``.
+
+    For a tile t of ``rows`` queries and a chunk j of n keys, with c = 1/sqrt(D), from means and
+    variances of every channel:
+
+        s_j = c q_t·k_j + ln n + c²/2 Σ_d ((q_t² + var q_t) var k_j + var q_t k_j²)
+        σ²  = c² Σ_d (q_t² + var q_t) var k_j
+        p   = softmax(s),  o = Σ_j p_j v_j
+        E_j = rows p_j² (σ² var v_j / n + σ⁴/4 |v_j - o|²)
+
+    σ² is the spread of the logits inside the chunk. The first term is values that go with logits,
+    the second mass that a mean misses. A block of M rows sums E over its tiles.
+    """
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    scale_2 = 1 / q.shape[-1]
+    q_mean, q_variance, q_sizes = _moments(q, rows)
+    k_mean, k_variance, k_sizes = _moments(k, tile[1])
+    v_mean, v_variance, _ = _moments(v, tile[1])
+    spread = scale_2 * ((q_mean.square() + q_variance) @ k_variance.mT)
+    across = scale_2 * (q_variance @ k_mean.square().mT)
+    logits = scale_2**0.5 * (q_mean @ k_mean.mT) + k_sizes.log() + 0.5 * (spread + across)
+    share = logits.softmax(-1)
+    away = torch.cdist(share @ v_mean, v_mean).square()
+    error = spread * (v_variance.sum(-1) / k_sizes).unsqueeze(-2) + 0.25 * spread.square() * away
+    error = error * share.square() * q_sizes.unsqueeze(-1)
+    per_block = tile[0] // rows
+    error = F.pad(error, (0, 0, 0, -error.shape[2] % per_block))
+    return error.reshape(*error.shape[:2], -1, per_block, error.shape[3]).sum(3)

@@ -1,0 +1,143 @@
+"""What choosing the pairs of a call costs beside computing them, where that was measured.
+
+The shares are the time of mask and plan over the time of dense attention on the same q and k, taken
+with `vidsparse bench masks` and `vidsparse bench attention`; the tests compare this table with the
+rows in ``docs/benchmarks``. What was not measured is None, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from vidsparse.work import SelectionCost
+
+if TYPE_CHECKING:
+    import torch
+
+    from vidsparse.methods import SparseMethod
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """One measured share.
+
+    Args:
+        device: class of device, as ``device_class`` names it.
+        hardware: the very device.
+        method: the method's name.
+        tile: queries x keys.
+        options: the other options that the cost depends on.
+        tokens: length of the sequence.
+        dtype: of q and k.
+        share: time of mask and plan over that of dense attention.
+        file: the rows it is from.
+    """
+
+    device: str
+    hardware: str
+    method: str
+    tile: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    tokens: int
+    dtype: str
+    share: float
+    file: str
+
+
+# options that change how much work choosing is; thresholds only change what is chosen.
+COST_OPTIONS: Final = ("merge", "stride", "pattern", "local")
+
+_WINDOWS: Final[Mapping[str, object]] = {"merge": "xor-window"}
+_ANTIDIAGONAL: Final[Mapping[str, object]] = {**_WINDOWS, "pattern": "antidiagonal"}
+_SALE: Final[Mapping[str, object]] = {**_WINDOWS, "local": 256}
+
+
+def _h200(
+    method: str,
+    tile: str,
+    options: Mapping[str, object],
+    share: float,
+    file: str = "masks-h200.json",
+) -> Measured:
+    return Measured(
+        device="hopper",
+        hardware="NVIDIA H200",
+        method=method,
+        tile=tile,
+        options=options,
+        tokens=75_600,
+        dtype="bf16",
+        share=share,
+        file=f"docs/benchmarks/{file}",
+    )
+
+
+MEASURED: Final[tuple[Measured, ...]] = (
+    _h200("fg-attn", "16x16", _WINDOWS, 0.0287, "attention-h200.json"),
+    _h200("spargeattn", "128x64", _WINDOWS, 0.0147),
+    _h200("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 4}, 0.1454),
+    _h200("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 8}, 0.0663),
+    _h200("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 16}, 0.0350),
+    _h200("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 64}, 0.0175),
+    _h200("sale", "64x32", _SALE, 0.2412),
+)
+"""Every share that is known."""
+
+# a cost is taken for somewhat shorter calls too, and for longer ones up to twice the length: there
+# it is an upper bound, because dense attention grows with the square of the length and the passes
+# over tokens do not.
+SHORTEST: Final = 0.8
+LONGEST: Final = 2.0
+
+
+# as rows of measurements spell them.
+SPELLED: Final[Mapping[str, str]] = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+}
+
+
+def device_class(device: torch.device) -> str | None:
+    """The class of devices that ``device`` shares its measured costs with, or None."""
+    import torch
+
+    if device.type == "cpu":
+        return "cpu"
+    hopper = (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+    )
+    return "hopper" if hopper else None
+
+
+def selection_cost(
+    method: SparseMethod, device: torch.device, dtype: torch.dtype, tokens: int
+) -> SelectionCost | None:
+    """What it costs ``method`` to choose the pairs of a call, None where that was not measured.
+
+    ``tokens`` is the length of the call, ``dtype`` that of its q and k.
+    """
+    kind = device_class(device)
+    if kind is None:
+        return None
+    options = method.options()
+    mine = {name: options[name] for name in COST_OPTIONS if options.get(name) is not None}
+    found = [
+        one
+        for one in MEASURED
+        if (one.device, one.method, one.tile, one.options, one.dtype)
+        == (kind, method.name, options["tile"], mine, SPELLED.get(str(dtype)))
+        and SHORTEST <= tokens / one.tokens <= LONGEST
+    ]
+    if not found:
+        return None
+    # the longest of those that are not too long is the nearest bound.
+    nearest = max(found, key=lambda one: one.tokens)
+    return SelectionCost(
+        nearest.share,
+        f"measured on {nearest.hardware} at {nearest.tokens:,} tokens, {nearest.file}",
+    )
