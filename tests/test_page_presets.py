@@ -148,7 +148,7 @@ def test_only_what_may_change_is_shown_beside_a_preset(presets: Path, tmp_path: 
     assert updates[report.vary]["choices"] == ["nothing", "quantize", "merge"]
 
     # a method that does nothing without a preset brings its first.
-    updates = choices.choose_method("shapes", "bsfa")
+    updates = choices.choose_method("shapes", "bsfa", "")
     assert updates[form.controls["preset"]]["value"] == "small-bsfa"
     assert shown(updates, f"bsfa_keep bsfa_tile {settled}") == [True] + [False] * 5
     assert updates[form.groups["bsfa"]]["visible"]

@@ -62,21 +62,26 @@ class Choices:
         )
         # not change: what the page itself puts there should not be answered by defaults. Nor
         # select, which the keyboard does not cause.
-        events = [
-            (model.input, self.choose_model, [model]),
-            (method.input, self.choose_method, [model, method]),
-            (preset.input, self.choose_preset, [model, method, preset]),
-        ]
+        shared = {
+            "outputs": self.outputs,
+            "show_progress": "hidden",
+            "api_visibility": "private",
+            # a choice made while the one before it is answered counts.
+            "trigger_mode": "always_last",
+        }
+        model.input(self.choose_model, inputs=[model], **shared)
+        triggers = [method.input, preset.input]
         if len(self._host.models) > 1:
-            events.append((page.load, self.choose_method, [model, method]))
-        for trigger, work, inputs in events:
-            trigger(
-                work,
-                inputs=inputs,
-                outputs=self.outputs,
-                show_progress="hidden",
-                api_visibility="private",
-            )
+            triggers.append(page.load)
+
+        # one event for both, so that their answers cannot overtake each other.
+        def choose(event: gr.EventData, model: Any, method: Any, preset_name: Any) -> Any:
+            # not by identity: gradio makes every visitor a new control when it changes.
+            if getattr(event.target, "elem_id", None) == preset.elem_id:
+                return self.choose_preset(model, method, preset_name)
+            return self.choose_method(model, method, preset_name)
+
+        gr.on(triggers, choose, inputs=[model, method, preset], **shared)
 
     def choose_model(self, name: Any) -> dict[Any, Any]:
         """Another model: its own settings, and what it takes."""
@@ -92,25 +97,25 @@ class Choices:
             ),
         }
 
-    def choose_method(self, name: Any, method: Any) -> dict[Any, Any]:
-        """Another method: no preset, unless it does nothing without."""
+    def choose_method(self, name: Any, method: Any, preset: Any) -> dict[Any, Any]:
+        """Another method: no preset but its own, unless it does nothing without."""
         model, method = self._model(name), self._method(method)
-        made = self._first_preset(model, method)
-        return self.updates(model, method, made, self._values(made))
+        made = self._made(preset, model)
+        # a dropdown that is merely left says so as well, and should change nothing.
+        if made is None or made.preset.method != method:
+            made = self._first_preset(model, method)
+        return self._without_echo(model, method, made, method)
 
     def choose_preset(self, name: Any, method: Any, preset: Any) -> dict[Any, Any]:
         """A preset, which brings its method, or none."""
-        model, method = self._model(name), self._method(method)
-        try:
-            made = self._host.preset(preset, model) if preset else None
-        except OptionError as error:
-            raise toast(error) from error
+        model, shown = self._model(name), self._method(method)
+        made, method = self._made(preset, model), shown
         if made is not None:
             method = made.preset.method
         elif needs_preset(method):
             # its numbers cannot be written by hand.
             method = DEFAULT_METHOD
-        return self.updates(model, method, made, self._values(made))
+        return self._without_echo(model, method, made, shown)
 
     def choose_settings(self, request: GenerateRequest) -> dict[Any, Any]:
         """Everything that a request says."""
@@ -123,6 +128,15 @@ class Choices:
             **self.updates(model, request.method, made, values),
             **self._pictures(model, **paths),
         }
+
+    def _without_echo(
+        self, model: ModelRef, method: str, made: HostPreset | None, shown: str
+    ) -> dict[Any, Any]:
+        """The updates, without the method that is shown: by now another may have been chosen."""
+        updates = self.updates(model, method, made, self._values(made))
+        if method == shown:
+            updates[self._form.controls["method"]].pop("value")
+        return updates
 
     def updates(
         self, model: ModelRef, method: str, preset: HostPreset | None, values: Mapping[str, Any]
@@ -180,6 +194,12 @@ class Choices:
         if not isinstance(name, str) or name not in self._form.groups:
             raise toast(OptionError(f"unknown method {name!r}"))
         return name
+
+    def _made(self, preset: Any, model: ModelRef) -> HostPreset | None:
+        try:
+            return self._host.preset(preset, model) if preset else None
+        except OptionError as error:
+            raise toast(error) from error
 
     def _first_preset(self, model: ModelRef, method: str) -> HostPreset | None:
         """The preset to begin with, for methods that do nothing without."""
