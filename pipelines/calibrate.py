@@ -1,10 +1,11 @@
-"""Calibration runs: dense denoising of a few prompts, with a calibrator looking on."""
+"""Calibration runs: a few prompts are denoised with a calibrator looking on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,13 @@ from vidsparse.files import write_whole
 from vidsparse.logs import logger
 from vidsparse.methods import SparseMethod, make_method
 from vidsparse.order import token_order
-from vidsparse.pipelines.generate import denoise
-from vidsparse.pipelines.handle import attention_shape, sparsify, transformer_configs
+from vidsparse.pipelines.generate import decoded, denoise
+from vidsparse.pipelines.handle import (
+    SparseHandle,
+    attention_shape,
+    sparsify,
+    transformer_configs,
+)
 from vidsparse.pipelines.models import LoadedPipeline
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.presets import Preset, preset_files
@@ -41,9 +47,11 @@ def calibrate(
 ) -> Preset:
     """Calibrate ``request.method`` on ``prompts`` and write the preset ``out``.
 
-    Every prompt is denoised densely once in each pass; q, k and v are looked at as they appear and
-    never kept. After each prompt what is known goes to a file beside ``out``, from which the same
-    call goes on when it was interrupted.
+    In each pass the prompts are denoised once: densely, where calls are looked at (q, k and v as
+    they appear; they are never kept), or to the finished video, where that decides. Such numbers
+    hold for the dense steps they were found with; no layer is kept dense while they are found,
+    since a layer's share says how much it needs. After each prompt what is known goes to a file
+    beside ``out``, from which the same call goes on when it was interrupted.
 
     Args:
         loaded: the model.
@@ -67,25 +75,21 @@ def calibrate(
     run = _Run(loaded, request, settings or {})
     file = _ProgressFile(out, _fingerprint(loaded, request, prompts, settings))
     number, done = file.restore(run)
-    dense = replace(request, method="dense", method_options={})
-    passes = run.calibrator.passes
-    with sparsify(loaded.pipe, "dense") as handle:
-        for engine in handle.engines:
-            engine.observer = run.observe
-        while number < len(passes):
-            run.steps = frozenset(passes[number].steps)
-            while done < len(prompts):
-                one = replace(dense, prompt=prompts[done], seed=request.seed + done)
+    # finishing a pass may add another.
+    while number < len(run.calibrator.passes):
+        one = run.calibrator.passes[number]
+        run.number, run.steps = number, frozenset(one.steps)
+        with run.attached(one) as handle:
+            while done < min(one.prompts or len(prompts), len(prompts)):
                 tell = None
                 if progress is not None:
-                    tell = _telling(progress, passes, number, done, len(prompts))
-                run.number = number
-                denoise(loaded, one, max(run.steps), tell)
+                    tell = _telling(progress, run, done, len(prompts))
+                run.look(handle, prompts[done], done, tell)
                 done += 1
                 file.save(run, number, done)
-            run.calibrator.finish(number)
-            number, done = number + 1, 0
-            file.save(run, number, done)
+        run.calibrator.finish(number)
+        number, done = number + 1, 0
+        file.save(run, number, done)
     preset = run.preset(len(prompts))
     preset.save(out)
     file.remove()
@@ -149,10 +153,55 @@ class _Run:
         window = _window(request, request.steps)
         extent = Extent(parts=parts, layers=layers, heads=heads, window=window)
         self.calibrator = _calibrator(request, extent, settings)
+        self._schedule: dict[str, Any] = {}
+        if self.calibrator.schedule:
+            assert request.dense_steps is not None
+            self._schedule = {
+                "dense_steps": request.dense_steps,
+                "dense_layers": 0,
+                "dense_last_layers": 0,
+                "reuse": request.reuse,
+            }
         self.number = 0
         self.steps: frozenset[int] = frozenset()
         self._grid = torch.zeros(3, dtype=torch.int64)
         self._timesteps = torch.full((request.steps,), torch.nan, dtype=torch.float64)
+
+    @property
+    def request_steps(self) -> int:
+        """Denoising steps of a video."""
+        assert self._request.steps is not None
+        return self._request.steps
+
+    @contextmanager
+    def attached(self, one: Pass) -> Iterator[SparseHandle]:
+        """The pipeline as a pass wants it."""
+        schedule: dict[str, Any] = {}
+        if isinstance(one.method, SparseMethod):
+            last = self._request.dense_last_steps
+            schedule = {**self._schedule, "dense_last_steps": last, "order": self._order}
+            schedule["implementation"] = self._request.implementation
+        with sparsify(self._loaded.pipe, one.method or "dense", **schedule) as handle:
+            for engine in handle.engines:
+                engine.observer = self.observe
+            yield handle
+
+    def look(
+        self,
+        handle: SparseHandle,
+        prompt: str,
+        number: int,
+        tell: Callable[[int, int, float], None] | None,
+    ) -> None:
+        """Denoise a prompt, the ``number``-th, for the current pass."""
+        dense = replace(self._request, method="dense", method_options={})
+        one = replace(dense, prompt=prompt, seed=self._request.seed + number)
+        if self.steps:
+            denoise(self._loaded, one, max(self.steps), tell)
+            return
+        video = decoded(self._loaded, one, tell)
+        work = handle.summary().work
+        self.calibrator.watch(self.number, number, video, 1.0 if work is None else work.total)
 
     def observe(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Show a call to the calibrator where it wants to see it."""
@@ -204,6 +253,7 @@ class _Run:
             },
             video={name: getattr(request, name) for name in ("frames", "width", "height")},
             grid=(frames, height, width),
+            schedule=self._schedule,
             measured={
                 "prompts": prompts,
                 "seed": request.seed,
@@ -266,13 +316,15 @@ class _ProgressFile:
 
 
 def _telling(
-    progress: Progress, passes: Sequence[Pass], number: int, done: int, prompts: int
+    progress: Progress, run: _Run, done: int, prompts: int
 ) -> Callable[[int, int, float], None]:
-    """A denoising callback that speaks of the whole calibration."""
-    lengths = [max(one.steps) + 1 for one in passes]
-    before = sum(lengths[:number]) * prompts + lengths[number] * done
-    total = sum(lengths) * prompts
-    what = f"{passes[number].title}, prompt {done + 1} of {prompts}"
+    """A denoising callback that speaks of the whole calibration, as far as it is known."""
+    passes, number = run.calibrator.passes, run.number
+    lengths = [max(one.steps, default=run.request_steps - 1) + 1 for one in passes]
+    counts = [min(one.prompts or prompts, prompts) for one in passes]
+    steps = [length * count for length, count in zip(lengths, counts, strict=True)]
+    before, total = sum(steps[:number]) + lengths[number] * done, sum(steps)
+    what = f"{passes[number].title}, prompt {done + 1} of {counts[number]}"
 
     def tell(step: int, steps: int, seconds: float) -> None:
         progress(what, before + step, total)

@@ -182,6 +182,22 @@ def denoise(
         _run(loaded, [settings], _Clock(loaded.device), count, lambda: done > last_step)
 
 
+def decoded(
+    loaded: LoadedPipeline, request: GenerateRequest, progress: Progress | None = None
+) -> NDArray[np.uint8]:
+    """The frames of a request, uint8 ``[T, H, W, 3]``, by the pipeline as it is.
+
+    As ``denoise``, for studies that watch videos.
+
+    Raises:
+        OptionError: as ``generate``.
+        UnsupportedError: the GPU's memory is too small.
+    """
+    settings = _fit(request, loaded)
+    with quiet_hosts(), memory_hint(), _on_device(loaded.device):
+        return _run(loaded, [settings], _Clock(loaded.device), progress, None)[0]
+
+
 @contextmanager
 def _on_device(device: str) -> Iterator[None]:
     """Make ``device`` the current one: kernels and timing events belong to the current device."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -26,8 +27,6 @@ from vidsparse.presets import Preset, load_preset
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
 from vidsparse.trace import Trace, TraceSummary
-
-Amount = TypeVar("Amount", int, int | float)
 
 
 class SparseHandle:
@@ -122,8 +121,8 @@ def sparsify(
         preset: a calibrated method, or the file of one (``vidsparse calibrate`` makes them). Its
             transformer's configuration is compared; weights are not, since a loaded pipeline does
             not say where they are from.
-        order: how video tokens are ordered before tiles are cut; ``hilbert`` by default, or the
-            preset's.
+        order: how video tokens are ordered before tiles are cut; by default the preset's, else the
+            method's own (``hilbert`` for foresight), else the family's.
         dense_steps: first denoising steps kept dense (decimal: share rounded up; integer: count).
         dense_last_steps: last steps kept dense.
         dense_layers: first transformer layers kept dense.
@@ -144,6 +143,7 @@ def sparsify(
     """
     adapter = find_adapter(pipe)
     defaults = adapter.family.defaults
+    settled: Mapping[str, Any] = {}
     if preset is not None:
         preset = preset if isinstance(preset, Preset) else load_preset(preset)
         if isinstance(method, Method):
@@ -159,7 +159,7 @@ def sparsify(
         preset.check_model(transformer_configs(pipe))
         order = order or preset.order
         preset.check_order(order)
-        method = preset.make_method(**method_options)
+        method, settled = preset.make_method(**method_options), preset.schedule
     elif method is None or isinstance(method, str):
         name = method or "fg-attn"
         method = make_method(name, **{**defaults.method_options.get(name, {}), **method_options})
@@ -169,20 +169,24 @@ def sparsify(
             f"{names} given beside a method that is built already. "
             "Hint: give the options when building it."
         )
+
+    def given(name: str, asked: Any) -> Any:
+        return settled.get(name, getattr(defaults, name)) if asked is None else asked
+
     transformers = transformers_of(pipe, adapter)
     sites = [_checked_modules(transformer, adapter) for transformer in transformers]
     schedule = Schedule(
-        dense_steps=_given(dense_steps, defaults.dense_steps),
+        dense_steps=given("dense_steps", dense_steps),
         dense_last_steps=dense_last_steps,
-        dense_layers=_given(dense_layers, defaults.dense_layers),
-        dense_last_layers=_given(dense_last_layers, defaults.dense_last_layers),
-        reuse=_given(reuse, defaults.reuse),
+        dense_layers=given("dense_layers", dense_layers),
+        dense_last_layers=given("dense_last_layers", dense_last_layers),
+        reuse=given("reuse", reuse),
     )
     engines = tuple(
         AttentionEngine(
             method,
             schedule=schedule,
-            order=defaults.order if order is None else order,
+            order=order or method.token_order or defaults.order,
             layers=len(modules),
             implementation=implementation,
             check_finite=check_finite,
@@ -195,10 +199,6 @@ def sparsify(
         session.attach(part, transformer, modules)
     logger.info("%s on %d layers of %s", method.name, session.layers, type(pipe).__name__)
     return SparseHandle(method, session)
-
-
-def _given(asked: Amount | None, default: Amount) -> Amount:
-    return default if asked is None else asked
 
 
 def restore(pipe: Any) -> bool:

@@ -158,6 +158,7 @@ class GenerateRequest:
         settled = {
             "method": preset.method,
             "order": preset.order,
+            **{k: v for k, v in preset.schedule.items() if getattr(self, k) is None},
             **{k: v for k, v in preset.video.items() if getattr(self, k) is None},
         }
         for name, value in settled.items():
@@ -191,7 +192,7 @@ def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
     from vidsparse.presets import load_preset
 
     names = (
-        "order", "dense_steps", "dense_layers", "dense_last_layers", "reuse", "steps", "frames",
+        "dense_steps", "dense_layers", "dense_last_layers", "reuse", "steps", "frames",
         "fps", "guidance",
     )  # fmt: skip
     values = {
@@ -208,6 +209,7 @@ def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
     else:
         method = load_preset(request.preset).make_method(**request.method_options)
     values["method_options"] = method.options()
+    values["order"] = request.order or method.token_order or defaults.order
     device = check_device(request.device)
     return replace(request, **values, device=device, dtype=check_dtype(request.dtype, device))
 

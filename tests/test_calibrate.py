@@ -56,6 +56,7 @@ LOOSE: dict[str, dict[str, Any]] = {
     "xattention": {"error": 0.5},
     "sale": {},
     "bsfa": {"groups": 2, "fractions": (0.3, 1.0)},
+    "foresight": {"probes": 1},
 }
 
 

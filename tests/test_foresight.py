@@ -104,7 +104,9 @@ def test_every_block_of_video_lists_the_same_number(
     of_video = grid.video // 16 if text else chunks
     full = (plan.q_tiles[..., 0] + 1) * 128 > grid.video if text else plan.q_tiles[..., 0] < 0
     assert bool((plan.kv_count[full] == chunks).all())
-    assert bool((plan.kv_count[~full] == method.listed(of_video) + chunks - of_video).all())
+    assert bool(
+        (plan.kv_count[~full] == method.listed(of_video, site(grid)) + chunks - of_video).all()
+    )
 
 
 def test_rows_that_are_judged_as_one_follow_the_length() -> None:

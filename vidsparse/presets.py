@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vidsparse._version import __version__
 from vidsparse.errors import OptionError, OutputError, listed
 from vidsparse.files import write_whole
+from vidsparse.schedule import Schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,8 @@ class Preset:
         model: ``name``, ``weights_hash`` and ``transformers``: the class and configuration of each.
         video: ``frames``, ``width`` and ``height`` of the videos.
         grid: frames, height and width in tokens.
+        schedule: dense steps and layers that the numbers hold for, by the names of ``sparsify``'s
+            arguments; empty where they hold for any.
         measured: what calibration saw, as JSON values.
         source: the file, for errors.
         digest: SHA-256 of both files' contents, empty before they are written.
@@ -65,6 +68,7 @@ class Preset:
     video: Mapping[str, int]
     grid: tuple[int, int, int]
     edges: tuple[float, ...] = ()
+    schedule: Mapping[str, int | float] = field(default_factory=dict)
     measured: Mapping[str, Any] = field(default_factory=dict)
     source: str = "this preset"
     digest: str = ""
@@ -173,6 +177,7 @@ class Preset:
             "model": dict(self.model),
             "video": dict(self.video),
             "grid": list(self.grid),
+            **({"schedule": dict(self.schedule)} if self.schedule else {}),
             "measured": dict(self.measured),
             "tables": {
                 "file": tables.name,
@@ -241,11 +246,12 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
             model={**value["model"], "transformers": list(value["model"]["transformers"])},
             video={name: int(value["video"][name]) for name in ("frames", "width", "height")},
             grid=_three(value["grid"]),
+            schedule=_schedule(value.get("schedule", {})),
             measured=value["measured"],
             source=str(target),
             digest=hashlib.sha256(text + data).hexdigest(),
         )
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (KeyError, TypeError, ValueError, OptionError, SafetensorError) as error:
         raise OptionError(f"the preset {target} is damaged: {error}") from None
 
 
@@ -267,6 +273,19 @@ def _read(path: Path) -> bytes:
         ) from None
     except OSError as error:
         raise OptionError(f"the preset file {path} cannot be read: {error.strerror}") from None
+
+
+def _schedule(value: Any) -> dict[str, int | float]:
+    """A preset's schedule, as far as it says one.
+
+    Raises:
+        ValueError: an amount that is none.
+    """
+    given = dict(value)
+    if not given.keys() <= {"dense_steps", "dense_layers", "dense_last_layers", "reuse"}:
+        raise ValueError(f"schedule has {', '.join(given)}")
+    Schedule(**given)
+    return given
 
 
 def _three(values: Sequence[Any]) -> tuple[int, int, int]:

@@ -36,6 +36,8 @@ def _flags() -> dict[str, dict[str, dataclasses.Field[Any]]]:
 
 
 def _written(value: Any) -> str:
+    if value is None:
+        return "none"
     return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else f"{value:g}"
 
 
@@ -90,6 +92,7 @@ def _settings(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
 Examples:
   vidsparse calibrate --method spargeattn --prompts prompts.txt --out sparge
   vidsparse calibrate --method spargeattn --prompts prompts.txt --out strict --l1 0.03 --l2 0.04
+  vidsparse calibrate --method foresight --prompts prompts.txt --out clear --target-psnr 32
   vidsparse calibrate --method bsfa --prompts prompts.txt --out bsfa --fractions 0.2,0.4
   vidsparse generate prompts.txt --preset sparge
 
@@ -103,11 +106,11 @@ same command goes on from there.
     "prompts_file",
     metavar="PROMPTS.txt",
     required=True,
-    help="One prompt a line; the first ones are used, as many as the method's paper does.",
+    help="One prompt a line; the first ones are used, as many as the method needs.",
 )
 @click.option("--out", metavar="PRESET", required=True, help="Where the preset's two files go.")
 @click.option(
-    "--samples", type=int, metavar="N", help="Prompts to use.  [default: the paper's number]"
+    "--samples", type=int, metavar="N", help="Prompts to use.  [default: the method's number]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace a preset that is there.")
 @calibration_options
@@ -126,8 +129,9 @@ def calibrate(
     """Find a method's numbers for every layer and head of a model, as its paper does.
 
     The prompts are denoised densely while the method's candidates are measured on the attention
-    calls of a few steps. The preset holds the numbers, what they were made with and what was
-    measured; it fits this model, size and token order only.
+    calls of a few steps. For foresight whole videos are made instead, until they are as near to the
+    dense ones as --target-psnr asks, at the smallest share. The preset holds the numbers, what they
+    were made with and what was measured; it fits this model, size and token order only.
     """
     from vidsparse.pipelines.calibrate import calibrate as run
     from vidsparse.pipelines.calibrate import check_calibration
@@ -153,8 +157,8 @@ def calibrate(
     check_calibration(prepared.request, prepared.request.steps, settings)
     if len(used.prompts) < wanted:
         terminal.warn(
-            f"{prompts_file} has {len(used.prompts)} prompts; {prepared.request.method}'s paper "
-            f"calibrates with {wanted}."
+            f"{prompts_file} has {len(used.prompts)} prompts; {prepared.request.method} is "
+            f"calibrated with {wanted}."
         )
     loaded = prepared.load(terminal)
     began = time.perf_counter()

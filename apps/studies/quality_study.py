@@ -199,9 +199,10 @@ class QualityStudy:
         pool: ThreadPoolExecutor,
     ) -> _Pending:
         """Make one configuration's videos and hand them to the pool; the metrics come later."""
-        from vidsparse.methods import make_method
+        from vidsparse.methods import METHODS, make_method
 
-        order = configuration.order or self._requests[0].order
+        own = METHODS[configuration.method].token_order
+        order = configuration.order or own or self._requests[0].order
         assert order is not None
         if configuration.aim is None:
             options = dict(configuration.options)

@@ -1,7 +1,8 @@
-"""Calibration: finding a method's numbers from the attention calls of dense denoising runs.
+"""Calibration: finding a method's numbers from attention calls of dense runs, or whole videos.
 
 A ``Calibrator`` is shown q, k and v of each call as it happens and keeps a few numbers of it, never
-the tensors. ``CALIBRATORS`` has one for each method that can be calibrated.
+the tensors; or it names methods to make videos with, and is shown these. ``CALIBRATORS`` has one
+for each method that can be calibrated.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 
 from vidsparse.calibration.base import Calibrator, Extent, Pass
 from vidsparse.calibration.bsfa import BsfaCalibrator
+from vidsparse.calibration.foresight import ForesightCalibrator
 from vidsparse.calibration.sale import SaleCalibrator
 from vidsparse.calibration.spargeattn import SpargeCalibrator
 from vidsparse.calibration.xattention import XAttentionCalibrator
@@ -19,7 +21,13 @@ from vidsparse.calibration.xattention import XAttentionCalibrator
 CALIBRATORS: Final[Mapping[str, type[Calibrator]]] = MappingProxyType(
     {
         cls.calibrates.name: cls
-        for cls in (SpargeCalibrator, XAttentionCalibrator, SaleCalibrator, BsfaCalibrator)
+        for cls in (
+            SpargeCalibrator,
+            XAttentionCalibrator,
+            SaleCalibrator,
+            BsfaCalibrator,
+            ForesightCalibrator,
+        )
     }
 )
 """Calibrators by the name of their method."""
@@ -29,6 +37,7 @@ __all__ = [
     "BsfaCalibrator",
     "Calibrator",
     "Extent",
+    "ForesightCalibrator",
     "Pass",
     "SaleCalibrator",
     "SpargeCalibrator",

@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vidsparse.errors import OptionError
-from vidsparse.methods import SparseMethod
+from vidsparse.methods import Method, SparseMethod
 from vidsparse.site import CallSite
+
+Video = NDArray[np.uint8]
+"""Frames ``[T, H, W, 3]``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,23 +50,28 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One look at the calls of every prompt.
+    """One look at every prompt: at calls of a dense run, or at finished videos.
 
     Args:
         title: what it looks for, in a few words.
-        steps: the denoising steps it wants to see.
+        steps: the denoising steps whose calls it wants to see; none where it looks at videos.
+        method: what the videos are made with.
+        prompts: how many of the prompts it looks at, all by default.
     """
 
     title: str
-    steps: tuple[int, ...]
+    steps: tuple[int, ...] = ()
+    method: Method | None = None
+    prompts: int | None = None
 
 
 @dataclass(kw_only=True)
 class Calibrator(ABC):
     """Finds the numbers of ``method`` in one or more passes over the same prompts.
 
-    A pass sees the calls of all prompts, then ``finish`` draws its conclusion, which the next pass
-    may build on. Everything it knows is in ``state()``, so that a killed run can go on.
+    A pass sees the calls or the videos of all prompts, then ``finish`` draws its conclusion, which
+    the next pass may build on, and which may add passes. Everything it knows is in ``state()``, so
+    that a killed run can go on.
 
     Fields that are settings carry their command line flag, as a method's options do.
     """
@@ -70,7 +80,7 @@ class Calibrator(ABC):
     """The method whose numbers it finds."""
 
     samples: ClassVar[int]
-    """Prompts that the paper calibrates with."""
+    """Prompts that it takes by default, for papers' methods as many as the paper does."""
 
     bound: ClassVar[str | None] = None
     """The setting that bounds the relative L1 error of the method's output, where there is one."""
@@ -83,9 +93,16 @@ class Calibrator(ABC):
     def passes(self) -> Sequence[Pass]:
         """The passes, in order."""
 
-    @abstractmethod
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Take in one call in pass ``number``: ``[B, H, S, D]``, tokens in order, text last."""
+        raise NotImplementedError(f"{type(self).__name__} looks at no calls")
+
+    def watch(self, number: int, prompt: int, video: Video, total: float) -> None:
+        """Take in one video in pass ``number``, of the prompt with that index.
+
+        ``total`` is the share of the run's query-key pairs that was computed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} looks at no videos")
 
     @abstractmethod
     def finish(self, number: int) -> None:
@@ -111,6 +128,11 @@ class Calibrator(ABC):
     def starts(self) -> tuple[int, ...]:
         """The steps at which a new group of steps starts, where tables differ by group."""
         return ()
+
+    @property
+    def schedule(self) -> bool:
+        """Whether the numbers hold for the dense steps and layers they were found with alone."""
+        return False
 
     def settings(self) -> dict[str, Any]:
         """The settings as JSON values."""

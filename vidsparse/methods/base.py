@@ -45,6 +45,8 @@ class Method(ABC):
     paper: ClassVar[str]
     summary: ClassVar[str]
     free_options: ClassVar[tuple[str, ...]] = ()
+    token_order: ClassVar[str | None] = None
+    """The token order it is best in, where that is not the model's to say."""
 
     def options(self) -> dict[str, Any]:
         """The options as JSON values, tiles written as ``"16x16"``."""

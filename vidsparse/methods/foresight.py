@@ -22,6 +22,7 @@ from vidsparse.methods.base import (
     option,
     tile_option,
 )
+from vidsparse.methods.numbers import Numbers
 from vidsparse.plan import BLOCK_ROWS
 from vidsparse.site import CallSite
 
@@ -47,6 +48,9 @@ class Foresight(SparseMethod):
     in Sol-Attn (arXiv 2607.24027), so that nothing is left out. Every block lists the same number
     of chunks, so all heads and all GPUs have the same work.
 
+    Calibrated, every layer has a share of its own (``vidsparse calibrate``), found on whole videos;
+    a share still counts alike for all blocks and heads of its layer.
+
     ``rows`` are the query rows of a tile that is judged as one; None takes 16 up to 4,096 tokens,
     32 up to 16,384, then 128, no more than M.
 
@@ -60,6 +64,9 @@ class Foresight(SparseMethod):
     paper: ClassVar[str] = ""
     summary: ClassVar[str] = "exact where a mean would err most, means of groups everywhere else"
     looks_at_values: ClassVar[bool] = True
+    free_options: ClassVar[tuple[str, ...]] = ("rows",)
+    # groups of neighbours in space and time have nearer means; dropping is another matter.
+    token_order: ClassVar[str] = "hilbert"
 
     share: float = option(
         0.15, flag="--share", metavar="P", help="share of key chunks that a block attends exactly"
@@ -74,6 +81,7 @@ class Foresight(SparseMethod):
     )
     means: int | None = means_option(64)
     merge: ClassVar[str] = "consecutive"  # type: ignore[misc]
+    numbers: Numbers | None = None
 
     def __post_init__(self) -> None:
         check_share("share", self.share)
@@ -93,9 +101,16 @@ class Foresight(SparseMethod):
         by_length = next((rows for rows, most in ROWS_BY_LENGTH if tokens <= most), 128)
         return min(by_length, self.tile[0])
 
-    def listed(self, chunks: int) -> int:
+    def share_at(self, site: CallSite) -> float:
+        """The share of the call's layer."""
+        if self.numbers is None or "share" not in self.numbers:
+            return self.share
+        # read where the table lies, on the CPU: what a block lists is the launch's own size.
+        return float(self.numbers.tables["share"][site.part, site.layer, 0])
+
+    def listed(self, chunks: int, site: CallSite) -> int:
         """Chunks that a block lists of ``chunks``, at least one of any."""
-        return min(chunks, max(1, round(self.share * chunks)))
+        return min(chunks, max(1, round(self.share_at(site) * chunks)))
 
     def open_tiles(self, site: CallSite, size: int) -> int:
         """Tiles of ``size`` tokens that hold no text, the last one short where there is none."""
@@ -112,7 +127,7 @@ class Foresight(SparseMethod):
             raise OptionError("foresight chooses by values, too, and got queries and keys alone")
         score = error_of_means(q, k, v, self.rows_for(q.shape[2]), self.tile)
         chunks = self.open_tiles(site, self.tile[1])
-        best = score[..., :chunks].topk(self.listed(chunks)).indices
+        best = score[..., :chunks].topk(self.listed(chunks, site)).indices
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True)
 
     def selection(self, q: Tensor) -> Selection:
@@ -142,7 +157,7 @@ class Foresight(SparseMethod):
         )
         chunks = self.open_tiles(site, keys)
         words, count = largest_chunks(
-            ranks, self.listed(chunks), chunks, self.open_tiles(site, rows)
+            ranks, self.listed(chunks, site), chunks, self.open_tiles(site, rows)
         )
         # a mean that text has a part in would pull the video's keys towards it.
         shared = site.grid.text or size != self.means

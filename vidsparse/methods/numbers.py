@@ -22,14 +22,15 @@ class Numbers:
     Args:
         tables: by name, fp32 on the CPU, each ``[P, L, H, ...]``: transformers of the pipeline,
             layers of each, heads.
-        video: frames, height and width of the token grid they were made for.
+        video: frames, height and width of the token grid they were made for; None while it is
+            being found out.
         edges: timesteps that part groups of steps, falling: group 0 lies at or above the first
             edge, the last one below all. Tables that differ by group say so themselves.
         source: where the numbers come from, for errors.
     """
 
     tables: Mapping[str, Tensor]
-    video: tuple[int, int, int]
+    video: tuple[int, int, int] | None
     edges: tuple[float, ...] = ()
     source: str = "these numbers"
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
@@ -52,7 +53,7 @@ class Numbers:
     def check(self, site: CallSite, heads: int) -> None:
         """Raise an ``OptionError`` unless the call is one that the numbers were made for."""
         grid = site.grid
-        if (grid.frames, grid.height, grid.width) != self.video:
+        if self.video is not None and (grid.frames, grid.height, grid.width) != self.video:
             asked = "x".join(map(str, (grid.frames, grid.height, grid.width)))
             made = "x".join(map(str, self.video))
             raise OptionError(

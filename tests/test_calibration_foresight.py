@@ -1,0 +1,218 @@
+"""Foresight's calibration: what layers are worth, who gets which share, and the promise."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_pipelines import latents_of
+
+import vidsparse
+from vidsparse import TokenGrid
+from vidsparse.calibration import Extent, ForesightCalibrator
+from vidsparse.calibration.base import Video
+from vidsparse.calibration.foresight import LEAST, allocate
+from vidsparse.methods import Foresight, Numbers
+from vidsparse.pipelines import calibrate as calibrating
+from vidsparse.pipelines.calibrate import calibrate
+from vidsparse.pipelines.generate import generate
+from vidsparse.pipelines.handle import sparsify
+from vidsparse.pipelines.models import LoadedPipeline, load
+from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.presets import load_preset
+from vidsparse.site import CallSite
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WORTH = (0.7, 0.05, 0.15, 0.1)
+STEEPNESS = 1.2
+
+
+# ---- dividing pairs ----
+
+
+@given(
+    st.lists(st.floats(1e-3, 1), min_size=2, max_size=40),
+    st.floats(0.3, 4),
+    st.floats(LEAST, 1),
+)
+def test_shares_have_the_mean_asked_for_and_none_could_be_moved_with_gain(
+    worth: list[float], steepness: float, mean: float
+) -> None:
+    of = torch.tensor(worth, dtype=torch.float64)
+    shares = allocate(of, steepness, mean)
+    assert float(shares.mean()) == pytest.approx(mean, abs=1e-6)
+    assert float(shares.min()) >= LEAST - 1e-9
+    assert float(shares.max()) <= 1
+    # one more pair helps alike in all layers that are not at an end.
+    slope = of * shares ** (-steepness - 1)
+    inside = (shares > LEAST + 1e-9) & (shares < 1 - 1e-9)
+    if bool(inside.any()):
+        torch.testing.assert_close(slope[inside], slope[inside][:1].expand(int(inside.sum())))
+        assert bool((slope[shares >= 1 - 1e-9] >= slope[inside].max() * (1 - 1e-6)).all())
+        assert bool((slope[shares <= LEAST + 1e-9] <= slope[inside].min() * (1 + 1e-6)).all())
+
+
+# ---- a world whose videos err as the model says ----
+
+
+def calibrator(**settings: Any) -> ForesightCalibrator:
+    extent = Extent(parts=1, layers=len(WORTH), heads=2, window=range(2, 10))
+    return ForesightCalibrator(method=Foresight(share=0.2), extent=extent, **settings)
+
+
+def watched(subject: ForesightCalibrator, prompts: int = 3) -> ForesightCalibrator:
+    """Show it videos until it asks for no more."""
+    number = 0
+    while number < len(subject.passes):
+        one = subject.passes[number]
+        for prompt in range(min(prompts, one.prompts or prompts)):
+            subject.watch(number, prompt, video_of(one.method, prompt), 0.5)
+        subject.finish(number)
+        number += 1
+    return subject
+
+
+def video_of(method: Any, prompt: int) -> Video:
+    """Gray for dense attention, and noise of the deviation that the shares of ``method`` leave."""
+    still = np.full((4, 64, 64, 3), 128, dtype=np.uint8)
+    if not isinstance(method, Foresight):
+        return still
+    error = 0.0
+    for layer, worth in enumerate(WORTH):
+        share = method.share_at(CallSite(layer, 5, 0.0, TokenGrid(1, 1, 1)))
+        error += worth * (share / 0.2) ** -STEEPNESS
+    # some prompts are harder than others.
+    deviation = 18 * math.sqrt(error) * (1 + 0.3 * prompt)
+    noise = np.random.default_rng(prompt).standard_normal(still.shape)
+    return (still + deviation * noise).round().clip(0, 255).astype(np.uint8)
+
+
+def test_it_finds_what_layers_are_worth_and_how_steeply_errors_fall() -> None:
+    measured = watched(calibrator()).measured()
+    assert measured["steepness"] == pytest.approx(STEEPNESS, abs=0.05)
+    assert measured["worth"] == pytest.approx(list(WORTH), abs=0.02)
+    assert sum(measured["layers"]) / len(WORTH) == pytest.approx(0.2, abs=1e-3)
+    assert max(measured["layers"]) == measured["layers"][0]
+
+
+def test_the_division_beats_one_share_for_all() -> None:
+    subject = watched(calibrator())
+    numbers = Numbers(subject.tables(), None)
+    divided, alike = (
+        np.square(video_of(method, 0).astype(float) - 128).mean()
+        for method in (Foresight(numbers=numbers), Foresight(share=0.2))
+    )
+    assert divided < 0.85 * alike
+
+
+@pytest.mark.parametrize("target", [22.0, 25.0, 28.0])
+def test_a_target_is_met_within_a_third_of_a_decibel(target: float) -> None:
+    measured = watched(calibrator(target_psnr=target)).measured()
+    assert measured["psnr"] == pytest.approx(target, abs=0.3)
+    assert measured["psnr_worst"] < measured["psnr"]
+    assert len(measured["tries"]) <= 5
+
+
+@pytest.mark.parametrize("wrong", [4, 61, math.nan, "32", True])
+def test_targets_that_mean_nothing_are_refused(wrong: Any) -> None:
+    with pytest.raises(vidsparse.OptionError, match="target_psnr must lie between 5 and 60 dB"):
+        calibrator(target_psnr=wrong)
+
+
+def test_a_share_of_one_leaves_nothing_to_divide() -> None:
+    extent = Extent(parts=1, layers=2, heads=2, window=range(2, 10))
+    with pytest.raises(vidsparse.OptionError, match="leaves nothing to divide"):
+        ForesightCalibrator(method=Foresight(share=1.0), extent=extent)
+
+
+# ---- on a pipeline ----
+
+PROMPTS = ["a red circle", "a blue square that moves left", "a red square"]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model: Path) -> LoadedPipeline:
+    return load(tiny_model, device="cpu")
+
+
+def a_request(**changes: Any) -> GenerateRequest:
+    return GenerateRequest(
+        prompt="", method="foresight", frames=9, width=64, height=64, steps=4, guidance=3.0,
+        dense_steps=2, device="cpu", method_options={"share": 0.4}, **changes,
+    )  # fmt: skip
+
+
+def test_a_preset_brings_its_own_dense_steps_and_no_dense_layers(
+    loaded: LoadedPipeline, tmp_path: Path
+) -> None:
+    made = calibrate(
+        loaded, a_request(dense_layers=1), PROMPTS[:2], tmp_path / "p", settings={"probes": 1}
+    )
+    assert made.order == "hilbert"
+    request = GenerateRequest(prompt="a red circle", preset=str(tmp_path / "p"), device="cpu")
+    assert (request.dense_steps, request.dense_layers, request.dense_last_layers) == (2, 0, 0)
+    request = replace(request, model=loaded.ref.location, steps=4, guidance=3.0)
+    video = generate(loaded, request)
+    assert video.record["work"]["dense_layers"] == 0
+    assert video.record["work"]["dense_steps"] == pytest.approx(0.5)
+    with sparsify(loaded.pipe, preset=tmp_path / "p") as handle:
+        assert handle.engine.schedule.dense_steps == 2
+    # what was measured is what runs.
+    promised = load_preset(tmp_path / "p").measured
+    assert video.record["total"] == pytest.approx(promised["total"], abs=1e-3)
+
+
+def test_every_layer_lists_its_own_share(loaded: LoadedPipeline) -> None:
+    table = torch.tensor([0.3, 1.0]).view(1, 2, 1).expand(1, 2, 2).contiguous()
+    method = Foresight(numbers=Numbers({"share": table}, (3, 4, 4)))
+    with sparsify(loaded.pipe, method, dense_steps=0) as handle:
+        latents_of(loaded.pipe)
+        cells = [cell for cell in handle.trace.cells if cell.sparse]
+    selected = [
+        torch.stack([c.selected for c in cells if c.layer == layer and c.selected is not None])
+        for layer in (0, 1)
+    ]
+    assert bool((selected[1] == 1).all())
+    assert float(selected[0].max()) < 0.5
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 9, 30])
+def test_a_killed_calibration_makes_no_video_twice(
+    after: int, loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def progress(what: str, done: int, total: int) -> None:
+        if done == after:
+            raise Killed
+
+    settings = {"probes": 1, "target_psnr": 30.0}
+    decoded, runs = calibrating.decoded, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal runs
+        made = decoded(*arguments)
+        runs += 1
+        return made
+
+    monkeypatch.setattr(calibrating, "decoded", counted)
+    straight = calibrate(loaded, a_request(), PROMPTS[:2], tmp_path / "s", settings=settings)
+    whole, runs = runs, 0
+    with pytest.raises(Killed):
+        calibrate(
+            loaded, a_request(), PROMPTS[:2], tmp_path / "p", settings=settings, progress=progress
+        )
+    again = calibrate(loaded, a_request(), PROMPTS[:2], tmp_path / "p", settings=settings)
+    assert runs == whole
+    assert torch.equal(again.tables["share"], straight.tables["share"])
+    assert again.measured == straight.measured
