@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_pipelines import latents_of
 
 import vidsparse
 from vidsparse import TokenGrid
+from vidsparse.apps.cli import main
 from vidsparse.calibration import Extent, ForesightCalibrator
 from vidsparse.calibration.base import Video
 from vidsparse.calibration.foresight import LEAST, allocate
@@ -168,6 +171,21 @@ def test_a_preset_brings_its_own_dense_steps_and_no_dense_layers(
     # what was measured is what runs.
     promised = load_preset(tmp_path / "p").measured
     assert video.record["total"] == pytest.approx(promised["total"], abs=1e-3)
+
+
+def test_compare_sets_the_promise_beside_what_it_measured(
+    loaded: LoadedPipeline, tmp_path: Path
+) -> None:
+    calibrate(loaded, a_request(), PROMPTS[:2], tmp_path / "p", settings={"probes": 1})
+    promised = load_preset(tmp_path / "p").measured["psnr"]
+    (tmp_path / "one.txt").write_text(PROMPTS[2], encoding="utf-8")
+    arguments = ("--preset", str(tmp_path / "p"), "--out", str(tmp_path / "out"), "--steps", "4")
+    result = CliRunner().invoke(
+        main,
+        ["compare", str(tmp_path / "one.txt"), "--model", loaded.ref.location, *arguments],
+    )
+    assert result.exit_code == 0, result.output
+    assert re.search(rf"promised +{promised:.2f} dB with .* over 2 prompts", result.output)
 
 
 def test_every_layer_lists_its_own_share(loaded: LoadedPipeline) -> None:

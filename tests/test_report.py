@@ -13,7 +13,14 @@ import pytest
 
 from vidsparse.apps.runs.report_page import SideBySide, nice_ticks, render
 from vidsparse.metrics import compare_videos
-from vidsparse.report import PromptComparison, Report, RunFacts, headline, mean_density_map
+from vidsparse.report import (
+    Promise,
+    PromptComparison,
+    Report,
+    RunFacts,
+    headline,
+    mean_density_map,
+)
 from vidsparse.work import Work
 
 HOSTILE = 'a <script>alert(1)</script> | "ball" & ünïcode'
@@ -84,6 +91,16 @@ def test_json_is_strict_and_says_identical() -> None:
     assert different["psnr"] == pytest.approx(10 * np.log10(255**2))
     assert document["summary"]["identical"] == 1
     assert document["summary"]["psnr"]["count"] == 1
+
+
+def test_a_preset_s_promise_stands_beside_what_was_measured() -> None:
+    report = replace(_report("ds"), promise=Promise(psnr=32.1, total=0.412, prompts=8))
+    text = "32.10 dB with 41.2% computed, over 8 prompts of its calibration"
+    assert text in report.to_markdown()
+    assert f"promised {text}" in _page(report)
+    promise = _strict(report.to_json_text())["summary"]["promise"]
+    assert promise == {"psnr": 32.1, "total": 0.412, "prompts": 8}
+    assert _strict(_report().to_json_text())["summary"]["promise"] is None
 
 
 def test_json_of_only_identical_videos_has_no_mean() -> None:

@@ -37,6 +37,7 @@ CONVENTIONS: Mapping[str, str] = {
     "psnr": "dB, data range 255; a video's is that of its squared error over all frames; null "
     "where identical is true",
     "ssim": f"scikit-image, {SSIM_WINDOW}, data range 255, mean over colour channels and frames",
+    "promise": "what the preset's calibration measured, on prompts of its own; null without one",
     "flicker": "PSNR in dB between the frame-to-frame differences of the two videos; null where "
     "these are identical or there is one frame; well below psnr means added flicker",
     "std": "sample standard deviation over prompts; null for fewer than two",
@@ -98,6 +99,25 @@ class PromptComparison:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """The quality that a preset was calibrated to.
+
+    Args:
+        psnr: mean over the calibration's prompts, in dB.
+        total: share of the run's query-key pairs that were computed there.
+        prompts: how many they were.
+    """
+
+    psnr: float
+    total: float
+    prompts: int
+
+    def __str__(self) -> str:
+        over = "one prompt" if self.prompts == 1 else f"{self.prompts} prompts"
+        return f"{self.psnr:.2f} dB with {self.total:.1%} computed, over {over} of its calibration"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """Dense against sparse over several prompts.
 
@@ -108,6 +128,7 @@ class Report:
         density_map: computed density ``[steps][layers]``, None where no call was made.
         notes: sentences a reader needs to judge the numbers.
         created: ISO 8601 time.
+        promise: what the preset in use says of the quality, where it says something.
     """
 
     settings: Mapping[str, Any]
@@ -116,6 +137,7 @@ class Report:
     density_map: Sequence[Sequence[float | None]]
     notes: Sequence[str]
     created: str
+    promise: Promise | None = None
 
     @property
     def psnr(self) -> Spread:
@@ -183,6 +205,7 @@ class Report:
                 "prompts": len(self.comparisons),
                 "identical": self.identical,
                 "psnr": asdict(self.psnr),
+                "promise": asdict(self.promise) if self.promise else None,
                 "ssim": asdict(self.ssim),
                 "flicker": asdict(self.flicker),
                 "total": self.work.total if self.work else None,
@@ -212,6 +235,7 @@ class Report:
         seconds = [format_seconds(self.seconds(side, "denoise")) for side in ("dense", "sparse")]
         measures = {
             "PSNR": format_spread(self.psnr, ".2f", " dB", self.identical),
+            **({"promised": str(self.promise)} if self.promise else {}),
             "SSIM": format_spread(self.ssim, ".4f"),
             "flicker: PSNR of frame differences": format_spread(self.flicker, ".2f", " dB"),
             "attention computed, whole run": format_total(work),

@@ -116,6 +116,7 @@ def _print(report: Report) -> None:
     dense, sparse = report.seconds("dense", "denoise"), report.seconds("sparse", "denoise")
     rows = [
         ("PSNR", format_spread(report.psnr, ".2f", " dB", report.identical)),
+        *([("promised", str(report.promise))] if report.promise else []),
         ("SSIM", format_spread(report.ssim, ".4f")),
         ("flicker", format_spread(report.flicker, ".2f", " dB")),
         *_work_rows(report),

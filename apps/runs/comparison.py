@@ -17,7 +17,7 @@ from vidsparse.apps.runs.report_page import SideBySide, render
 from vidsparse.apps.terminal.progress import short
 from vidsparse.files import write_text
 from vidsparse.metrics import Frames, VideoQuality, amplified_difference, compare_videos
-from vidsparse.report import PromptComparison, Report, RunFacts, mean_density_map
+from vidsparse.report import Promise, PromptComparison, Report, RunFacts, mean_density_map
 from vidsparse.work import Work
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class Comparison:
             density_map=mean_density_map(self._maps),
             notes=list(dict.fromkeys(notes)),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            promise=_promise(request),
         )
 
     def _measure(
@@ -120,6 +121,18 @@ class Comparison:
         assert one.request.fps is not None
         write_video(frames, path, one.request.fps)
         return SideBySide(mp4=path.read_bytes(), width=frames.shape[2], height=frames.shape[1])
+
+
+def _promise(request: GenerateRequest) -> Promise | None:
+    """What the request's preset says of the quality, None where it says nothing."""
+    from vidsparse.presets import load_preset
+
+    if request.preset is None:
+        return None
+    measured = load_preset(request.preset).measured
+    if not {"psnr", "total", "prompts"} <= measured.keys():
+        return None
+    return Promise(psnr=measured["psnr"], total=measured["total"], prompts=measured["prompts"])
 
 
 def video_quality(dense: Frames, sparse: Frames) -> VideoQuality:

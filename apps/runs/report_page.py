@@ -136,6 +136,8 @@ def _tiles(report: Report) -> list[dict[str, str]]:
             note += f", {identical} identical left out"
         tiles.append({"name": name, "value": mean, "note": note})
     tiles[2]["note"] += "; PSNR of frame differences"
+    if report.promise is not None:
+        tiles[0]["note"] += f"; promised {report.promise}"
     tiles += work_tiles(report.work, report.selected, report.computed)
     dense, sparse = report.seconds("dense", "denoise"), report.seconds("sparse", "denoise")
     tiles.append(
