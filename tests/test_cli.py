@@ -417,7 +417,7 @@ def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) ->
         ("--top-p 1.5", "(0, 1]"),
         ("--top-p nan", "(0, 1]"),
         ("--top-p most", "cannot be 'most'"),
-        ("--tau 0.5", "option of spargeattn, xattention and sale, not of fg-attn"),
+        ("--tau 0.5", "option of spargeattn, xattention, sale and sol-attn, not of fg-attn"),
         ("--method spargeattn --top-p 0.5", "option of fg-attn, not of spargeattn"),
         ("--top-p 0.5 --topk 0.3", "selects by top_p or by topk"),
         ("--topk some", "cannot be 'some'"),

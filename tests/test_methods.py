@@ -114,8 +114,8 @@ def test_options_are_frozen_and_keyword_only() -> None:
         (
             "fg-attn",
             {"tau": 0.5},
-            r"no option 'tau': it belongs to spargeattn, xattention and "
-            r"sale\. Hint: .*top_p",
+            r"no option 'tau': it belongs to spargeattn, xattention, sale "
+            r"and sol-attn\. Hint: .*top_p",
         ),
         ("spargeattn", {"top_p": 0.5}, r"no option 'top_p': it belongs to fg-attn\. Hint: .*tau"),
         ("dense", {"tile": "16x16"}, r"it belongs to fg-attn, spargeattn,.*takes no options"),

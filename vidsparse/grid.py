@@ -47,3 +47,7 @@ class TokenGrid:
     def tokens(self) -> int:
         """Number of tokens of the whole sequence."""
         return self.video + self.text
+
+    def video_tiles(self, size: int) -> int:
+        """Tiles of ``size`` tokens that hold no text; the last is short where there is no text."""
+        return self.video // size if self.text else -(-self.video // size)

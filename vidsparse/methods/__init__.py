@@ -14,11 +14,15 @@ from vidsparse.methods.fg_attn import FgAttn
 from vidsparse.methods.foresight import Foresight
 from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.sale import Sale
+from vidsparse.methods.sol_attn import SolAttn
 from vidsparse.methods.spargeattn import SpargeAttn
 from vidsparse.methods.xattention import XAttention
 
 METHODS: Final[Mapping[str, type[Method]]] = MappingProxyType(
-    {cls.name: cls for cls in (FgAttn, SpargeAttn, XAttention, Sale, Bsfa, Foresight, Dense)}
+    {
+        cls.name: cls
+        for cls in (FgAttn, SpargeAttn, XAttention, Sale, Bsfa, SolAttn, Foresight, Dense)
+    }
 )
 """Every method by the name used in options, the default first."""
 
@@ -65,6 +69,7 @@ __all__ = [
     "Method",
     "Numbers",
     "Sale",
+    "SolAttn",
     "SpargeAttn",
     "SparseMethod",
     "XAttention",

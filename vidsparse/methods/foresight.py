@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vidsparse.errors import OptionError
-from vidsparse.masks import tile_count
 from vidsparse.methods.base import (
     BlockChoice,
     Selection,
@@ -112,11 +111,6 @@ class Foresight(SparseMethod):
         """Chunks that a block lists of ``chunks``, at least one of any."""
         return min(chunks, max(1, round(self.share_at(site) * chunks)))
 
-    def open_tiles(self, site: CallSite, size: int) -> int:
-        """Tiles of ``size`` tokens that hold no text, the last one short where there is none."""
-        grid = site.grid
-        return grid.video // size if grid.text else tile_count(grid.video, size)
-
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """The chunks of largest ``error_of_means``, bool ``[B, H, Tq, Tk]``.
 
@@ -126,7 +120,7 @@ class Foresight(SparseMethod):
         if v is None:
             raise OptionError("foresight chooses by values, too, and got queries and keys alone")
         score = error_of_means(q, k, v, self.rows_for(q.shape[2]), self.tile)
-        chunks = self.open_tiles(site, self.tile[1])
+        chunks = site.grid.video_tiles(self.tile[1])
         best = score[..., :chunks].topk(self.listed(chunks, site)).indices
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True)
 
@@ -155,9 +149,9 @@ class Foresight(SparseMethod):
         ranks = residual_ranks(
             q_tiles, k_chunks, v_chunks, *summed, rows // judged, q.shape[-1] ** -0.5
         )
-        chunks = self.open_tiles(site, keys)
+        chunks = site.grid.video_tiles(keys)
         words, count = largest_chunks(
-            ranks, self.listed(chunks, site), chunks, self.open_tiles(site, rows)
+            ranks, self.listed(chunks, site), chunks, site.grid.video_tiles(rows)
         )
         # a mean that text has a part in would pull the video's keys towards it.
         shared = site.grid.text or size != self.means
