@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CASES: Final[tuple[str, ...]] = (
     *(f"foresight share={share}" for share in (0.05, 0.075, 0.1, 0.15, 0.175, 0.2)),
-    *(f"sol-attn tau={tau}" for tau in (0.5, 1, 2)),
+    *(f"sol-attn tau={tau}" for tau in (0.5, 1.0, 2.0)),
     "foresight share=0.15 means=128",
     "foresight share=0.15 rows=32",
     *(f"fg-attn top_p={top_p}{means}" for top_p in (0.3, 0.5, 0.8) for means in ("", " means=64")),

@@ -46,10 +46,13 @@ DEFAULT_METHOD = next(iter(offered()))
 BY_HAND = ""
 """The choice of no preset."""
 
+OWN_ORDER = ""
+"""The choice of no token order."""
+
 _WHOLE = ("steps", "frames", "width", "height", "seed", "reuse")
 IMAGES = {"image": "First frame", "last_image": "Last frame"}
 _AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers")
-_FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps", "order")
+_FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps")
 
 
 def parameter(method: str, field: str) -> str:
@@ -229,8 +232,11 @@ class Form:
                 self._add(
                     "order",
                     gr.Dropdown(
-                        list(ORDERS),
-                        value=model.defaults.order,
+                        [
+                            ("the method's, else the model's", OWN_ORDER),
+                            *zip(ORDERS, ORDERS, strict=True),
+                        ],
+                        value=OWN_ORDER,
                         label="Token order",
                         min_width=110,
                     ),
@@ -346,7 +352,7 @@ class Form:
             ("height", limits.side, defaults.size_factor, 0),
         ):
             values[name] = min(values[name], (most - first) // unit * unit + first)
-        values["reuse"] = defaults.reuse
+        values["order"], values["reuse"] = OWN_ORDER, defaults.reuse
         for name in ("dense_steps", "dense_layers", "dense_last_layers"):
             values[name] = str(getattr(defaults, name))
         for method in self.groups:
