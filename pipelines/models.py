@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from vidsparse.errors import ModelError, OptionError, UnsupportedError
+from vidsparse.files import file_hash
 from vidsparse.logs import logger
 from vidsparse.pipelines.compilation import compile_blocks, require_compiler
 from vidsparse.pipelines.families import FAMILIES, WAN, Defaults, Family, image_pipelines
@@ -320,8 +321,7 @@ def _file_hash(path: Path) -> str:
     stat = target.stat()
     key = (str(target), stat.st_mtime_ns, stat.st_size)
     if key not in _FILE_HASHES:
-        with target.open("rb") as file:
-            _FILE_HASHES[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        _FILE_HASHES[key] = file_hash(target)
     return _FILE_HASHES[key]
 
 

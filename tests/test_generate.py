@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,14 @@ import torch
 from tiny_pipelines import WORDS, save_tiny_wan, tiny_wan
 from videos import read_video
 
-from vidsparse.errors import ModelError, OptionError, OutputError, UnsupportedError, VidsparseError
+from vidsparse.errors import (
+    FolderError,
+    ModelError,
+    OptionError,
+    OutputError,
+    UnsupportedError,
+    VidsparseError,
+)
 from vidsparse.methods import make_method
 from vidsparse.pipelines import models, sparsify
 from vidsparse.pipelines.families import WAN
@@ -653,24 +661,61 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_video(ramp(1, 16, 16), tmp_path / "missing" / "clip.mp4", fps=8)
 
 
-def test_a_failure_midway_keeps_the_old_file_and_leaves_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# what becomes of ffmpeg, by what stands in its place; $FFMPEG is the real one.
+FAULTS = {
+    "killed": ("head -c 1000 > /dev/null; kill -9 $$", "SIGKILL"),
+    "too-large": ('ulimit -f 1; exec "$FFMPEG" "$@"', "File|SIGXFSZ"),
+    "refused": ("cat > /dev/null; echo no such codec >&2; exit 1", "exit code 1: no such codec"),
+    "cut-short": (
+        '"$FFMPEG" "$@"; for last; do :; done; test -s "$last" && truncate -s 900 "$last"',
+        "0 of 5 frames",
+    ),
+    "one-frame": (
+        'for last; do :; done; case "$last" in *.tmp) "$FFMPEG" "$@" < "$FIRST";;'
+        ' *) exec "$FFMPEG" "$@";; esac; cat > /dev/null',
+        "1 of 5 frames",
+    ),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell script stands in for ffmpeg")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_encoder_that_fails_is_an_error_and_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     import imageio_ffmpeg
 
-    path = tmp_path / "clip.mp4"
-    write_video(ramp(2, 16, 16), path, fps=8)
+    script, words = FAULTS[fault]
+    path = tmp_path / "out" / "clip.mp4"
+    path.parent.mkdir()
+    write_video(ramp(2, 64, 64), path, fps=8)
     before = path.read_bytes()
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        yield None
-        raise OSError("disk full")
-
-    monkeypatch.setattr(imageio_ffmpeg, "write_frames", broken)
-    with pytest.raises(OutputError, match="disk full"):
-        write_video(ramp(5, 16, 16), path, fps=8)
+    frames = np.random.default_rng(0).integers(0, 255, (5, 64, 64, 3), dtype=np.uint8)
+    (tmp_path / "first").write_bytes(frames[0].tobytes())
+    monkeypatch.setenv("FIRST", str(tmp_path / "first"))
+    monkeypatch.setenv("FFMPEG", imageio_ffmpeg.get_ffmpeg_exe())
+    stand_in = tmp_path / "ffmpeg"
+    stand_in.write_text(f"#!/bin/sh\n{script}\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(stand_in))
+    with pytest.raises(OutputError, match=words) as failed:
+        write_video(frames, path, fps=8)
+    # another video may well succeed.
+    assert not isinstance(failed.value, FolderError)
     assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["clip.mp4"]
+    assert [p.name for p in path.parent.iterdir()] == ["clip.mp4"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell script stands in for ffmpeg")
+def test_a_full_disk_is_a_fault_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = tmp_path / "ffmpeg"
+    stand_in.write_text("#!/bin/sh\necho 'muxing: No space left on device' >&2; exit 228\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(stand_in))
+    with pytest.raises(FolderError, match="No space left on device"):
+        write_video(ramp(5, 64, 64), tmp_path / "clip.mp4", fps=8)
 
 
 def test_a_check_that_raises_ends_the_writing_and_leaves_nothing(tmp_path: Path) -> None:
