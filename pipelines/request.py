@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -258,6 +259,18 @@ def settings_hash(request: GenerateRequest) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+def with_prompt(request: GenerateRequest, prompt: str) -> GenerateRequest:
+    """The same request for another prompt; only the prompt is checked.
+
+    Raises:
+        OptionError: the prompt is no text, or too long.
+    """
+    _check_prompt("prompt", prompt)
+    made = copy.copy(request)
+    object.__setattr__(made, "prompt", prompt)
+    return made
+
+
 def _check_prompt(name: str, text: object) -> None:
     if not isinstance(text, str):
         raise OptionError(f"{name} must be text, got {type(text).__name__}")
@@ -266,6 +279,13 @@ def _check_prompt(name: str, text: object) -> None:
             f"{name} must have at most {MAX_PROMPT:,} characters, got {len(text):,}. "
             "Hint: models read a few hundred words; shorten it."
         )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"{name} holds what is no Unicode text, at character {error.start + 1}. "
+            "Hint: give it in UTF-8."
+        ) from None
 
 
 def _check_count(name: str, value: object) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -678,13 +678,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a shell script stands in for ffmpeg")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_encoder_that_fails_is_an_error_and_keeps_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ffmpeg: Callable[[str], None],
+    fault: str,
 ) -> None:
-    import imageio_ffmpeg
-
     script, words = FAULTS[fault]
     path = tmp_path / "out" / "clip.mp4"
     path.parent.mkdir()
@@ -693,11 +693,7 @@ def test_an_encoder_that_fails_is_an_error_and_keeps_the_old_file(
     frames = np.random.default_rng(0).integers(0, 255, (5, 64, 64, 3), dtype=np.uint8)
     (tmp_path / "first").write_bytes(frames[0].tobytes())
     monkeypatch.setenv("FIRST", str(tmp_path / "first"))
-    monkeypatch.setenv("FFMPEG", imageio_ffmpeg.get_ffmpeg_exe())
-    stand_in = tmp_path / "ffmpeg"
-    stand_in.write_text(f"#!/bin/sh\n{script}\n")
-    stand_in.chmod(0o755)
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(stand_in))
+    ffmpeg(script)
     with pytest.raises(OutputError, match=words) as failed:
         write_video(frames, path, fps=8)
     # another video may well succeed.
@@ -706,14 +702,10 @@ def test_an_encoder_that_fails_is_an_error_and_keeps_the_old_file(
     assert [p.name for p in path.parent.iterdir()] == ["clip.mp4"]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a shell script stands in for ffmpeg")
 def test_a_full_disk_is_a_fault_of_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ffmpeg: Callable[[str], None]
 ) -> None:
-    stand_in = tmp_path / "ffmpeg"
-    stand_in.write_text("#!/bin/sh\necho 'muxing: No space left on device' >&2; exit 228\n")
-    stand_in.chmod(0o755)
-    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(stand_in))
+    ffmpeg("echo 'muxing: No space left on device' >&2; exit 228")
     with pytest.raises(FolderError, match="No space left on device"):
         write_video(ramp(5, 64, 64), tmp_path / "clip.mp4", fps=8)
 

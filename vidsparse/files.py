@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
+import math
 import os
 import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vidsparse.errors import FolderError, OutputError
 
@@ -92,3 +94,23 @@ def file_hash(path: Path) -> str:
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text, with finite numbers only.
+
+    Raises:
+        ValueError: it is no JSON, nested too deeply, or holds a number that cannot be one here.
+    """
+
+    def refuse(name: str) -> float:
+        raise ValueError(f"{name} is no number")
+
+    def finite(number: str) -> float:
+        value = float(number)
+        return value if math.isfinite(value) else refuse(number)
+
+    try:
+        return json.loads(text, parse_float=finite, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
