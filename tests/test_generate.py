@@ -18,6 +18,7 @@ from videos import read_video
 from vidsparse.errors import (
     FolderError,
     ModelError,
+    NonFiniteError,
     OptionError,
     OutputError,
     UnsupportedError,
@@ -26,7 +27,13 @@ from vidsparse.errors import (
 from vidsparse.methods import make_method
 from vidsparse.pipelines import models, sparsify
 from vidsparse.pipelines.families import WAN
-from vidsparse.pipelines.generate import Generated, GenerationCancelled, generate, generate_batch
+from vidsparse.pipelines.generate import (
+    Generated,
+    GenerationCancelled,
+    _Watch,
+    generate,
+    generate_batch,
+)
 from vidsparse.pipelines.models import LoadedPipeline, describe, load, resolve_model, unknown_words
 from vidsparse.pipelines.placement import check_device
 from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
@@ -88,7 +95,16 @@ def rewrite_index(folder: Path, **changes: Any) -> None:
         ({"steps": 2.5}, "steps must be a whole number, got 2.5"),
         ({"frames": -4}, "frames must be at least 1, got -4"),
         ({"width": True}, "width must be a whole number, got True"),
-        ({"fps": 0}, "fps must be above 0, got 0"),
+        ({"fps": 0}, "fps must be at least 0.1, got 0"),
+        ({"fps": 1e-300}, "fps must be at least 0.1, got 1e-300"),
+        ({"fps": 1e20}, r"fps must be at most 1000, got 1e\+20"),
+        ({"fps": 10**400}, "fps must be at most 1000, got a number of more than 20"),
+        ({"guidance": 1e300}, r"guidance must be at most 100, got 1e\+300"),
+        ({"steps": 1001}, "steps must be at most 1,000, got 1001"),
+        ({"frames": 10**400}, "frames must be at most 10,000, got a number of more than 20"),
+        ({"width": 16384}, "width must be at most 8,192, got 16384"),
+        ({"height": 10**25}, "height must be at most 8,192, got a number of more than 20"),
+        ({"seed": 10**5000}, "seed must be .* got a number of more than 20"),
         ({"fps": float("nan")}, "fps must be a number, got nan"),
         ({"guidance": -1.0}, "guidance must be at least 0, got -1"),
         ({"guidance": "high"}, "guidance must be a number, got 'high'"),
@@ -637,7 +653,51 @@ def test_compiled_blocks_give_the_same_video(folder: Path, loaded: LoadedPipelin
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "words"),
+    [
+        ("transformer", "proj_out.bias", "NaN or infinity in step 1 of 2"),
+        ("vae", "decoder.conv_out.bias", "decoding came to NaN or infinity in frame 1 of"),
+    ],
+)
+def test_a_run_that_comes_to_nan_ends_and_says_where(
+    loaded: LoadedPipeline, part: str, name: str, words: str
+) -> None:
+    broken = getattr(loaded.pipe, part).get_parameter(name)
+    before = broken.detach().clone()
+    with torch.no_grad():
+        broken[0] = torch.nan
+    try:
+        with pytest.raises(NonFiniteError, match=words):
+            generate(loaded, a_request(steps=2))
+    finally:
+        with torch.no_grad():
+            broken.copy_(before)
+    assert generate(loaded, a_request(steps=2)).frames.any()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_step_that_came_to_nan_is_named_on_a_gpu_as_well(waits: bool) -> None:
+    # there the answer is read a step later.
+    watch = _Watch("cuda" if waits else "cpu")
+    bad = torch.tensor([1.0, torch.inf])
+    watch.look(torch.ones(2), 0, 4)
+    if waits:
+        watch.look(bad, 1, 4)
+    with pytest.raises(NonFiniteError, match="in step 2 of 4"):
+        watch.look(bad, 1 + waits, 4)
+    last = _Watch("cuda" if waits else "cpu")
+    with pytest.raises(NonFiniteError, match="in step 1 of 1"):
+        last.look(bad, 0, 1)
+
+
 # video files
+
+
+@pytest.mark.parametrize("fps", [0.1, 1 / 3, 23.976, 240, 1000])
+def test_every_frame_rate_that_is_taken_keeps_all_frames(tmp_path: Path, fps: float) -> None:
+    write_video(ramp(5, 32, 32), tmp_path / "clip.mp4", fps=fps)
+    assert len(read_video(tmp_path / "clip.mp4")) == 5
 
 
 def ramp(frames: int, height: int, width: int) -> np.ndarray:
