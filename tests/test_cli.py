@@ -547,6 +547,23 @@ def test_missing_prompt_file(generate: Run, out: Path, tmp_path: Path) -> None:
     _assert_refused(generate(file=str(tmp_path / "none.txt")), out, "there is no prompt file")
 
 
+def test_a_prompt_file_without_a_name(out: Path) -> None:
+    _assert_refused(CliRunner().invoke(main, ["generate", ""]), out, "has no name")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a descriptor with a shell")
+def test_a_closed_standard_input_is_one_sentence(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m vidsparse generate - <&-', sys.executable],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: standard input is closed. Hint: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) -> None:
     _assert_refused(generate(file=str(tmp_path)), out, "is a folder")
 
@@ -584,6 +601,9 @@ def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) ->
         ("--method xattention --stride 3", "stride must be one of 4, 8, 16, 64"),
         ("--method xattention --blocks 1.5", "--blocks cannot be '1.5'"),
         ("--method sale --local 0", "local must be"),
+        (f"--method sale --local {10**25}", "local must be below 2^31"),
+        (f"--method xattention --blocks {10**25}", "blocks must be below 2^31"),
+        (f"--frames {10**400}", "frames must be at most 10,000"),
         (
             "--method dense --tile 16x16",
             "not of dense. Hint: add --method fg-attn",

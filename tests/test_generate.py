@@ -267,6 +267,49 @@ def test_code_that_comes_with_a_model_is_refused(copied: Path) -> None:
         load(copied, device="cpu")
 
 
+ODD = (
+    *(None, True, -1, 0, 2.5, 1e300, 10**400, "", "x", [], {}, [[]], [None], ["x"], [{}]),
+    *({"fg-attn": 1}, {"fg-attn": {"tile": []}}, {"fg-attn": {"merge": []}}, [1, 0, 0]),
+)
+
+
+@pytest.mark.parametrize(
+    "file", ["vidsparse.json", "model_index.json", "vae/config.json", "transformer/config.json"]
+)
+def test_files_of_a_model_with_odd_types_are_refused_in_one_sentence(
+    copied: Path, file: str
+) -> None:
+    path = copied / file
+    whole = json.loads(path.read_text())
+    told = dict.fromkeys(
+        (
+            *whole,
+            *("size", "frames", "steps", "fps", "dense_steps", "reuse", "method_options"),
+            *("sample_frames", "target_size", "patch_size", "scale_factor_spatial", "license"),
+        )
+    )
+    said = []
+    for name in told:
+        for odd in ODD:
+            path.write_text(json.dumps({**whole, name: odd}))
+            try:
+                ref = resolve_model(copied)
+                resolve(a_request(), ref.defaults)
+                unknown_words(ref, "a red circle")
+                describe(str(copied))
+            except VidsparseError as error:
+                said.append(str(error))
+    assert len(said) > len(told)
+    assert [text for text in said if "\n" in text or len(text) > 2000] == []
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"steps": 1e400}', '{"guidance": NaN}'])
+def test_a_card_that_no_reader_can_hold_is_refused(copied: Path, text: str) -> None:
+    (copied / "vidsparse.json").write_text(text)
+    with pytest.raises(ModelError, match="cannot be read"):
+        resolve_model(copied)
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", None])
 def test_a_damaged_index_is_an_error(copied: Path, damage: str | None) -> None:
     if damage is None:
