@@ -267,7 +267,7 @@ def test_code_that_comes_with_a_model_is_refused(copied: Path) -> None:
         load(copied, device="cpu")
 
 
-ODD = (
+ODD: tuple[Any, ...] = (
     *(None, True, -1, 0, 2.5, 1e300, 10**400, "", "x", [], {}, [[]], [None], ["x"], [{}]),
     *({"fg-attn": 1}, {"fg-attn": {"tile": []}}, {"fg-attn": {"merge": []}}, [1, 0, 0]),
 )

@@ -164,7 +164,7 @@ def test_a_damaged_preset_is_refused(tmp_path: Path, changes: dict[str, Any], me
         load_preset(path)
 
 
-ODD = (
+ODD: tuple[Any, ...] = (
     *(None, True, -1, 0, 2.5, 1e300, 10**400, "", "x", [], {}, [[]], [None], ["x"], [{}]),
     *({"a": {}}, {"name": 1}, [1, 2, 3, 4], [1, 2, -3], {"frames": "9"}),
 )
