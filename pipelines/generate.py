@@ -19,7 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from vidsparse._version import __version__
-from vidsparse.errors import OptionError, UnsupportedError, VidsparseError, listed
+from vidsparse.errors import (
+    NonFiniteError,
+    OptionError,
+    UnsupportedError,
+    VidsparseError,
+    listed,
+)
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
 from vidsparse.pipelines.image import fit_image, image_hash, read_image
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
@@ -76,6 +82,7 @@ def generate(
             the model was loaded with.
         UnsupportedError: the GPU's memory is too small, the implementation cannot run here, or the
             pipeline needs a package that is not installed.
+        NonFiniteError: a step, or the VAE, came to NaN or infinity.
         GenerationCancelled: ``cancel`` returned True.
     """
     return generate_batch(loaded, [request], progress, cancel, attach)[0]
@@ -97,6 +104,7 @@ def generate_batch(
     Raises:
         OptionError: as ``generate``, or requests that differ in more than the prompt, or several
             for a pipeline that takes one.
+        NonFiniteError: as ``generate``; it ends the whole batch.
         GenerationCancelled: ``cancel`` returned True.
     """
     if not requests:
@@ -323,10 +331,12 @@ def _run(
     cancel: Cancel | None,
 ) -> list[NDArray[np.uint8]]:
     pipe, first = loaded.pipe, requests[0]
+    watch = _Watch(loaded.device)
 
     def after_step(pipe: Any, step: int, timestep: object, tensors: Any) -> Any:
         steps = pipe.num_timesteps
         now = clock.now(wait=step == steps - 1)
+        watch.look(tensors.get("latents"), step, steps)
         seconds, clock.step_began, clock.denoise_ended = now - clock.step_began, now, now
         if progress is not None:
             progress(step + 1, steps, seconds)
@@ -471,7 +481,8 @@ def _after_scheduler(pipe: Any, after_step: Callable[..., Any]) -> Iterator[None
 
     def stepped(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
-        after_step(pipe, next(done), None, {})
+        latents = result[0] if isinstance(result, tuple) else result.prev_sample
+        after_step(pipe, next(done), None, {"latents": latents})
         return result
 
     with _attribute(pipe.scheduler, "step", stepped):
@@ -509,10 +520,46 @@ def _transformers(pipe: Any) -> list[Any]:
     return [transformer for transformer in found if transformer is not None]
 
 
+class _Watch:
+    """Ends a run whose latents are no numbers any more, and says after which step."""
+
+    def __init__(self, device: str) -> None:
+        self._waits = device.startswith("cuda")
+        self._finite: list[tuple[int, torch.Tensor]] = []
+
+    def look(self, latents: torch.Tensor | None, step: int, steps: int) -> None:
+        """Take the latents after ``step`` of ``steps``, counted from 0.
+
+        Raises:
+            NonFiniteError: they, or those of a step before, hold NaN or infinity.
+        """
+        if latents is not None:
+            self._finite.append((step, latents.isfinite().all()))
+        # a GPU is still computing this step: asking it for the one before costs no time.
+        ready = len(self._finite) - (self._waits and step < steps - 1)
+        for done, finite in self._finite[:ready]:
+            if not bool(finite):
+                raise NonFiniteError(
+                    f"the video came to NaN or infinity in step {done + 1} of {steps}. "
+                    "Hint: lower the guidance, or use another dtype; sparsify(..., "
+                    "check_finite=True) names the layer."
+                )
+        del self._finite[:ready]
+
+
 def _to_bytes(video: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """``[T, H, W, 3]`` from [0, 1] to 8 bits, frame by frame to save memory."""
+    """``[T, H, W, 3]`` from [0, 1] to 8 bits, frame by frame to save memory.
+
+    Raises:
+        NonFiniteError: a frame holds NaN or infinity.
+    """
     out = np.empty(video.shape, np.uint8)
-    for frame, target in zip(video, out, strict=True):
+    for number, (frame, target) in enumerate(zip(video, out, strict=True), 1):
+        if not np.isfinite(frame).all():
+            raise NonFiniteError(
+                f"decoding came to NaN or infinity in frame {number} of {len(video)}, from latents "
+                "that were finite. Hint: use another dtype for the VAE."
+            )
         target[...] = (frame * 255).round()
     return out
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from vidsparse.errors import OptionError
+from vidsparse.files import file_hash
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -61,8 +62,7 @@ def read_image(path: str | os.PathLike[str]) -> Image:
 
 def image_hash(path: str | os.PathLike[str]) -> str:
     """SHA-256 of the file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_hash(Path(path))
 
 
 def fit_image(image: Image, width: int, height: int) -> Image:

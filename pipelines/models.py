@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
-import json
 import math
 import os
 import re
@@ -22,6 +21,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from vidsparse.errors import ModelError, OptionError, UnsupportedError
+from vidsparse.files import file_hash, parse_json
 from vidsparse.logs import logger
 from vidsparse.pipelines.compilation import compile_blocks, require_compiler
 from vidsparse.pipelines.families import FAMILIES, WAN, Defaults, Family, image_pipelines
@@ -57,6 +57,8 @@ _CARD_SETTINGS: Final = (
     "reuse",
     "method_options",
 )
+_COUNTS: Final = ("frames", "width", "height", "steps", "reuse", "frame_factor", "size_factor")
+_NUMBERS: Final = ("guidance", "fps", "dense_steps", "dense_layers", "dense_last_layers")
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
 _LIBRARIES: Final = ("diffusers", "transformers")
@@ -320,8 +322,7 @@ def _file_hash(path: Path) -> str:
     stat = target.stat()
     key = (str(target), stat.st_mtime_ns, stat.st_size)
     if key not in _FILE_HASHES:
-        with target.open("rb") as file:
-            _FILE_HASHES[key] = hashlib.file_digest(file, "sha256").hexdigest()
+        _FILE_HASHES[key] = file_hash(target)
     return _FILE_HASHES[key]
 
 
@@ -348,7 +349,7 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
                 f"{name} wants to load its {component} from {library!r}; only components of "
                 f"{' and '.join(_LIBRARIES)} are loaded, never code that comes with a model."
             )
-    card = _read_json(folder / CARD) if (folder / CARD).is_file() else {}
+    card = _read_card(folder / CARD) if (folder / CARD).is_file() else {}
     from_text = pipeline_class in family.text_to_video
     twin = family.image_twin if index.get(family.image_twin_if or "_class_name") else None
     image_class = twin if from_text else str(pipeline_class)
@@ -365,7 +366,7 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
         and image_class == family.last_image
         and not per_token,
         family=family,
-        defaults=_read_defaults(family, folder, index, card),
+        defaults=_checked_defaults(family, folder, index, card),
         transformers=tuple(
             _read_json(file)
             for name in _TRANSFORMERS
@@ -376,6 +377,49 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
         vocabulary=tuple(card.get("vocabulary", ())),
         example_prompts=tuple(card.get("example_prompts", ())),
     )
+
+
+def _read_card(path: Path) -> dict[str, Any]:
+    card = _read_json(path)
+    for name, kind in (
+        *(("description", str), ("license", str)),
+        *(("vocabulary", list), ("example_prompts", list)),
+    ):
+        value = card.get(name, kind())
+        texts = value if isinstance(value, list) else [value]
+        if not isinstance(value, kind) or not all(isinstance(text, str) for text in texts):
+            form = "text" if kind is str else "a list of texts"
+            raise ModelError(f"{name} in {path} must be {form}, got {f'{value!r}'[:60]}")
+    return card
+
+
+def _checked_defaults(
+    family: Family, folder: Path, index: Mapping[str, Any], card: Mapping[str, Any]
+) -> Defaults:
+    """The defaults, of the types that requests count on; their bounds are those of requests.
+
+    Raises:
+        ModelError: a file holds something else.
+    """
+    try:
+        defaults = _read_defaults(family, folder, index, card)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ModelError(f"the settings in {folder} cannot be read: {f'{error}'[:200]}") from None
+    options = defaults.method_options
+    if not isinstance(options, Mapping) or not all(
+        isinstance(o, Mapping) for o in options.values()
+    ):
+        raise ModelError(f"method_options in {folder} must hold the options of each method by name")
+    for name, kinds, form in (
+        *((name, (int,), "a whole number from 1") for name in _COUNTS),
+        *((name, (int, float), "a number") for name in _NUMBERS),
+        ("order", (str,), "the name of an order"),
+    ):
+        value: Any = getattr(defaults, name)
+        fits = isinstance(value, kinds) and not isinstance(value, bool)
+        if not fits or (name in _COUNTS and not 1 <= value < 2**31):
+            raise ModelError(f"{name} in {folder} must be {form}, got {f'{value!r}'[:60]}")
+    return defaults
 
 
 def _read_defaults(
@@ -439,7 +483,7 @@ def _own_settings(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(
             f"{path} is missing. Hint: the folder is no complete diffusers model."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import math
@@ -31,6 +32,15 @@ _DEFAULT_METHOD: Final = "fg-attn"
 MAX_PROMPT: Final = 10_000
 """Longest prompt in characters; every supported model reads far less."""
 
+MOST: Final[Mapping[str, int]] = {"steps": 1000, "frames": 10_000, "width": 8192, "height": 8192}
+"""Largest counts: schedulers know a thousand steps, and players no larger frames."""
+
+MOST_GUIDANCE: Final = 100
+"""Largest guidance scale; models are used with 1 to 15, and numbers overflow far above."""
+
+FPS: Final = (0.1, 1000)
+"""Frame rates that mp4 files keep exactly enough."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
@@ -58,12 +68,12 @@ class GenerateRequest:
         dense_layers: first layers kept dense.
         dense_last_layers: last layers kept dense.
         reuse: steps that a plan serves.
-        steps: denoising steps.
-        frames: video frames.
-        width: pixels.
-        height: pixels.
-        fps: frames per second of the written video.
-        guidance: classifier-free guidance scale; 1 or less turns it off.
+        steps: denoising steps, at most 1,000.
+        frames: video frames, at most 10,000.
+        width: pixels, at most 8,192.
+        height: pixels, at most 8,192.
+        fps: frames per second of the written video, from 0.1 to 1000.
+        guidance: classifier-free guidance scale, from 0 to 100; 1 or less turns it off.
         seed: of the initial noise, from 0 to 2^63 - 1.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``fp32``, ``bf16`` or ``fp16``; the VAE stays in fp32.
@@ -108,9 +118,9 @@ class GenerateRequest:
         _check_prompt("prompt", self.prompt)
         _check_prompt("negative_prompt", self.negative_prompt)
         for name in ("steps", "frames", "width", "height"):
-            _check_count(name, getattr(self, name))
-        _check_number("fps", self.fps, above=0)
-        _check_number("guidance", self.guidance, least=0)
+            _check_count(name, getattr(self, name), MOST[name])
+        _check_number("fps", self.fps, least=FPS[0], most=FPS[1])
+        _check_number("guidance", self.guidance, least=0, most=MOST_GUIDANCE)
         _check_seed(self.seed)
         check_device_name(self.device)
         check_choice("dtype", self.dtype, (None, *DTYPES))
@@ -260,6 +270,18 @@ def settings_hash(request: GenerateRequest) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+def with_prompt(request: GenerateRequest, prompt: str) -> GenerateRequest:
+    """The same request for another prompt; only the prompt is checked.
+
+    Raises:
+        OptionError: the prompt is no text, or too long.
+    """
+    _check_prompt("prompt", prompt)
+    made = copy.copy(request)
+    object.__setattr__(made, "prompt", prompt)
+    return made
+
+
 def _check_prompt(name: str, text: object) -> None:
     if not isinstance(text, str):
         raise OptionError(f"{name} must be text, got {type(text).__name__}")
@@ -268,32 +290,49 @@ def _check_prompt(name: str, text: object) -> None:
             f"{name} must have at most {MAX_PROMPT:,} characters, got {len(text):,}. "
             "Hint: models read a few hundred words; shorten it."
         )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise OptionError(
+            f"{name} holds what is no Unicode text, at character {error.start + 1}. "
+            "Hint: give it in UTF-8."
+        ) from None
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_count(name: str, value: object, most: int) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionError(f"{name} must be a whole number, got {value!r}")
-    if value < 1:
-        raise OptionError(f"{name} must be at least 1, got {value}")
+        raise OptionError(f"{name} must be a whole number, got {_brief(value)}")
+    if not 1 <= value <= most:
+        bound = "least 1" if value < 1 else f"most {most:,}"
+        raise OptionError(f"{name} must be at {bound}, got {_brief(value)}")
 
 
-def _check_number(
-    name: str, value: object, *, above: float = -math.inf, least: float = -math.inf
-) -> None:
+def _check_number(name: str, value: object, *, least: float, most: float) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise OptionError(f"{name} must be a number, got {value!r}")
-    if value <= above or value < least:
-        bound = f"above {above:g}" if value <= above else f"at least {least:g}"
-        raise OptionError(f"{name} must be {bound}, got {value:g}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # whole numbers may be too large to be made a float.
+    if not number or (isinstance(value, float) and not math.isfinite(value)):
+        raise OptionError(f"{name} must be a number, got {_brief(value)}")
+    assert isinstance(value, (int, float))
+    if not least <= value <= most:
+        bound = f"least {least:g}" if value < least else f"most {most:g}"
+        raise OptionError(f"{name} must be at {bound}, got {_brief(value)}")
+
+
+def _brief(value: object) -> str:
+    """A value as an error shows it, however long it is."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "a number of more than 20 digits"
+    text = f"{value:g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_seed(seed: object) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise OptionError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}")
+        raise OptionError(f"seed must be a whole number from 0 to 2^63 - 1, got {_brief(seed)}")
 
 
 def _check_frames(frames: int, defaults: Defaults) -> None:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-import secrets
+import signal
+import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vidsparse.errors import OptionError, OutputError
+from vidsparse.files import partial_name, put_in_place, unwritten
 
 # x264's constant rate factor: at 14 the small clips made here look like their frames, and a two
 # second clip of 256x256 stays near 100 kB.
 _RATE_FACTOR = 14
+
+_SAID: Final = tuple(
+    (os.strerror(code), code)
+    for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT, errno.EACCES, errno.EIO)
+)
+"""How ffmpeg words the faults of a folder."""
 
 
 def write_video(
@@ -26,13 +39,15 @@ def write_video(
 ) -> None:
     """Write ``frames`` ``[T, H, W, 3]`` as an H.264 mp4 that every player shows.
 
-    The file appears whole or not at all: it is written beside its place under a hidden name and
-    moved there. Odd sizes gain one row or column, since the format halves the colour planes.
-    ``check`` is called before every frame; what it raises ends the writing, and no file stays.
+    The file appears whole or not at all: it is written beside its place under a hidden name, read
+    back, put on the disk and only then moved to its place; what was there before stays until then.
+    Odd sizes gain one row or column, since the format halves the colour planes. ``check`` is called
+    before every frame; what it raises ends the writing, and no file stays.
 
     Raises:
         OptionError: frames of another shape or type, or a frame rate that is not positive.
-        OutputError: the folder cannot be written, or the encoder failed.
+        FolderError: the folder is gone or cannot be written to, or the disk is full.
+        OutputError: the encoder failed, or the file does not hold these frames.
     """
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not frames.size:
         raise OptionError(
@@ -40,39 +55,93 @@ def write_video(
         )
     if not (math.isfinite(fps) and fps > 0):
         raise OptionError(f"fps must be above 0, got {fps}")
-    import imageio_ffmpeg
-
     path = Path(path)
     frames = np.pad(
         frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge"
     )
-    height, width = frames.shape[1:3]
-    partial = path.with_name(f".{path.stem}-{secrets.token_hex(4)}.mp4")
+    partial = partial_name(path)
     try:
-        # ffmpeg's own complaint would arrive through a pipe, late; the usual ones are told here.
+        # ffmpeg would say the usual faults of a folder in a sentence of its own.
         partial.touch(exist_ok=False)
-        writer = imageio_ffmpeg.write_frames(
-            str(partial),
-            (width, height),
-            fps=fps,
-            codec="libx264",
-            pix_fmt_in="rgb24",
-            pix_fmt_out="yuv420p",
-            quality=None,
-            macro_block_size=1,
-            ffmpeg_log_level="error",
-            output_params=["-crf", str(_RATE_FACTOR), "-movflags", "+faststart"],
-        )
-        writer.send(None)
-        try:
-            for frame in frames:
-                if check is not None:
-                    check()
-                writer.send(np.ascontiguousarray(frame))
-        finally:
-            writer.close()
-        os.replace(partial, path)
+        _encode(frames, partial, fps, check)
+        found = _count_frames(partial)
+        if found != len(frames):
+            raise OutputError(
+                f"{path} cannot be written: {found} of {len(frames)} frames could be read back"
+            )
+        put_in_place(partial, path)
+    except OutputError:
+        raise
     except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error}") from error
+        raise unwritten(path, error) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _encode(
+    frames: NDArray[np.uint8], path: Path, fps: float, check: Callable[[], object] | None
+) -> None:
+    """Have ffmpeg write the file, and raise an ``OSError`` that says why where it did not."""
+    import imageio_ffmpeg
+
+    _, height, width, _ = frames.shape
+    # imageio's own writer never looks at how ffmpeg ended.
+    process = subprocess.Popen(
+        [
+            imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error",
+            "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}",
+            "-r", str(Fraction(fps).limit_denominator()), "-i", "-", "-an",
+            "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", str(_RATE_FACTOR),
+            "-movflags", "+faststart", "-f", "mp4", str(path),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        # Ctrl-C is ours to handle: ffmpeg would end a file that we are about to remove.
+        process_group=0 if os.name == "posix" else -1,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stderr is not None
+    with process, ThreadPoolExecutor(1) as pool:
+        said = pool.submit(process.stderr.read)
+        try:
+            # where it ends early, its words or its status say why.
+            with suppress(BrokenPipeError):
+                for frame in frames:
+                    if check is not None:
+                        check()
+                    process.stdin.write(np.ascontiguousarray(frame).data)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            with suppress(OSError):
+                process.stdin.close()
+        words = said.result().decode(errors="replace").split("\n")
+        status = process.wait()
+    if status == 0:
+        return
+    lines = [line.strip() for line in words if line.strip()]
+    for reason, code in _SAID:
+        if any(reason in line for line in lines):
+            raise OSError(code, reason)
+    if not path.parent.is_dir():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+    raise OSError(f"ffmpeg {_ended(status)}{f': {lines[-1]}' if lines else ''}")
+
+
+def _ended(status: int) -> str:
+    if status > 0:
+        return f"ended with exit code {status}"
+    return f"was ended by {signal.Signals(-status).name} ({signal.strsignal(-status)})"
+
+
+def _count_frames(path: Path) -> int:
+    """How many frames of a video can be decoded; none of a file that is no video."""
+    import imageio_ffmpeg
+
+    try:
+        count, _ = imageio_ffmpeg.count_frames_and_secs(str(path))
+    except (RuntimeError, ValueError):
+        return 0
+    return int(count or 0)

@@ -84,6 +84,24 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a shell script in ffmpeg's place, in which ``$FFMPEG`` is the real one."""
+    import imageio_ffmpeg
+
+    if os.name != "posix":
+        pytest.skip("a shell script stands in for ffmpeg")
+    monkeypatch.setenv("FFMPEG", imageio_ffmpeg.get_ffmpeg_exe())
+
+    def replace(script: str) -> None:
+        file = tmp_path / "ffmpeg"
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(file))
+
+    return replace
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny pipeline, for tests that read it."""

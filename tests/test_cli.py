@@ -50,6 +50,7 @@ class _Machine:
         self.made: list[str] = []
         self.loads = 0
         self.fail_on = ""
+        self.before: Callable[[str], object] = lambda prompt: None
 
     def load(self, ref: Any, **options: Any) -> Any:
         self.loads += 1
@@ -58,6 +59,7 @@ class _Machine:
     def generate(self, loaded: Any, request: Any, progress: Any = None) -> Generated:
         if self.fail_on and self.fail_on in request.prompt:
             raise RuntimeError("the kernel\nfell over")
+        self.before(request.prompt)
         self.made.append(request.prompt)
         for step in range(1, request.steps + 1):
             progress(step, request.steps, 0.1)
@@ -65,6 +67,7 @@ class _Machine:
         frames = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
         record = {
             "prompt": request.prompt,
+            "options": request.options(),
             "total": 0.625,
             "selected": 0.25,
             "computed": 0.5,
@@ -244,6 +247,158 @@ def test_a_missing_video_or_record_is_made_again(
     assert machine.made[2:] == machine.made[:2]
 
 
+def test_a_video_that_was_cut_short_is_made_again(
+    generate: Run, machine: _Machine, out: Path
+) -> None:
+    generate()
+    whole = next(out.rglob("0001-*.mp4"))
+    data = whole.read_bytes()
+    whole.write_bytes(data[:1000])
+    generate()
+    assert machine.made[2:] == machine.made[:1]
+    assert whole.read_bytes() == data
+
+
+def test_verify_finds_a_changed_byte_that_the_size_does_not_tell(
+    generate: Run, machine: _Machine, out: Path
+) -> None:
+    generate()
+    changed = next(out.rglob("0002-*.mp4"))
+    data = bytearray(changed.read_bytes())
+    data[-1] ^= 1
+    changed.write_bytes(data)
+    generate()
+    assert len(machine.made) == 2
+    generate("--verify")
+    assert machine.made[2:] == machine.made[1:2]
+
+
+def test_a_record_that_was_edited_is_of_no_finished_video(
+    generate: Run, machine: _Machine, out: Path
+) -> None:
+    generate()
+    record = next(out.rglob("0001-*.json"))
+    value = json.loads(record.read_text(encoding="utf-8"))
+    value["options"]["seed"] = 7
+    record.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    generate()
+    assert machine.made[2:] == machine.made[:1]
+
+
+def test_a_pair_from_another_run_is_no_finished_video(
+    generate: Run, machine: _Machine, out: Path
+) -> None:
+    import shutil
+
+    generate("--seed", "1")
+    (one,) = out.iterdir()
+    generate()
+    (two,) = set(out.iterdir()) - {one}
+    for path in one.glob("0001-*"):
+        shutil.copy(path, two)
+    generate()
+    assert machine.made[4:] == machine.made[:1]
+
+
+def test_an_overwrite_that_fails_keeps_the_old_video_and_its_record(
+    generate: Run, machine: _Machine, out: Path, ffmpeg: Callable[[str], None]
+) -> None:
+    generate()
+    before = {path: path.read_bytes() for path in out.rglob("0*")}
+    ffmpeg("cat > /dev/null; exit 1")
+    done = generate("--overwrite")
+    assert done.exit_code == 1
+    assert "prompt 0001 failed" in done.stderr
+    assert "ffmpeg ended with exit code 1" in done.stderr
+    assert {path: path.read_bytes() for path in out.rglob("0*")} == before
+
+
+def _many(prompts: Path, count: int) -> None:
+    text = "\n".join(f"a red circle {number}" for number in range(1, count + 1))
+    prompts.write_text(text, encoding="utf-8")
+
+
+def test_a_folder_that_is_gone_ends_the_run_at_once(
+    generate: Run, machine: _Machine, prompts: Path, out: Path
+) -> None:
+    import shutil
+
+    _many(prompts, 6)
+    machine.before = lambda text: shutil.rmtree(out) if text.endswith("3") else None
+    done = generate()
+    assert done.exit_code == 1
+    assert len(machine.made) == 3
+    assert "The run stops at prompt 0003: 2 of 6 videos are done." in done.stderr
+    assert "No such file or directory" in done.stderr
+    assert "Traceback" not in done.output
+    # and nothing is still locked.
+    machine.before = lambda text: None
+    assert generate().exit_code == 0
+
+
+def test_a_disk_that_is_full_ends_the_run_at_once(
+    generate: Run, machine: _Machine, prompts: Path, out: Path, ffmpeg: Callable[[str], None]
+) -> None:
+    _many(prompts, 6)
+    full = "cat > /dev/null; echo 'clip.mp4: No space left on device' >&2; exit 228"
+    machine.before = lambda text: ffmpeg(full) if text.endswith("4") else None
+    done = generate()
+    assert done.exit_code == 1
+    assert len(machine.made) == 4
+    assert "No space left on device. The run stops at prompt 0004: 3 of 6" in done.stderr
+    assert len(_videos(out)) == 3
+
+
+def test_the_next_run_clears_what_a_killed_one_left(
+    generate: Run, machine: _Machine, out: Path
+) -> None:
+    generate()
+    (folder,) = out.iterdir()
+    left = [".0001-a-red.mp4.0123abcd.tmp", ".0002-a.json.abc_de01.tmp", ".0001-a-0123abcd.mp4"]
+    for name in left:
+        (folder / name).write_bytes(b"half")
+    (folder / "notes.tmp").write_bytes(b"mine")
+    assert generate().exit_code == 0
+    names = {path.name for path in folder.iterdir()}
+    assert not names & set(left)
+    assert "notes.tmp" in names
+
+
+def test_a_finished_run_needs_no_folder_that_can_be_written_to(
+    generate: Run, machine: _Machine, out: Path
+) -> None:
+    generate()
+    (folder,) = out.iterdir()
+    (folder / ".vidsparse.lock").unlink(missing_ok=True)
+    # no lock can be taken here, by root neither.
+    (folder / ".vidsparse.lock").mkdir()
+    folder.chmod(0o555)
+    done = generate()
+    folder.chmod(0o755)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("already there") == 2
+    assert generate("--overwrite").exit_code == 2
+
+
+def test_a_negative_prompt_that_is_no_text_is_refused(generate: Run, out: Path) -> None:
+    # how Python hands over a byte of the command line that is no UTF-8.
+    _assert_refused(generate("--negative-prompt", "grey\udcff"), out, "no Unicode text")
+
+
+def test_ten_thousand_prompts_are_looked_at_in_seconds(
+    generate: Run, machine: _Machine, prompts: Path
+) -> None:
+    _many(prompts, 10_000)
+    began = time.monotonic()
+
+    def first(text: str) -> None:
+        raise KeyboardInterrupt
+
+    machine.before = first
+    assert generate().exit_code == 130
+    assert time.monotonic() - began < 10
+
+
 def test_an_edited_line_is_made_under_its_new_name_and_the_old_file_stays(
     generate: Run, machine: _Machine, prompts: Path, out: Path
 ) -> None:
@@ -392,6 +547,23 @@ def test_missing_prompt_file(generate: Run, out: Path, tmp_path: Path) -> None:
     _assert_refused(generate(file=str(tmp_path / "none.txt")), out, "there is no prompt file")
 
 
+def test_a_prompt_file_without_a_name(out: Path) -> None:
+    _assert_refused(CliRunner().invoke(main, ["generate", ""]), out, "has no name")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a descriptor with a shell")
+def test_a_closed_standard_input_is_one_sentence(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m vidsparse generate - <&-', sys.executable],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: standard input is closed. Hint: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) -> None:
     _assert_refused(generate(file=str(tmp_path)), out, "is a folder")
 
@@ -406,7 +578,12 @@ def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) ->
         ("--steps 0", "steps must be at least 1"),
         ("--seed abc", "not a valid integer"),
         ("--seed -1", "seed must be"),
-        ("--fps 0", "fps must be above 0"),
+        ("--fps 0", "fps must be at least 0.1"),
+        ("--fps 1e-300", "fps must be at least 0.1"),
+        ("--fps 1e20", "fps must be at most 1000"),
+        ("--guidance 1e300", "guidance must be at most 100"),
+        ("--steps 100000", "steps must be at most 1,000"),
+        ("--size 16000x16000", "width must be at most 8,192"),
         ("--fps fast", "not a number"),
         ("--guidance -1", "guidance"),
         ("--method nearest", "fg-attn, spargeattn"),
@@ -424,6 +601,9 @@ def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) ->
         ("--method xattention --stride 3", "stride must be one of 4, 8, 16, 64"),
         ("--method xattention --blocks 1.5", "--blocks cannot be '1.5'"),
         ("--method sale --local 0", "local must be"),
+        (f"--method sale --local {10**25}", "local must be below 2^31"),
+        (f"--method xattention --blocks {10**25}", "blocks must be below 2^31"),
+        (f"--frames {10**400}", "frames must be at most 10,000"),
         (
             "--method dense --tile 16x16",
             "not of dense. Hint: add --method fg-attn",
@@ -562,6 +742,83 @@ def test_ctrl_c_keeps_finished_videos_and_leaves_no_partial_file(
         assert record.with_suffix(".mp4").stat().st_size > 0
     # the signal may fall between a record and its line.
     assert 0 <= len(list(folder.glob("*.json"))) - stdout.count(".mp4") <= 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGTERM")
+def test_sigterm_ends_as_ctrl_c_does(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "many.txt").write_text("a red circle\n" * 200, encoding="utf-8")
+    command = [sys.executable, "-m", "vidsparse", "generate", "many.txt", "--out", "o"]
+    process = subprocess.Popen(
+        [*command, "--model", str(tiny_model), *SMALL],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("o/*/0001-*.json")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143, stderr
+    assert stderr.splitlines()[-1] == "Interrupted; finished videos are kept."
+    assert "Traceback" not in stderr
+    hidden = [path.name for path in tmp_path.glob("o/*/.*")]
+    assert [name for name in hidden if name != ".vidsparse.lock"] == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_results_that_cannot_be_printed_cost_no_video(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "two.txt").write_text(PROMPTS, encoding="utf-8")
+    command = [sys.executable, "-m", "vidsparse", "generate", "two.txt", "--out", "o"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, "--model", str(tiny_model), *SMALL],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "Standard output cannot be written to (No space left on device)" in done.stderr
+    assert "2 made, 0 there already, 0 failed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert len(list(tmp_path.glob("o/*/*.mp4"))) == 2
+
+
+def test_letters_that_the_terminal_does_not_know_cost_no_video(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "one.txt").write_text("a red кольцо\n", encoding="utf-8")
+    command = [sys.executable, "-m", "vidsparse", "generate", "one.txt", "--out", "o"]
+    done = subprocess.run(
+        [*command, "--model", str(tiny_model), *SMALL],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0001-a-red-\\u043a" in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_that_cannot_be_printed_is_one_sentence(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "vidsparse", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "Error: standard output cannot be written to: No space left on device.\n"
+    )
 
 
 @pytest.mark.parametrize(

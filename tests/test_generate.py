@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,25 @@ import torch
 from tiny_pipelines import WORDS, save_tiny_wan, tiny_wan
 from videos import read_video
 
-from vidsparse.errors import ModelError, OptionError, OutputError, UnsupportedError, VidsparseError
+from vidsparse.errors import (
+    FolderError,
+    ModelError,
+    NonFiniteError,
+    OptionError,
+    OutputError,
+    UnsupportedError,
+    VidsparseError,
+)
 from vidsparse.methods import make_method
 from vidsparse.pipelines import models, sparsify
 from vidsparse.pipelines.families import WAN
-from vidsparse.pipelines.generate import Generated, GenerationCancelled, generate, generate_batch
+from vidsparse.pipelines.generate import (
+    Generated,
+    GenerationCancelled,
+    _Watch,
+    generate,
+    generate_batch,
+)
 from vidsparse.pipelines.models import LoadedPipeline, describe, load, resolve_model, unknown_words
 from vidsparse.pipelines.placement import check_device
 from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
@@ -80,7 +95,16 @@ def rewrite_index(folder: Path, **changes: Any) -> None:
         ({"steps": 2.5}, "steps must be a whole number, got 2.5"),
         ({"frames": -4}, "frames must be at least 1, got -4"),
         ({"width": True}, "width must be a whole number, got True"),
-        ({"fps": 0}, "fps must be above 0, got 0"),
+        ({"fps": 0}, "fps must be at least 0.1, got 0"),
+        ({"fps": 1e-300}, "fps must be at least 0.1, got 1e-300"),
+        ({"fps": 1e20}, r"fps must be at most 1000, got 1e\+20"),
+        ({"fps": 10**400}, "fps must be at most 1000, got a number of more than 20"),
+        ({"guidance": 1e300}, r"guidance must be at most 100, got 1e\+300"),
+        ({"steps": 1001}, "steps must be at most 1,000, got 1001"),
+        ({"frames": 10**400}, "frames must be at most 10,000, got a number of more than 20"),
+        ({"width": 16384}, "width must be at most 8,192, got 16384"),
+        ({"height": 10**25}, "height must be at most 8,192, got a number of more than 20"),
+        ({"seed": 10**5000}, "seed must be .* got a number of more than 20"),
         ({"fps": float("nan")}, "fps must be a number, got nan"),
         ({"guidance": -1.0}, "guidance must be at least 0, got -1"),
         ({"guidance": "high"}, "guidance must be a number, got 'high'"),
@@ -241,6 +265,49 @@ def test_code_that_comes_with_a_model_is_refused(copied: Path) -> None:
     rewrite_index(copied, transformer=["my_code", "WanTransformer3DModel"])
     with pytest.raises(ModelError, match="transformer from 'my_code'; only components of"):
         load(copied, device="cpu")
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 2.5, 1e300, 10**400, "", "x", [], {}, [[]], [None], ["x"], [{}]),
+    *({"fg-attn": 1}, {"fg-attn": {"tile": []}}, {"fg-attn": {"merge": []}}, [1, 0, 0]),
+)
+
+
+@pytest.mark.parametrize(
+    "file", ["vidsparse.json", "model_index.json", "vae/config.json", "transformer/config.json"]
+)
+def test_files_of_a_model_with_odd_types_are_refused_in_one_sentence(
+    copied: Path, file: str
+) -> None:
+    path = copied / file
+    whole = json.loads(path.read_text())
+    told = dict.fromkeys(
+        (
+            *whole,
+            *("size", "frames", "steps", "fps", "dense_steps", "reuse", "method_options"),
+            *("sample_frames", "target_size", "patch_size", "scale_factor_spatial", "license"),
+        )
+    )
+    said = []
+    for name in told:
+        for odd in ODD:
+            path.write_text(json.dumps({**whole, name: odd}))
+            try:
+                ref = resolve_model(copied)
+                resolve(a_request(), ref.defaults)
+                unknown_words(ref, "a red circle")
+                describe(str(copied))
+            except VidsparseError as error:
+                said.append(str(error))
+    assert len(said) > len(told)
+    assert [text for text in said if "\n" in text or len(text) > 2000] == []
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"steps": 1e400}', '{"guidance": NaN}'])
+def test_a_card_that_no_reader_can_hold_is_refused(copied: Path, text: str) -> None:
+    (copied / "vidsparse.json").write_text(text)
+    with pytest.raises(ModelError, match="cannot be read"):
+        resolve_model(copied)
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", None])
@@ -629,7 +696,51 @@ def test_compiled_blocks_give_the_same_video(folder: Path, loaded: LoadedPipelin
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "words"),
+    [
+        ("transformer", "proj_out.bias", "NaN or infinity in step 1 of 2"),
+        ("vae", "decoder.conv_out.bias", "decoding came to NaN or infinity in frame 1 of"),
+    ],
+)
+def test_a_run_that_comes_to_nan_ends_and_says_where(
+    loaded: LoadedPipeline, part: str, name: str, words: str
+) -> None:
+    broken = getattr(loaded.pipe, part).get_parameter(name)
+    before = broken.detach().clone()
+    with torch.no_grad():
+        broken[0] = torch.nan
+    try:
+        with pytest.raises(NonFiniteError, match=words):
+            generate(loaded, a_request(steps=2))
+    finally:
+        with torch.no_grad():
+            broken.copy_(before)
+    assert generate(loaded, a_request(steps=2)).frames.any()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_step_that_came_to_nan_is_named_on_a_gpu_as_well(waits: bool) -> None:
+    # there the answer is read a step later.
+    watch = _Watch("cuda" if waits else "cpu")
+    bad = torch.tensor([1.0, torch.inf])
+    watch.look(torch.ones(2), 0, 4)
+    if waits:
+        watch.look(bad, 1, 4)
+    with pytest.raises(NonFiniteError, match="in step 2 of 4"):
+        watch.look(bad, 1 + waits, 4)
+    last = _Watch("cuda" if waits else "cpu")
+    with pytest.raises(NonFiniteError, match="in step 1 of 1"):
+        last.look(bad, 0, 1)
+
+
 # video files
+
+
+@pytest.mark.parametrize("fps", [0.1, 1 / 3, 23.976, 240, 1000])
+def test_every_frame_rate_that_is_taken_keeps_all_frames(tmp_path: Path, fps: float) -> None:
+    write_video(ramp(5, 32, 32), tmp_path / "clip.mp4", fps=fps)
+    assert len(read_video(tmp_path / "clip.mp4")) == 5
 
 
 def ramp(frames: int, height: int, width: int) -> np.ndarray:
@@ -653,24 +764,53 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         write_video(ramp(1, 16, 16), tmp_path / "missing" / "clip.mp4", fps=8)
 
 
-def test_a_failure_midway_keeps_the_old_file_and_leaves_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# what becomes of ffmpeg, by what stands in its place; $FFMPEG is the real one.
+FAULTS = {
+    "killed": ("head -c 1000 > /dev/null; kill -9 $$", "SIGKILL"),
+    "too-large": ('ulimit -f 1; exec "$FFMPEG" "$@"', "File|SIGXFSZ"),
+    "refused": ("cat > /dev/null; echo no such codec >&2; exit 1", "exit code 1: no such codec"),
+    "cut-short": (
+        '"$FFMPEG" "$@"; for last; do :; done; test -s "$last" && truncate -s 900 "$last"',
+        "0 of 5 frames",
+    ),
+    "one-frame": (
+        'for last; do :; done; case "$last" in *.tmp) "$FFMPEG" "$@" < "$FIRST";;'
+        ' *) exec "$FFMPEG" "$@";; esac; cat > /dev/null',
+        "1 of 5 frames",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_encoder_that_fails_is_an_error_and_keeps_the_old_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ffmpeg: Callable[[str], None],
+    fault: str,
 ) -> None:
-    import imageio_ffmpeg
-
-    path = tmp_path / "clip.mp4"
-    write_video(ramp(2, 16, 16), path, fps=8)
+    script, words = FAULTS[fault]
+    path = tmp_path / "out" / "clip.mp4"
+    path.parent.mkdir()
+    write_video(ramp(2, 64, 64), path, fps=8)
     before = path.read_bytes()
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        yield None
-        raise OSError("disk full")
-
-    monkeypatch.setattr(imageio_ffmpeg, "write_frames", broken)
-    with pytest.raises(OutputError, match="disk full"):
-        write_video(ramp(5, 16, 16), path, fps=8)
+    frames = np.random.default_rng(0).integers(0, 255, (5, 64, 64, 3), dtype=np.uint8)
+    (tmp_path / "first").write_bytes(frames[0].tobytes())
+    monkeypatch.setenv("FIRST", str(tmp_path / "first"))
+    ffmpeg(script)
+    with pytest.raises(OutputError, match=words) as failed:
+        write_video(frames, path, fps=8)
+    # another video may well succeed.
+    assert not isinstance(failed.value, FolderError)
     assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["clip.mp4"]
+    assert [p.name for p in path.parent.iterdir()] == ["clip.mp4"]
+
+
+def test_a_full_disk_is_a_fault_of_the_folder(
+    tmp_path: Path, ffmpeg: Callable[[str], None]
+) -> None:
+    ffmpeg("echo 'muxing: No space left on device' >&2; exit 228")
+    with pytest.raises(FolderError, match="No space left on device"):
+        write_video(ramp(5, 64, 64), tmp_path / "clip.mp4", fps=8)
 
 
 def test_a_check_that_raises_ends_the_writing_and_leaves_nothing(tmp_path: Path) -> None:

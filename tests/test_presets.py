@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,61 @@ def test_a_damaged_preset_is_refused(tmp_path: Path, changes: dict[str, Any], me
     path = a_preset().save(tmp_path / "p")
     rewrite(path, **changes)
     with pytest.raises(vidsparse.OptionError, match=message):
+        load_preset(path)
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 2.5, 1e300, 10**400, "", "x", [], {}, [[]], [None], ["x"], [{}]),
+    *({"a": {}}, {"name": 1}, [1, 2, 3, 4], [1, 2, -3], {"frames": "9"}),
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of everything inside a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in inner:
+        yield (*path, key)
+        if isinstance(each, (dict, list)):
+            yield from places(each, (*path, key))
+
+
+def test_a_preset_of_any_wrong_form_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    path = a_preset().save(tmp_path / "p")
+    whole = json.loads(path.read_text())
+    tried, said = 0, []
+    for place in places(whole):
+        for odd in (*ODD, "missing", "extra"):
+            value = copy.deepcopy(whole)
+            inner = value
+            for key in place[:-1]:
+                inner = inner[key]
+            if odd == "missing":
+                del inner[place[-1]]
+            elif odd == "extra":
+                if isinstance(inner, dict):
+                    inner["extra"] = 1
+            else:
+                inner[place[-1]] = odd
+            path.write_text(json.dumps(value))
+            tried += 1
+            try:
+                preset = load_preset(path)
+                preset.make_method()
+                preset.check_order("hilbert")
+                preset.check_video(frames=9, width=32, height=64)
+                preset.may_fit([{"_class_name": "WanTransformer3DModel", "num_layers": 2}])
+                preset.check_model([{"class": "X", "config": {}}])
+            except vidsparse.OptionError as error:
+                said.append(str(error))
+    assert len(said) > tried / 2
+    assert [text for text in said if "\n" in text or len(text) > 2000] == []
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"schema": 1e400}', '{"schema": NaN}'])
+def test_a_preset_that_no_reader_can_hold_is_refused(tmp_path: Path, text: str) -> None:
+    path = a_preset().save(tmp_path / "p")
+    path.write_text(text)
+    with pytest.raises(vidsparse.OptionError, match="is no JSON file"):
         load_preset(path)
 
 

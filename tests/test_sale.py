@@ -279,9 +279,9 @@ def test_a_tiny_tau_is_dense_attention(dtype: torch.dtype) -> None:
     [
         ({"tau": 0}, r"tau must lie in \(0, 1\], got 0"),
         ({"tau": 1.1}, r"tau must lie in \(0, 1\], got 1.1"),
-        ({"local": 0}, "local must be a whole number of tokens from 1, got 0"),
-        ({"local": 2.5}, "local must be a whole number of tokens from 1, got 2.5"),
-        ({"local": True}, "local must be a whole number of tokens from 1, got True"),
+        ({"local": 0}, "local must be a whole number from 1, got 0"),
+        ({"local": 2.5}, "local must be a whole number from 1, got 2.5"),
+        ({"local": True}, "local must be a whole number from 1, got True"),
         ({"quantize": "int4"}, "unknown quantize 'int4'"),
         ({"tile": "64x2"}, "tile must be MxN"),
         ({"merge": "hash"}, "unknown merge"),

@@ -9,6 +9,10 @@
   - ``ModelError``: a model folder or hub id cannot be used.
   - ``OutputError``: a file or folder cannot be written (also an ``OSError``).
 
+    - ``FolderError``: the folder is gone, full or closed, so that its next file would fail too.
+
+  - ``NonFiniteError``: a run came to NaN or infinity; its result would be worthless.
+
 Anything else that escapes is a defect of this library.
 """
 
@@ -35,6 +39,14 @@ class ModelError(VidsparseError):
 
 class OutputError(VidsparseError, OSError):
     """A file or folder cannot be written."""
+
+
+class FolderError(OutputError):
+    """A folder is gone, full or closed: nothing else can be written into it either."""
+
+
+class NonFiniteError(VidsparseError):
+    """A run came to NaN or infinity, and its result would be worthless."""
 
 
 def listed(names: Sequence[str]) -> str:

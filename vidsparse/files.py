@@ -1,28 +1,39 @@
-"""Writing files so that they appear whole or not at all."""
+"""Writing files so that they appear whole or not at all, and reading what others wrote."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import math
 import os
-import tempfile
+import re
+import secrets
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Final
 
-from vidsparse.errors import OutputError
+from vidsparse.errors import FolderError, OutputError
+
+_NAMES: Final = "ENOSPC EDQUOT EROFS ENOENT ENOTDIR EACCES EPERM EIO ESTALE"
+# not every system has them all.
+_OF_THE_FOLDER: Final = frozenset(getattr(errno, n) for n in _NAMES.split() if hasattr(errno, n))
+
+# the second form is that of version 0.1.
+_PARTIAL: Final = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp|\..+-[0-9a-f]{8}\.mp4")
 
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8, in the way of ``write_whole``.
 
     Raises:
-        OutputError: the folder cannot be written to, or the disk is full.
+        FolderError: the folder is gone or cannot be written to, or the disk is full.
+        OutputError: this file cannot be written.
     """
     try:
         write_whole(path, text.encode("utf-8"))
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise OutputError(
-            f"{path} cannot be written: {reason}. Hint: name a file in another folder."
-        ) from None
+        raise unwritten(path, error, "Hint: name a file in another folder.") from None
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -31,20 +42,75 @@ def write_whole(path: Path, data: bytes) -> None:
     Raises:
         OSError: the folder cannot be written to, or the disk is full.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    partial = partial_name(path)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with partial.open("xb") as file:
             file.write(data)
-        # mkstemp makes private files; a result is as readable as the user's other files.
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+        put_in_place(partial, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(temporary)
+            partial.unlink()
         raise
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def partial_name(path: Path) -> Path:
+    """A hidden name beside ``path`` for a file that is still being written."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Move a file that was written whole to ``path``, on the disk before it has that name.
+
+    Raises:
+        OSError: the disk is full or failing.
+    """
+    # data may still wait in memory, and some disks say only then that they are full.
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def clear_partial(folder: Path) -> None:
+    """Remove what killed runs left half written in ``folder``; nobody else may be writing there."""
+    with suppress(OSError):
+        for path in list(folder.iterdir()):
+            if _PARTIAL.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
+
+
+def unwritten(path: Path, error: OSError, hint: str = "") -> OutputError:
+    """The error for callers: a ``FolderError`` where the next file would meet it as well."""
+    kind = FolderError if error.errno in _OF_THE_FOLDER else OutputError
+    reason = f"{path} cannot be written: {error.strerror or error}"
+    return kind(f"{reason}. {hint}" if hint else reason)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex digits.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text, with finite numbers only.
+
+    Raises:
+        ValueError: it is no JSON, nested too deeply, or holds a number that cannot be one here.
+    """
+
+    def refuse(name: str) -> float:
+        raise ValueError(f"{name} is no number")
+
+    def finite(number: str) -> float:
+        value = float(number)
+        return value if math.isfinite(value) else refuse(number)
+
+    try:
+        return json.loads(text, parse_float=finite, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse._version import __version__
 from vidsparse.errors import OptionError, OutputError, listed
-from vidsparse.files import write_whole
+from vidsparse.files import parse_json, write_whole
 from vidsparse.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _FIELDS: Final[Mapping[str, type | tuple[type, ...]]] = {
     "video": dict,
     "grid": list,
     "measured": dict,
+    "tables": dict,
 }
 
 
@@ -211,15 +212,15 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
     target, tables_file = preset_files(path)
     text = _read(target)
     try:
-        value = json.loads(text)
-    except ValueError:
-        raise OptionError(f"the preset {target} is no JSON file") from None
+        value = parse_json(text)
+    except ValueError as error:
+        raise OptionError(f"the preset {target} is no JSON file: {error}") from None
     if not isinstance(value, dict) or "schema" not in value:
         raise OptionError(f"{target} is no preset. Hint: `vidsparse calibrate` makes them.")
     if value["schema"] != SCHEMA:
         raise OptionError(
-            f"the preset {target} has schema {value['schema']!r}, and this version reads {SCHEMA}. "
-            "Hint: calibrate again."
+            f"the preset {target} has schema {repr(value['schema'])[:60]}, and this version reads "
+            f"{SCHEMA}. Hint: calibrate again."
         )
     for name, kind in _FIELDS.items():
         if not isinstance(value.get(name), kind):
@@ -230,13 +231,14 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
             f"Hint: this version knows {', '.join(METHODS)}."
         )
     data = _read(tables_file)
-    if hashlib.sha256(data).hexdigest() != value.get("tables", {}).get("sha256"):
+    if hashlib.sha256(data).hexdigest() != value["tables"].get("sha256"):
         raise OptionError(
             f"{tables_file} does not belong to {target.name}: it was changed, cut short, or comes "
             "from another calibration. Hint: copy both files together."
         )
     try:
         tables = load(data)
+        _check_parts(value, tables)
         return Preset(
             method=value["method"],
             options=value["options"],
@@ -251,8 +253,34 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
             source=str(target),
             digest=hashlib.sha256(text + data).hexdigest(),
         )
-    except (KeyError, TypeError, ValueError, OptionError, SafetensorError) as error:
-        raise OptionError(f"the preset {target} is damaged: {error}") from None
+    except (
+        KeyError, TypeError, ValueError, OverflowError, OptionError, SafetensorError,
+    ) as error:  # fmt: skip
+        raise OptionError(f"the preset {target} is damaged: {f'{error}'[:200]}") from None
+
+
+def _check_parts(value: Mapping[str, Any], tables: Mapping[str, Tensor]) -> None:
+    """Raise a ``ValueError`` where a part has not the form that calibration writes."""
+    from vidsparse.methods import METHODS
+
+    missing = {f.name for f in METHODS[value["method"]].option_fields()} - set(value["options"])
+    if missing:
+        raise ValueError(f"options lack {listed(sorted(missing))}")
+    model = value["model"]
+    if not all(isinstance(model[name], str) for name in ("name", "weights_hash")):
+        raise ValueError("the model's name and weights_hash must be text")
+    for one in model["transformers"]:
+        if not isinstance(one, dict) or not isinstance(one.get("config", {}), dict):
+            raise ValueError("a transformer must be described by an object")
+    counts = [*(value["video"][name] for name in ("frames", "width", "height")), *value["grid"]]
+    if not all(type(count) is int and 0 < count < 2**31 for count in counts):
+        raise ValueError("frames, sizes and grid must be whole numbers from 1")
+    if not all(isinstance(edge, (int, float)) for edge in value["edges"]):
+        raise ValueError("edges must be numbers")
+    if len({table.shape[:3] for table in tables.values()}) != 1:
+        raise ValueError("the tables must all be of the same transformers, layers and heads")
+    if not all(table.ndim >= 3 and table.is_floating_point() for table in tables.values()):
+        raise ValueError("the tables must hold numbers by transformer, layer and head")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -172,7 +172,7 @@ def calibrate(
             progress=progress,
         )
     if terminal.quiet:
-        click.echo(target)
+        terminal.show(str(target))
         return
     click.echo(f"{target}  {time.perf_counter() - began:.0f} s")
     print_pairs(

@@ -98,7 +98,7 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
         for chunk in chunks:
             for each in comparison.run(chunk):
                 if not terminal.quiet:
-                    click.echo(
+                    terminal.show(
                         f"{each.number:04d}  PSNR {format_psnr(each.quality, ' dB')}, "
                         f"SSIM {each.quality.ssim:.4f}  {short(each.prompt)}"
                     )
@@ -106,10 +106,10 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
         paths = write_report(folder.path, report, comparison.videos, request)
     if terminal.quiet:
         for path in paths:
-            click.echo(path)
+            terminal.show(str(path))
         return
     _print(report)
-    click.echo(f"\nreport: {paths[0]}")
+    terminal.show(f"\nreport: {paths[0]}")
 
 
 def _print(report: Report) -> None:

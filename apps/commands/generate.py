@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from vidsparse.apps.runs.prepared import PreparedPrompt, prepare
+from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder, Target
 from vidsparse.apps.terminal.console import FAILED, Terminal, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, request_options
-from vidsparse.apps.terminal.progress import short, step_bar
+from vidsparse.apps.terminal.progress import plain_bar, short, step_bar
+from vidsparse.errors import FolderError, OutputError, VidsparseError
 from vidsparse.report import format_share
 
 
@@ -31,7 +34,8 @@ Examples:
 \b
 Files:
   outputs/<file>-<method>-<hash of settings>/0003-<words>.mp4 and .json
-A rerun with the same settings makes only what is missing; other settings get another folder.
+A rerun with the same settings makes only what is missing or was changed since; other settings get
+another folder.
 """,
 )
 @click.argument("prompts_file", metavar="PROMPTS.txt")
@@ -44,10 +48,19 @@ A rerun with the same settings makes only what is missing; other settings get an
     help="Where the run's folder is made.",
 )
 @click.option("--overwrite", is_flag=True, help="Make finished videos again.")
+@click.option(
+    "--verify", is_flag=True, help="Read finished videos and make changed ones again, not by size."
+)
 @verbosity_options
 @click.pass_obj
 def generate(
-    terminal: Terminal, /, prompts_file: str, out: str, overwrite: bool, **options: Any
+    terminal: Terminal,
+    /,
+    prompts_file: str,
+    out: str,
+    overwrite: bool,
+    verify: bool,
+    **options: Any,
 ) -> int:
     """Make a video of every prompt in PROMPTS.txt with sparse attention.
 
@@ -60,42 +73,80 @@ def generate(
     terminal.interrupted = "Interrupted; finished videos are kept."
     source = read_prompts(prompts_file)
     prepared = prepare(source, options, terminal)
-    name = f"{source.stem}-{prepared.request.method}-{settings_hash(prepared.request)}"
-    folder = RunFolder(Path(out) / name)
+    settings = settings_hash(prepared.request)
+    name = f"{source.stem}-{prepared.request.method}-{settings}"
+    folder = RunFolder(Path(out) / name, settings)
+    targets = _look(terminal, folder, prepared.prompts, verify)
+    if not overwrite and all(target.finished for target in targets):
+        # nothing is to be made, so a folder that nobody can write to is as good as any.
+        with suppress(OutputError), folder.claim():
+            pass
+        for target in targets:
+            _print_kept(terminal, target)
+        terminal.say(
+            f"All {len(targets)} videos are there already. Hint: --overwrite makes them again."
+        )
+        return 0
     with folder.claim():
-        targets = {one.prompt.number: folder.target(one.prompt) for one in prepared.prompts}
-        waiting = [
-            one for one in prepared.prompts if overwrite or not targets[one.prompt.number].finished
+        # until the folder was ours, another run may have made some of them.
+        targets = [
+            target if target.finished else folder.target(one.prompt, verify=verify)
+            for one, target in zip(prepared.prompts, targets, strict=True)
         ]
-        kept = len(prepared.prompts) - len(waiting)
-        for one in prepared.prompts:
-            if one not in waiting:
-                _print_kept(terminal, targets[one.prompt.number])
-        if not waiting:
-            terminal.say(
-                f"All {kept} videos are there already. Hint: --overwrite makes them again."
+        waiting = []
+        for one, target in zip(prepared.prompts, targets, strict=True):
+            if overwrite or not target.finished:
+                waiting.append((one, target))
+            else:
+                _print_kept(terminal, target)
+        return _make_all(terminal, prepared, folder, waiting)
+
+
+def _look(
+    terminal: Terminal, folder: RunFolder, prompts: Sequence[PreparedPrompt], verify: bool
+) -> list[Target]:
+    with plain_bar(terminal, "Looking for finished videos") as progress:
+        targets = []
+        for done, one in enumerate(prompts, 1):
+            targets.append(folder.target(one.prompt, verify=verify))
+            progress("", done, len(prompts))
+    return targets
+
+
+def _make_all(
+    terminal: Terminal,
+    prepared: PreparedPrompts,
+    folder: RunFolder,
+    waiting: Sequence[tuple[PreparedPrompt, Target]],
+) -> int:
+    """Make the videos that are waiting; the exit code."""
+    kept = len(prepared.prompts) - len(waiting)
+    loaded = prepared.load(terminal)
+    failed: list[int] = []
+    for place, (one, target) in enumerate(waiting, 1):
+        label = f"[{place}/{len(waiting)}] {short(one.prompt.text)}"
+        try:
+            _make(terminal, loaded, one, folder, target, label)
+        except FolderError as error:
+            # the next ones would be computed for nothing.
+            done = kept + place - 1 - len(failed)
+            terminal.complain(
+                f"{error}. The run stops at prompt {one.prompt.number:04d}: {done} of "
+                f"{len(prepared.prompts)} videos are done. Hint: when the folder can be written "
+                "to, run the same command again to make the others."
             )
-            return 0
-        loaded = prepared.load(terminal)
-        failed = []
-        for place, one in enumerate(waiting, 1):
-            try:
-                _make(
-                    terminal, loaded, one, folder, targets[one.prompt.number],
-                    f"[{place}/{len(waiting)}] {short(one.prompt.text)}",
-                )  # fmt: skip
-            except Exception as error:
-                # one prompt's failure must not cost the others theirs.
-                failed.append(one.prompt.number)
-                _print_failure(terminal, one, error)
+            return FAILED
+        except Exception as error:
+            # one prompt's failure must not cost the others theirs.
+            failed.append(one.prompt.number)
+            _print_failure(terminal, one, error)
     made = len(waiting) - len(failed)
     terminal.say(f"{made} made, {kept} there already, {len(failed)} failed: {folder.path}")
     if failed:
         numbers = ", ".join(f"{number:04d}" for number in failed)
-        click.echo(
-            f"Error: {len(failed)} of {len(prepared.prompts)} prompts failed ({numbers}); finished "
-            "videos are kept. Hint: run the same command again to make the missing ones.",
-            err=True,
+        terminal.complain(
+            f"{len(failed)} of {len(prepared.prompts)} prompts failed ({numbers}); finished "
+            "videos are kept. Hint: run the same command again to make the missing ones."
         )
         return FAILED
     return 0
@@ -115,12 +166,11 @@ def _make(
     assert one.request.fps is not None
     with step_bar(terminal, label) as progress:
         made = run(loaded, one.request, progress=progress)
-    # the old record goes first: an interrupted overwrite must not pass for a finished video.
-    target.record.unlink(missing_ok=True)
+    # an old record stays until then: a video that it does not describe is not finished.
     write_video(made.frames, target.video, one.request.fps)
     folder.write_record(target, made.record)
     if terminal.quiet:
-        click.echo(target.video)
+        terminal.show(str(target.video))
         return
     record = made.record
     work = (
@@ -129,15 +179,17 @@ def _make(
         else f"{format_share(record['total'])} of attention computed, "
         f"{format_share(record['computed'])} in the sparse calls"
     )
-    click.echo(f"{target.video}  {record['times']['total']:.1f} s, {work}")
+    terminal.show(f"{target.video}  {record['times']['total']:.1f} s, {work}")
 
 
 def _print_kept(terminal: Terminal, target: Target) -> None:
-    click.echo(target.video if terminal.quiet else f"{target.video}  already there")
+    terminal.show(str(target.video) if terminal.quiet else f"{target.video}  already there")
 
 
 def _print_failure(terminal: Terminal, one: PreparedPrompt, error: Exception) -> None:
     if terminal.verbose >= 2:
         traceback.print_exception(error)
-    message = " ".join(f"{type(error).__name__}: {error}".split())
-    click.echo(f"Error: prompt {one.prompt.number:04d} failed: {message}", err=True)
+    message = " ".join(str(error).split())
+    if not isinstance(error, VidsparseError):
+        message = f"{type(error).__name__}: {message}"
+    terminal.complain(f"prompt {one.prompt.number:04d} failed: {message}")

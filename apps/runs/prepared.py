@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vidsparse.apps.runs.prompts import Prompt, PromptFile
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.apps.terminal.options import build_request
+from vidsparse.apps.terminal.progress import plain_bar
 from vidsparse.errors import OptionError
 
 if TYPE_CHECKING:
@@ -75,14 +76,14 @@ def prepare(
         VidsparseError: an option, a combination or the model cannot be used.
     """
     from vidsparse.pipelines.models import check_takes, resolve_model, unknown_words
-    from vidsparse.pipelines.request import check_ready, resolve
+    from vidsparse.pipelines.request import check_ready, resolve, with_prompt
     from vidsparse.presets import load_preset
 
-    requests = [build_request(prompt.text, options) for prompt in source.prompts]
+    # the prompts share everything else, which is looked at once.
+    first = build_request(source.prompts[0].text, options)
     if ready:
-        check_ready(requests[0])
-    model = resolve_model(requests[0].model)
-    first = requests[0]
+        check_ready(first)
+    model = resolve_model(first.model)
     check_takes(model, image=first.image is not None, last_image=first.last_image is not None)
     if first.preset is not None:
         preset = load_preset(first.preset)
@@ -91,14 +92,19 @@ def prepare(
                 f"{preset.source} was calibrated for {preset.model['name']}, and {model.name} has "
                 "another transformer. Hint: calibrate for this model."
             )
+    settled = resolve(first, model.defaults)
     prepared = []
-    for prompt, request in zip(source.prompts, requests, strict=True):
-        prepared.append(PreparedPrompt(prompt=prompt, request=resolve(request, model.defaults)))
-        unknown = unknown_words(model, prompt.text)
-        if unknown:
-            words = ", ".join(unknown)
-            terminal.warn(
-                f"prompt {prompt.number}: the model {request.model} never learned {words}. "
-                "Hint: `vidsparse models` lists the words it knows."
+    with plain_bar(terminal, "Reading prompts") as progress:
+        for prompt in source.prompts:
+            prepared.append(
+                PreparedPrompt(prompt=prompt, request=with_prompt(settled, prompt.text))
             )
+            progress("", prompt.number, len(source.prompts))
+            unknown = unknown_words(model, prompt.text)
+            if unknown:
+                words = ", ".join(unknown)
+                terminal.warn(
+                    f"prompt {prompt.number}: the model {first.model} never learned {words}. "
+                    "Hint: `vidsparse models` lists the words it knows."
+                )
     return PreparedPrompts(model=model, prompts=tuple(prepared))

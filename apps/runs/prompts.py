@@ -73,6 +73,12 @@ def slug(text: str) -> str:
 
 
 def _text(path: str, name: str) -> str:
+    if not path:
+        raise OptionError(
+            "the prompt file has no name. Hint: give a file, or - to read standard input."
+        )
+    if path == "-" and sys.stdin is None:
+        raise OptionError("standard input is closed. Hint: give a file with one prompt a line.")
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except FileNotFoundError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vidsparse.apps.runs.prompts import Prompt, slug
 from vidsparse.errors import OutputError
-from vidsparse.files import write_text
+from vidsparse.files import clear_partial, file_hash, parse_json, unwritten, write_text
 
 LOCK_NAME = ".vidsparse.lock"
 
@@ -25,7 +25,8 @@ class Target:
     Args:
         video: the mp4.
         record: the JSON beside it, written last: without it the video is not finished.
-        finished: both exist and the record is of this very prompt.
+        finished: both exist as they were written, and the record is of this very prompt and of the
+            run's settings.
     """
 
     video: Path
@@ -35,13 +36,21 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The videos and records of one prompt file under one set of settings."""
+    """The videos and records of one prompt file under one set of settings.
+
+    Args:
+        path: the folder.
+        settings: hash of the settings, which every record names.
+    """
 
     path: Path
+    settings: str = ""
 
     @contextmanager
     def claim(self) -> Iterator[None]:
         """Make the folder, check that it can be written to, and keep other runs out.
+
+        What a killed run left half written is cleared.
 
         Raises:
             OutputError: the folder cannot be made or written to, or another run holds it.
@@ -62,21 +71,26 @@ class RunFolder:
         except OSError as error:
             raise _unwritable(self.path, error) from None
         try:
+            clear_partial(self.path)
             yield
         finally:
-            self._remove_if_unused()
+            # the folder may be gone by now; what ended the run is the news, not that.
+            with suppress(OSError):
+                self._remove_if_unused()
             lock.release()
 
     def _remove_if_unused(self) -> None:
         # a run that failed before its first video leaves nothing behind. still under the lock, so
         # that no other run can take hold of a lock file that is about to go.
         if [path.name for path in self.path.iterdir()] == [LOCK_NAME]:
-            with suppress(OSError):
-                (self.path / LOCK_NAME).unlink()
-                self.path.rmdir()
+            (self.path / LOCK_NAME).unlink()
+            self.path.rmdir()
 
-    def target(self, prompt: Prompt) -> Target:
+    def target(self, prompt: Prompt, *, verify: bool = False) -> Target:
         """The files of ``prompt``, and whether they are there already.
+
+        A video of another size than its record says is not finished, nor is one of another hash,
+        which ``verify`` reads the file for, nor one whose record was edited.
 
         A line that was edited gets files of its own and the old ones stay: by its new slug, or,
         where the slugs agree, by four more letters.
@@ -85,9 +99,16 @@ class RunFolder:
         own = f"{name}-{hashlib.sha256(prompt.text.encode()).hexdigest()[:4]}"
         for stem in (name, own):
             video, record = self.path / f"{stem}.mp4", self.path / f"{stem}.json"
-            known = _recorded_prompt(record)
-            if known == prompt.text or known is None or stem == own:
-                finished = known == prompt.text and _has_bytes(video)
+            known = _read_record(record)
+            own_prompt = known is not None and known["prompt"] == prompt.text
+            if own_prompt or known is None or stem == own:
+                finished = (
+                    known is not None
+                    and own_prompt
+                    and known.get("settings") == self.settings
+                    and known.get("seal") == _seal(known)
+                    and _is_as_written(video, known.get("file"), verify)
+                )
                 return Target(video=video, record=record, finished=finished)
         raise AssertionError("the second name always returns")
 
@@ -95,23 +116,43 @@ class RunFolder:
         """Write the record, which marks its video as finished.
 
         Raises:
-            OutputError: the folder cannot be written to.
+            OutputError: the folder cannot be written to, or the video cannot be read.
         """
-        write_text(target.record, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        try:
+            file = {"bytes": target.video.stat().st_size, "sha256": file_hash(target.video)}
+        except OSError as error:
+            raise unwritten(target.record, error) from None
+        written = {**record, "settings": self.settings, "file": file}
+        written["seal"] = _seal(written)
+        text = json.dumps(written, indent=1, ensure_ascii=False) + "\n"
+        # names of files may hold bytes that are no text; what stands for them is JSON's own escape.
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+        write_text(target.record, text)
 
 
-def _recorded_prompt(record: Path) -> str | None:
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """A record, None where there is none that names its prompt."""
     try:
-        value = json.loads(record.read_text(encoding="utf-8"))
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    prompt = value.get("prompt") if isinstance(value, dict) else None
-    return prompt if isinstance(prompt, str) else None
+    known = isinstance(value, dict) and isinstance(value.get("prompt"), str)
+    return value if known else None
 
 
-def _has_bytes(path: Path) -> bool:
+def _seal(record: Mapping[str, Any]) -> str:
+    """SHA-256 over everything that a record says: an edited one is of no video."""
+    told = {name: value for name, value in record.items() if name != "seal"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def _is_as_written(video: Path, file: Any, verify: bool) -> bool:
+    if not isinstance(file, dict):
+        return False
     try:
-        return path.stat().st_size > 0
+        if video.stat().st_size != file.get("bytes"):
+            return False
+        return not verify or file_hash(video) == file.get("sha256")
     except OSError:
         return False
 

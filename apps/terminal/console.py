@@ -1,15 +1,22 @@
 """What every command shares at the terminal: verbosity, exit codes and one-sentence errors.
 
-Exit codes: 0 done; 1 a part failed or a defect; 2 the input cannot be used; 130 interrupted.
+Exit codes: 0 done; 1 a part failed or a defect; 2 the input cannot be used, or results cannot be
+printed; 130 interrupted by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -17,7 +24,7 @@ import click
 from vidsparse.errors import VidsparseError
 from vidsparse.logs import logger
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,11 +37,13 @@ class Terminal:
         verbose: how often ``-v`` was given; 2 shows tracebacks.
         quiet: print results only.
         interrupted: what to say after Ctrl-C.
+        terminated: whether SIGTERM came.
     """
 
     verbose: int = 0
     quiet: bool = False
     interrupted: str = "Interrupted."
+    terminated: bool = False
 
     def set_up_logging(self) -> None:
         """Send the library's log to standard error, as far as ``-v`` and ``-q`` ask for it."""
@@ -47,12 +56,30 @@ class Terminal:
     def say(self, text: str) -> None:
         """A line for people, on standard error; silent with ``-q``."""
         if not self.quiet:
-            click.echo(text, err=True)
+            self.put(text, err=True)
+
+    def show(self, text: str) -> None:
+        """A line of results, on standard output. Where nobody can read it, work goes on."""
+        self.put(text, err=False)
+
+    def complain(self, text: str) -> None:
+        """An error, on standard error."""
+        self.put(f"{click.style('Error:', fg='red', bold=True)} {text}", err=True)
 
     def warn(self, text: str) -> None:
         """A warning, on standard error; silent with ``-q``."""
         if not self.quiet:
-            click.echo(f"{click.style('Warning:', fg='yellow')} {text}", err=True)
+            self.put(f"{click.style('Warning:', fg='yellow')} {text}", err=True)
+
+    def put(self, text: str, *, err: bool) -> None:
+        """Print, and go on where that fails."""
+        stream = sys.stderr if err else sys.stdout
+        try:
+            click.echo(text, err=err)
+        except (OSError, ValueError) as error:
+            _drop(stream)
+            if not err:
+                self.say(f"Standard output cannot be written to ({_why(error)}); work goes on.")
 
 
 class _StderrHandler(logging.StreamHandler[Any]):
@@ -100,28 +127,89 @@ def verbosity_options(function: Function) -> Function:
 
 def run(terminal: Terminal, body: Callable[[], object]) -> int:
     """Run a command's body and turn whatever it raises into one sentence and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        # a letter that the terminal does not know is no reason to fail.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    with _terminable(terminal):
+        code = _run(terminal, body)
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        return _cannot_print(terminal, error)
+    return code
+
+
+def _run(terminal: Terminal, body: Callable[[], object]) -> int:
     try:
         code = body()
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo(f"\n{terminal.interrupted}", err=True)
-        return INTERRUPTED
+        # even with -q: it is why nothing more comes.
+        terminal.put(f"\n{terminal.interrupted}", err=True)
+        return TERMINATED if terminal.terminated else INTERRUPTED
     except click.ClickException as error:
         return _complain(terminal, _with_hint(error), BAD_INPUT)
     except VidsparseError as error:
         return _complain(terminal, str(error), BAD_INPUT)
     except Exception as error:
+        if isinstance(error, OSError) and _while_printing(error):
+            return _cannot_print(terminal, error)
         message = " ".join(f"{type(error).__name__}: {error}".split())
         hint = "" if terminal.verbose >= 2 else " Hint: run with -vv for the traceback."
         return _complain(terminal, f"{message}.{hint}" if hint else message, FAILED)
     return code if isinstance(code, int) else 0
 
 
+@contextmanager
+def _terminable(terminal: Terminal) -> Iterator[None]:
+    """Let SIGTERM end the block as Ctrl-C does; a second one ends the process at once."""
+
+    def end(signum: int, _: object) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        terminal.terminated = True
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _while_printing(error: OSError) -> bool:
+    """Whether ``error`` came of printing, which click and rich do for us."""
+    # a stream that failed forgets what it could not write: asking it tells nothing.
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and not {"click", "rich"}.isdisjoint(Path(frames[-1].filename).parts)
+
+
+def _drop(stream: Any) -> None:
+    """Let all that ``stream`` is yet given go nowhere; Python would complain again at its end."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _why(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _cannot_print(terminal: Terminal, error: Exception) -> int:
+    _drop(sys.stdout)
+    return _complain(terminal, f"standard output cannot be written to: {_why(error)}.", BAD_INPUT)
+
+
 def _complain(terminal: Terminal, message: str, code: int) -> int:
     if terminal.verbose >= 2:
         traceback.print_exc()
-    click.echo(f"{click.style('Error:', fg='red', bold=True)} {message}", err=True)
+    terminal.complain(message)
     return code
 
 

@@ -44,7 +44,10 @@ def step_bar(terminal: Terminal, label: str) -> Iterator[StepCallback]:
 
 @contextmanager
 def plain_bar(terminal: Terminal, label: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar for anything that counts; the value is the callback ``(what, done, total)``."""
+    """Show a bar for anything that counts; the value is the callback ``(what, done, total)``.
+
+    Without a word for ``what`` only every hundredth call is shown.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -62,7 +65,10 @@ def plain_bar(terminal: Terminal, label: str) -> Iterator[Callable[[str, int, in
         task = progress.add_task(label, total=None)
 
         def advance(what: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{label}: {what}", total=total, completed=done)
+            # drawing is slower than what may be counted.
+            if what or done % 100 == 0 or done == total:
+                text = f"{label}: {what}" if what else label
+                progress.update(task, description=text, total=total, completed=done)
 
         yield advance
 

@@ -56,7 +56,14 @@ def make_method(name: str, **options: Any) -> Method:
             whose = f"it belongs to {listed(owners)}" if owners else "no method has it"
             has = f"its options are {', '.join(own)}" if own else "it takes no options"
             raise OptionError(f"{name} has no option {option!r}: {whose}. Hint: {has}.")
-    return cls(**options)
+    try:
+        return cls(**options)
+    except OptionError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        # files hold values of every type; each option looks at its own only.
+        given = ", ".join(f"{option}={value!r:.60}" for option, value in options.items())
+        raise OptionError(f"{name} cannot have the options {given}: {error}") from None
 
 
 __all__ = [

@@ -360,3 +360,11 @@ def check_share(name: str, value: object, *, low: float = 0.0, low_open: bool = 
     if not number or not (low < value <= 1 or (value == low and not low_open)):  # type: ignore[operator]
         bracket = "(" if low_open else "["
         raise OptionError(f"{name} must lie in {bracket}{low:g}, 1], got {value!r}")
+
+
+def check_whole(name: str, value: object) -> None:
+    """Raise an ``OptionError`` unless ``value`` is a whole number from 1 that a tensor can hold."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name} must be a whole number from 1, got {f'{value!r}'[:60]}")
+    if value >= 2**31:
+        raise OptionError(f"{name} must be below 2^31, got {f'{value!r}'[:60]}")

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
 from vidsparse.kernels.tokens.formats import FourBitQK
 from vidsparse.kernels.tokens.quantize import quantize_four_bits
@@ -22,6 +21,7 @@ from vidsparse.methods.base import (
     check_eight_bits,
     check_means,
     check_share,
+    check_whole,
     eight_bit_option,
     means_option,
     merge_option,
@@ -209,8 +209,7 @@ class Sale(SparseMethod):
     def __post_init__(self) -> None:
         check_share("tau", self.tau)
         check_eight_bits(self.quantize)
-        if not isinstance(self.local, int) or isinstance(self.local, bool) or self.local < 1:
-            raise OptionError(f"local must be a whole number of tokens from 1, got {self.local!r}")
+        check_whole("local", self.local)
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
         check_means(self.means, self.tile)

@@ -18,6 +18,7 @@ from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
     check_means,
+    check_whole,
     means_option,
     merge_option,
     option,
@@ -188,9 +189,8 @@ class XAttention(SparseMethod):
                 f"xattention selects by topk or by blocks, got topk={self.topk!r} and "
                 f"blocks={self.blocks!r}. Hint: leave one out."
             )
-        whole = isinstance(self.blocks, int) and not isinstance(self.blocks, bool)
-        if self.blocks is not None and (not whole or self.blocks < 1):
-            raise OptionError(f"blocks must be a whole number from 1, got {self.blocks!r}")
+        if self.blocks is not None:
+            check_whole("blocks", self.blocks)
         if self.blocks is None:
             settle_share(self, "tau", self.tau, self.topk)
         elif self.tau not in (None, 0.9):
