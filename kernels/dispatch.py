@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
+from .attention.checks import check_block, check_operands, check_plan, checked_plan
 from .attention.gates import Gate, check_gate
 from .attention.means import KeyMeans, check_means, quantize_means
 from .attention.reference import reference_attention
 from .attention.torch_sdpa import gather_attention
 from .hardware import fp8_reason, hopper_reason, triton_reason
-from .tokens.formats import QuantizedQK, check_format
+from .tokens.formats import QuantizedQK, check_format, check_quantized
 from .tokens.quantize import quantize_qk
 
 
@@ -212,6 +214,7 @@ def sparse_attention(
     quantize: str | QuantizedQK | None = None,
     means: KeyMeans | None = None,
     skipped: Tensor | None = None,
+    validate: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in which each block of query rows sees only its listed key chunks.
 
@@ -223,7 +226,7 @@ def sparse_attention(
         k: keys ``[B, H, S, D]``.
         v: values ``[B, H, S, D]``.
         q_tiles: tiles of M query rows that form a block, int32 ``[B, H, G, R]``, R = 128 / M;
-            -1 where a block has fewer. Every tile stands in one block exactly once.
+            -1 where a block has fewer. A tile stands in one block at most, and once.
         kv_count: key chunks that the block attends, int32 ``[B, H, G]``.
         kv_index: their numbers, int16 or int32 ``[B, H, G, C]``, rising; only the first
             ``kv_count`` are read.
@@ -242,23 +245,36 @@ def sparse_attention(
             each block (``attention/means.py`` has the definition). A gate leaves them alone.
         skipped: int32 ``[B, H, G]``, overwritten with the query-key pairs of every block whose
             product with V the gate skipped (half of a pair's work). Zeros without a gate.
+            Contiguous.
+        validate: when the values of ``q_tiles``, ``kv_count`` and ``kv_index`` are checked; shapes,
+            dtypes and devices always are. None: where these tensors are used for the first time, on
+            a CPU before the call, on a GPU beside it: nothing waits, a broken plan is run with its
+            numbers brought into range, and a later call says so. True: in this call and before it
+            runs, which waits for a GPU. False: never, of a plan that is known to be right and to
+            hold all rows.
 
     Returns:
         Output ``[B, H, S, D]`` in the dtype of ``q`` and the natural log-sum-exp of the scaled
-        scores ``[B, H, S]`` fp32. A row without keys gives zeros and -inf.
+        scores ``[B, H, S]`` fp32. A row without keys gives zeros and -inf, and so does one that no
+        block holds.
 
     Raises:
         ValueError: the implementation does not exist, cannot run here, or would have to give
-            gradients (only ``reference`` does, and not through 8 bits); scale is not positive;
-            a gate, 8-bit operands or a counter do not fit the other tensors.
+            gradients (only ``reference`` does, and not through 8 bits); scale is not positive or
+            not finite; q, k and v differ in shape, dtype or device, or are empty; the plan, a gate,
+            8-bit operands or a counter do not fit them; the plan of an earlier call was broken.
     """
+    check_operands(q, k, v)
+    check_plan(q, q_tiles, kv_count, kv_index, tile)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
+    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        raise ValueError(f"scale must be positive and finite, got {scale!r}")
     name = implementation
     if not chosen:
         kind = quantize.kind if isinstance(quantize, QuantizedQK) else quantize
         name = choose(implementation, q.device, q.dtype, q.shape[-1], gate=gate, quantize=kind)
+    if name in ("gluon", "triton"):
+        check_block(q_tiles.shape[3] * tile[0], name)
     if (
         (name != "reference" or quantize is not None)
         and torch.is_grad_enabled()
@@ -280,15 +296,16 @@ def sparse_attention(
                 f"skipped must be int32 {tuple(kv_count.shape)}, "
                 f"got {skipped.dtype} {tuple(skipped.shape)}"
             )
+        if skipped.device != q.device or not skipped.is_contiguous():
+            raise ValueError(f"skipped must be contiguous, and on {q.device} as q is")
         if gate is None:
             skipped.zero_()
+    if isinstance(quantize, QuantizedQK):
+        check_quantized(quantize, q)
+    plan = checked_plan(q_tiles, kv_count, kv_index, tile, q.shape[2], validate)
     # a kernel keeps scores in fp32 where it says so, whatever the caller's autocast.
     with torch.autocast(q.device.type, enabled=False):
         if isinstance(quantize, QuantizedQK):
-            if quantize.q.shape != q.shape:
-                raise ValueError(
-                    f"8-bit operands of shape {tuple(quantize.q.shape)} for q of {tuple(q.shape)}"
-                )
             quantized: QuantizedQK | None = quantize
         elif quantize is not None:
             quantized = quantize_qk(q, k, quantize, q_run=tile[0])
@@ -296,13 +313,13 @@ def sparse_attention(
             quantized = None
         if means is not None and quantized is not None:
             means = quantize_means(means, quantized)
-        return _LOADERS[name]()(
+        out, lse = _LOADERS[name]()(
             q,
             k,
             v,
-            q_tiles,
-            kv_count,
-            kv_index,
+            plan.q_tiles,
+            plan.kv_count,
+            plan.kv_index,
             tile=tile,
             scale=scale,
             gate=gate,
@@ -310,3 +327,4 @@ def sparse_attention(
             means=means,
             skipped=None if gate is None else skipped,
         )
+        return plan.fill(out, lse, tile[0])

@@ -161,9 +161,9 @@ def sparsify(
         preset.check_order(order)
         method, settled = preset.make_method(**method_options), preset.schedule
     elif method is None or isinstance(method, str):
-        name = method or "fg-attn"
+        name = "fg-attn" if method is None else method
         method = make_method(name, **{**defaults.method_options.get(name, {}), **method_options})
-    elif method_options:
+    elif method_options and isinstance(method, Method):
         names = ", ".join(sorted(method_options))
         raise OptionError(
             f"{names} given beside a method that is built already. "

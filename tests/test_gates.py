@@ -351,7 +351,7 @@ def test_tensors_that_do_not_fit_are_named(gate: Gate, message: str) -> None:
 def test_pieces_divide_blocks() -> None:
     q, k, v = random_qkv(200, 64, torch.float32)
     work = random_work(200, (32, 16))
-    small = Work(work.q_tiles.flatten(2)[..., None], *work.tensors[1:], work.tile, 200)
+    small = Work(work.q_tiles[..., :1], *work.tensors[1:], work.tile, 200)
     with pytest.raises(ValueError, match="64 rows do not divide blocks of 32"):
         sparse_attention(q, k, v, *small.tensors, tile=work.tile, gate=RelativeGate(-1.0))
 

@@ -582,6 +582,25 @@ def test_options_beside_a_built_method_are_refused() -> None:
         sparsify(tiny_wan(), make_method("fg-attn"), top_p=0.5)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"method": 5}, "a method is a name or a method that is built already, got 5"),
+        ({"method": 5, "top_p": 0.5}, "a method is a name or a method that is built already"),
+        ({"method": ["fg-attn"]}, "a method is a name or a method that is built already"),
+        ({"method": ""}, "unknown method ''. Hint: choose from"),
+        ({"preset": 5}, "a preset is a file's name, got 5"),
+    ],
+    ids=str,
+)
+def test_what_is_no_method_or_preset_is_refused(options: dict[str, Any], said: str) -> None:
+    pipe = tiny_wan()
+    before = state_of(pipe)
+    with pytest.raises(OptionError, match=said):
+        sparsify(pipe, **options)
+    assert state_of(pipe) == before
+
+
 def test_a_built_method_is_taken_as_it_is() -> None:
     method = make_method("fg-attn", top_p=0.5)
     with sparsify(tiny_wan(), method) as handle:

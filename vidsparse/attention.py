@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError
 from vidsparse.grid import TokenGrid
+from vidsparse.kernels.attention.checks import check_operands
 from vidsparse.methods import Method, make_method
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
@@ -42,9 +44,17 @@ def attend(
         The output ``[B, H, S, D]`` in the dtype and the token order of ``q``.
 
     Raises:
-        OptionError: a bad option, or a grid whose tokens are not S.
+        OptionError: a bad option; q, k and v that differ in shape, dtype or device, or are empty; a
+            grid whose tokens are not S.
         UnsupportedError: the implementation asked for cannot run on these tensors.
     """
+    try:
+        cast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+        check_operands(q, k, v, cast=cast)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    if not isinstance(grid, TokenGrid):
+        raise OptionError(f"grid must be a TokenGrid, got {type(grid).__name__}.")
     if grid.tokens != q.shape[2]:
         raise OptionError(
             f"q has {q.shape[2]} tokens, and a grid of {grid.frames}x{grid.height}x{grid.width} "
@@ -52,7 +62,7 @@ def attend(
         )
     if isinstance(method, str):
         method = make_method(method, **options)
-    elif options:
+    elif options and isinstance(method, Method):
         raise OptionError(
             f"{', '.join(sorted(options))} given beside a method that is built already. "
             "Hint: give the options when building it."

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vidsparse.errors import VidsparseError
+from vidsparse.errors import OptionError, VidsparseError
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels.dispatch import sparse_attention
-from vidsparse.methods import Method, SparseMethod
+from vidsparse.methods import METHODS, Method, SparseMethod
 from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import Ordered, key_means, order_and_plan
@@ -54,7 +54,8 @@ class AttentionEngine:
         kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
 
     Raises:
-        OptionError: unknown order or implementation, or a method that lacks calibrated numbers.
+        OptionError: what is no method, unknown order or implementation, or a method that lacks
+            calibrated numbers.
     """
 
     def __init__(
@@ -68,6 +69,12 @@ class AttentionEngine:
         check_finite: bool = False,
         trace: Trace | None = None,
     ) -> None:
+        if not isinstance(method, Method):
+            # anything else would run dense without a word.
+            raise OptionError(
+                f"a method is a name or a method that is built already, got {method!r}. "
+                f"Hint: choose from {', '.join(METHODS)}."
+            )
         check_order(order)
         check_implementation(implementation)
         if isinstance(method, SparseMethod):
@@ -193,6 +200,9 @@ class AttentionEngine:
             quantize=made.quantized or route.quantize,
             means=means,
             skipped=skipped,
+            # lists are made anew for every call, and looking at each would cost a GPU's queue more
+            # launches than the call itself has. on a CPU it costs next to nothing.
+            validate=False if q.is_cuda else None,
         )
         cell.selected, cell.computed = plan.selected, plan.computed
         if means is not None:

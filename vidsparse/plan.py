@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from vidsparse.grouping import MERGES, WINDOW_TILES, check_merge, merge_consecutive
+from vidsparse.kernels.attention.checks import INDEX_MULTIPLE
 from vidsparse.kernels.attention.means import COUNT_MULTIPLE, counts_of_chunks
 from vidsparse.kernels.hardware import triton_reason
 from vidsparse.masks import pack_bits, tile_count, tile_sizes, unpack_bits
-
-# kernels load chunk numbers in vectors, for which every list starts at such a multiple.
-INDEX_MULTIPLE = 16
 
 # rows of a block on a GPU, and what papers mean by merging.
 BLOCK_ROWS = 128

@@ -202,13 +202,16 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
     """Read a preset.
 
     Raises:
-        OptionError: a file is missing, damaged, of another schema, or not of its pair.
+        OptionError: what is no file's name; a file is missing, damaged, of another schema, or not
+            of its pair.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     from vidsparse.methods import METHODS
 
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"a preset is a file's name, got {path!r}")
     target, tables_file = preset_files(path)
     text = _read(target)
     try:

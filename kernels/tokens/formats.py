@@ -96,6 +96,34 @@ def check_run(name: str, run: int) -> None:
         raise ValueError(f"{name} must divide {ROWS_AT_ONCE}, got {run}")
 
 
+def check_quantized(quantized: QuantizedQK, q: Tensor) -> None:
+    """Raise a ``ValueError`` unless 8-bit operands fit ``q`` ``[B, H, S, D]``; shapes only."""
+    check_format(quantized.kind)
+    batch, heads, tokens, dim = q.shape
+    eight = FORMATS[quantized.kind][0]
+    for name in ("q_run", "k_run"):
+        check_run(name, getattr(quantized, name))
+    wanted = {
+        "q": (tuple(q.shape), eight),
+        "k": (tuple(q.shape), eight),
+        "q_scale": ((batch, heads, -(-tokens // quantized.q_run)), torch.float32),
+        "k_scale": ((batch, heads, -(-tokens // quantized.k_run)), torch.float32),
+        "shift": ((batch, heads, tokens), torch.float32),
+        "mean": ((batch, heads, dim), None),
+    }
+    for name, (shape, dtype) in wanted.items():
+        x: Tensor = getattr(quantized, name)
+        if tuple(x.shape) != shape or dtype not in (None, x.dtype):
+            raise ValueError(
+                f"8-bit operands of shape {tuple(x.shape)} for q of {tuple(q.shape)}: {name} must "
+                f"be {dtype or 'floating point'} {shape}, got {x.dtype}"
+            )
+        if x.device != q.device or not x.is_contiguous():
+            raise ValueError(
+                f"8-bit operands must be contiguous, and on {q.device} as q is: {name}"
+            )
+
+
 def whole_numbers(kind: str) -> bool:
     """Whether a format rounds to whole numbers, whatever type they ride in."""
     return kind != "fp8"
