@@ -154,6 +154,67 @@ def test_an_uploaded_picture_is_decoded_on_arrival(page: tuple[Any, str], tmp_pa
         client.predict(handle_file(str(path)), api_name="/image")
 
 
+# ---- what a browser may show ----
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("x.html", b"<script>fetch('/config')</script>"),
+        ("x.svg", b"<svg xmlns='http://www.w3.org/2000/svg'><script>1</script></svg>"),
+        ("x.xhtml", b"<html xmlns='http://www.w3.org/1999/xhtml'><script>1</script></html>"),
+        ("x.txt", b"<script>1</script>"),
+        ("x.json", b"{}"),
+        ("x.mp4", b"<script>1</script>"),
+    ],
+)
+def test_no_upload_is_shown_by_the_page_s_address(
+    page: tuple[Any, str], name: str, data: bytes
+) -> None:
+    import httpx2
+
+    desk, url = page
+    with httpx2.Client(base_url=url) as http:
+        (path,) = http.post("gradio_api/upload", files={"files": (name, data)}).json()
+        assert not Path(path).is_relative_to(desk.host.folder)
+        for ask in ({}, {"Range": "bytes=0-3"}):
+            for spelling in (f"file={path}", f"file/{path}", f"file={desk.host.folder}/../{path}"):
+                answer = http.get(f"gradio_api/{spelling}", headers=ask)
+                if answer.status_code >= 400:
+                    continue
+                assert answer.headers["content-disposition"].startswith("attachment"), spelling
+                assert answer.headers["x-content-type-options"] == "nosniff"
+                if name.endswith(("ml", "svg")):
+                    assert answer.headers["content-type"] == "application/octet-stream"
+
+
+def test_what_the_page_made_is_shown_and_nothing_else_in_its_folder(
+    page: tuple[Any, str],
+) -> None:
+    import httpx2
+
+    desk, url = page
+    folder = desk.host.folder / "a-visit"
+    folder.mkdir()
+    shown = {".mp4": "video/mp4", ".jpg": "image/jpeg", ".json": "application/json"}
+    with httpx2.Client(base_url=url) as http:
+        for suffix, kind in (shown | {".html": "text/html"}).items():
+            (folder / f"0001-a{suffix}").write_bytes(b"made here")
+            answer = http.get(f"gradio_api/file={folder}/0001-a{suffix}")
+            assert answer.content == b"made here"
+            assert answer.headers["content-disposition"].startswith("inline")
+            assert answer.headers["content-type"].startswith(kind)
+            assert answer.headers["x-content-type-options"] == "nosniff"
+        (folder / "other.svg").write_bytes(b"<svg/>")
+        answer = http.get(f"gradio_api/file={folder}/other.svg")
+        assert answer.headers["content-disposition"].startswith("attachment")
+        assert answer.headers["content-type"] == "application/octet-stream"
+        # what an older version left among the page's own files.
+        (desk.host.folder / "gradio").mkdir()
+        (desk.host.folder / "gradio" / "old.html").write_bytes(b"<script>")
+        assert http.get(f"gradio_api/file={desk.host.folder}/gradio/old.html").status_code == 403
+
+
 # ---- presets and pictures ----
 
 
@@ -263,7 +324,7 @@ def cleaned(
 @pytest.mark.slow
 def test_a_page_that_runs_long_keeps_no_copies(cleaned: tuple[Any, str]) -> None:
     desk, url = cleaned
-    copies = desk.host.folder / "gradio"
+    copies = desk.host.folder.with_name("page-uploads")
     caller = Caller(url, "stays")
     function = caller.function("generate")
     names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
@@ -308,7 +369,7 @@ def test_what_a_killed_page_left_is_removed_once_it_is_old(
     from vidsparse.apps.page.start import make_folder
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", "put back after the test")
-    left = make_folder(tmp_path) / "gradio" / "5b1f" / "clip.mp4"
+    left = make_folder(tmp_path).with_name("page-uploads") / "5b1f" / "clip.mp4"
     left.parent.mkdir()
     left.write_bytes(b"x")
     make_folder(tmp_path)

@@ -18,6 +18,7 @@ from vidsparse.apps.page.desk import Desk, toast
 from vidsparse.apps.page.form import IMAGES, Form
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
+from vidsparse.apps.page.headers import FileHeaders
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
 from vidsparse.errors import OptionError, UnsupportedError
@@ -206,7 +207,11 @@ def serve(
             show_error=False,
             max_file_size=desk.host.limits.upload * 2**20,
             allowed_paths=[str(desk.host.folder)],
-            app_kwargs={"middleware": [Middleware(Guard)]},
+            # where versions before 0.2 kept uploads, which may lie there still.
+            blocked_paths=[str(desk.host.folder / "gradio")],
+            app_kwargs={
+                "middleware": [Middleware(Guard), Middleware(FileHeaders, folder=desk.host.folder)]
+            },
             enable_monitoring=False,
             footer_links=[],
             run_history=False,

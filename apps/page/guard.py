@@ -17,7 +17,7 @@ from vidsparse.logs import logger
 # a form's values fit many times; files come by multipart upload, which has a limit of its own.
 MOST_BODY = 2 * 2**20
 
-_API = "/gradio_api/"
+API = "/gradio_api/"
 _FETCHING = ("file=http:", "file=https:", "file=//", "proxy=")
 
 
@@ -36,7 +36,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"].partition(_API)[2].lower()
+        path = scope["path"].partition(API)[2].lower()
         if path.startswith(_FETCHING):
             await _refuse(403, "this page loads nothing from other addresses", scope, receive, send)
             return

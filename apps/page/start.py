@@ -95,9 +95,10 @@ def make_desk(
 
 
 def make_folder(out: Path) -> Path:
-    """The page's own folder below the output folder, the only one that it serves.
+    """The page's own folder below the output folder, for what it makes.
 
-    Gradio's copies and uploads are sent there as well, before it is first imported.
+    Gradio's copies and uploads are sent to one beside it, before it is first imported: what lies
+    in the page's own folder may be shown in a browser, and what was uploaded may not.
 
     Raises:
         OutputError: it cannot be made.
@@ -105,9 +106,10 @@ def make_folder(out: Path) -> Path:
     from vidsparse.apps.page.uploads import forget_old
 
     folder = (out / "page").resolve()
-    uploads = folder / "gradio"
+    uploads = folder.with_name("page-uploads")
     try:
-        uploads.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        uploads.mkdir(exist_ok=True)
     except OSError as error:
         raise OutputError(
             f"the output folder {folder} cannot be made: {error.strerror}. "
