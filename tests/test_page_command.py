@@ -49,6 +49,8 @@ def test_without_gradio_the_extra_is_named(monkeypatch: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--allow-host", "http://box:7860"], "--allow-host cannot be 'http://box:7860'"),
+        (["--allow-host", ""], "--allow-host cannot be ''"),
         (["--max-steps", "0"], "limit of steps"),
         (["--model", "no-such-model"], "there is no model"),
         (["--device", "tpu"], "unknown device"),

@@ -215,6 +215,58 @@ def test_what_the_page_made_is_shown_and_nothing_else_in_its_folder(
         assert http.get(f"gradio_api/file={desk.host.folder}/gradio/old.html").status_code == 403
 
 
+# ---- who may ask, and by which name ----
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:{port}", 200),
+        ("localhost:{port}", 200),
+        ("[::1]:{port}", 200),
+        ("LOCALHOST", 200),
+        ("rebind.example", 400),
+        ("rebind.example:{port}", 400),
+        ("127.0.0.1.rebind.example:{port}", 400),
+        ("localhost@rebind.example", 400),
+        ("", 400),
+    ],
+)
+def test_a_page_for_this_machine_answers_to_its_own_names(
+    page: tuple[Any, str], host: str, status: int
+) -> None:
+    import httpx2
+
+    _, url = page
+    host = host.format(port=url.rstrip("/").rpartition(":")[2])
+    for path in ("", "config", "gradio_api/info"):
+        assert httpx2.get(url + path, headers={"Host": host}).status_code == status
+    asked = {"data": [], "fn_index": 0, "session_hash": "rebound"}
+    answer = httpx2.post(f"{url}gradio_api/queue/join", json=asked, headers={"Host": host})
+    assert (answer.status_code == 400 and b"Invalid host" in answer.content) == (status == 400)
+
+
+def test_a_host_may_name_others_and_a_password_allows_any() -> None:
+    from vidsparse.apps.page.build import _asked_for_by
+
+    own = ["127.0.0.1", "localhost", "[::1]"]
+    assert _asked_for_by([], listen=False, share=False) == own
+    assert _asked_for_by(["a.b"], listen=False, share=False) == [*own, "a.b"]
+    assert _asked_for_by(["a.b"], listen=True, share=False) == [*own, "a.b"]
+    assert _asked_for_by([], listen=True, share=False) == ["*"]
+    assert _asked_for_by(["a.b"], listen=False, share=True) == ["*"]
+
+
+def test_nobody_forwards_the_page_to_another_host(page: tuple[Any, str]) -> None:
+    import httpx2
+
+    _, url = page
+    for path in ("", "config"):
+        answer = httpx2.get(url + path, headers={"X-Forwarded-Host": "rebind.example"})
+        assert answer.status_code == 200
+        assert b"rebind.example" not in answer.content
+
+
 # ---- presets and pictures ----
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from vidsparse._version import __version__
 from vidsparse.apps.page import draw
@@ -20,6 +21,7 @@ from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.headers import FileHeaders
 from vidsparse.apps.page.report_tab import ReportTab
+from vidsparse.apps.page.start import THIS_MACHINE
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
 from vidsparse.errors import OptionError, UnsupportedError
 
@@ -175,6 +177,26 @@ class Served:
         self.page.close(verbose=False)
 
 
+def _asked_for_by(hosts: Sequence[str], listen: bool, share: bool) -> list[str]:
+    """The names in a call's Host that are answered.
+
+    Any site can have its name resolved to this machine and then read the page's answers as its own.
+    Behind a password that gets it nowhere, and a public address has a name that nobody chose.
+    """
+    if share or (listen and not hosts):
+        return ["*"]
+    return [*THIS_MACHINE, *hosts]
+
+
+def _middleware(desk: Desk, hosts: list[str]) -> list[Middleware]:
+    """What stands before the page, the first to hear a call first."""
+    return [
+        Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
+        Middleware(Guard),
+        Middleware(FileHeaders, folder=desk.host.folder),
+    ]
+
+
 def serve(
     desk: Desk,
     *,
@@ -182,6 +204,7 @@ def serve(
     listen: bool = False,
     share: bool = False,
     auth: tuple[str, str] | None = None,
+    hosts: Sequence[str] = (),
 ) -> Served:
     """Serve the page from a thread of its own.
 
@@ -191,6 +214,8 @@ def serve(
         listen: answer other machines too, not this one alone.
         share: make a public address through Gradio's tunnel.
         auth: name and password that visitors need.
+        hosts: more names that this machine is asked for by. Where only this machine is answered, or
+            where some are given for others, a call that asks for another name is refused.
 
     Raises:
         UnsupportedError: the port is taken.
@@ -209,9 +234,7 @@ def serve(
             allowed_paths=[str(desk.host.folder)],
             # where versions before 0.2 kept uploads, which may lie there still.
             blocked_paths=[str(desk.host.folder / "gradio")],
-            app_kwargs={
-                "middleware": [Middleware(Guard), Middleware(FileHeaders, folder=desk.host.folder)]
-            },
+            app_kwargs={"middleware": _middleware(desk, _asked_for_by(hosts, listen, share))},
             enable_monitoring=False,
             footer_links=[],
             run_history=False,

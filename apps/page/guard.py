@@ -36,6 +36,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # gradio would make the page's addresses of it, and a caller writes what it likes.
+        headers = [pair for pair in scope["headers"] if pair[0] != b"x-forwarded-host"]
+        scope = {**scope, "headers": headers}
         path = scope["path"].partition(API)[2].lower()
         if path.startswith(_FETCHING):
             await _refuse(403, "this page loads nothing from other addresses", scope, receive, send)

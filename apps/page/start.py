@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,27 @@ from vidsparse.errors import OptionError, OutputError, UnsupportedError
 if TYPE_CHECKING:
     from vidsparse.apps.page.desk import Desk
     from vidsparse.apps.page.host import Limits
+
+
+# how browsers name the machine that they run on.
+THIS_MACHINE = ("127.0.0.1", "localhost", "[::1]")
+
+_HOST = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?|\[[0-9a-f:.]+\]", re.IGNORECASE)
+
+
+def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
+    """Names by which the page may be asked for.
+
+    Raises:
+        OptionError: one is no name of a host.
+    """
+    for name in names:
+        if not _HOST.fullmatch(name):
+            raise OptionError(
+                f"--allow-host cannot be {name!r}. Hint: give a name without http:// and port, "
+                "like gpu-box.example.org or *.example.org."
+            )
+    return tuple(names)
 
 
 def check_login(auth: str | None, *, listen: bool, share: bool) -> tuple[str, str] | None:
