@@ -188,11 +188,11 @@ def _asked_for_by(hosts: Sequence[str], listen: bool, share: bool) -> list[str]:
     return [*THIS_MACHINE, *hosts]
 
 
-def _middleware(desk: Desk, hosts: list[str]) -> list[Middleware]:
+def _middleware(desk: Desk, asked_for_by: list[str], hosts: Sequence[str]) -> list[Middleware]:
     """What stands before the page, the first to hear a call first."""
     return [
-        Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
-        Middleware(Guard),
+        Middleware(TrustedHostMiddleware, allowed_hosts=asked_for_by, www_redirect=False),
+        Middleware(Guard, upload=desk.host.limits.upload, hosts=hosts),
         Middleware(FileHeaders, folder=desk.host.folder),
     ]
 
@@ -234,7 +234,9 @@ def serve(
             allowed_paths=[str(desk.host.folder)],
             # where versions before 0.2 kept uploads, which may lie there still.
             blocked_paths=[str(desk.host.folder / "gradio")],
-            app_kwargs={"middleware": _middleware(desk, _asked_for_by(hosts, listen, share))},
+            app_kwargs={
+                "middleware": _middleware(desk, _asked_for_by(hosts, listen, share), hosts)
+            },
             enable_monitoring=False,
             footer_links=[],
             run_history=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,34 @@ CLEAN_EVERY = 600
 CLEAN_AFTER = 6 * 3600
 
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+class Allowance:
+    """How much visitors may hand in before the first of it is forgotten.
+
+    Args:
+        each: bytes of one visitor.
+        together: bytes of all.
+    """
+
+    def __init__(self, each: int, together: int) -> None:
+        self._each, self._together = each, together
+        self._taken: deque[tuple[float, str, int]] = deque()
+
+    def take(self, visitor: str, size: int) -> bool:
+        """Count an upload of that many bytes; False, and nothing is counted, if it is too much."""
+        now = time.monotonic()
+        while self._taken and now - self._taken[0][0] > CLEAN_AFTER:
+            self._taken.popleft()
+        # the smallest file takes a place on the disk as well.
+        size = max(size, 2**16)
+        own = sum(each for _, name, each in self._taken if name == visitor)
+        if own + size > self._each or sum(each for _, _, each in self._taken) + size > (
+            self._together
+        ):
+            return False
+        self._taken.append((now, visitor, size))
+        return True
 
 
 def forget_old(folder: Path) -> None:
