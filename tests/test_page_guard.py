@@ -113,7 +113,7 @@ def test_no_type_of_body_goes_past_the_guard(kind: bytes) -> None:
 
 
 HERE = "127.0.0.1:7860"
-FOREIGN: tuple[dict[str, str], ...] = (
+FOREIGN: tuple[dict[str, Any], ...] = (
     {"sec_fetch_site": "cross-site"},
     {"sec_fetch_site": "same-site"},
     {"origin": "https://evil.example", "host": HERE},
@@ -124,7 +124,7 @@ FOREIGN: tuple[dict[str, str], ...] = (
 
 
 @pytest.mark.parametrize("said", FOREIGN)
-def test_other_sites_pages_make_no_calls(said: dict[str, str]) -> None:
+def test_other_sites_pages_make_no_calls(said: dict[str, Any]) -> None:
     assert _ask("/gradio_api/queue/join", b"{}", **said) == (403, [])
     assert _ask("/gradio_api/upload", b"x", b"multipart/form-data; boundary=x", **said) == (403, [])
     assert _ask("/login", b"x", b"application/x-www-form-urlencoded", **said) == (403, [])
@@ -143,7 +143,7 @@ def test_other_sites_pages_make_no_calls(said: dict[str, str]) -> None:
         {},
     ],
 )  # fmt: skip
-def test_the_page_s_own_calls_are_answered(said: dict[str, str]) -> None:
+def test_the_page_s_own_calls_are_answered(said: dict[str, Any]) -> None:
     assert _ask("/gradio_api/queue/join", b"{}", **said) == (200, [b"{}"])
 
 
@@ -153,7 +153,7 @@ def _parts(count: int, size: int = 10) -> bytes:
 
 
 def _hand_in(body: bytes, length: str | None = None, **more: Any) -> tuple[int, list[bytes]]:
-    said = {} if length == "" else {"content_length": length or str(len(body))}
+    said: dict[str, Any] = {} if length == "" else {"content_length": length or str(len(body))}
     return _ask("/gradio_api/upload", body, b"multipart/form-data; boundary=mark", **said, **more)
 
 

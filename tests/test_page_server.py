@@ -267,6 +267,62 @@ def test_nobody_forwards_the_page_to_another_host(page: tuple[Any, str]) -> None
         assert b"rebind.example" not in answer.content
 
 
+def test_every_answer_says_what_browsers_may_do_with_it(page: tuple[Any, str]) -> None:
+    import httpx2
+
+    desk, url = page
+    (desk.host.folder / "report.html").write_bytes(b"<script>fetch('/config')</script>")
+    paths = ("", "config", "gradio_api/file=/etc/passwd", "no-such-page", "theme.css")
+    with httpx2.Client(base_url=url) as http:
+        answers = [http.get(path) for path in paths]
+        answers.append(http.get("", headers={"Host": "rebind.example"}))
+        answers.append(http.post("gradio_api/queue/join", content=b"{", headers={"a": "b"}))
+        report = http.get(f"gradio_api/file={desk.host.folder}/report.html")
+    for answer in [*answers, report]:
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "same-origin"
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "http" not in policy
+    # what a report may hold cannot ask the page for anything.
+    assert "sandbox allow-scripts" in report.headers["content-security-policy"]
+    assert "connect-src" not in report.headers["content-security-policy"]
+
+
+@pytest.fixture(scope="module")
+def locked(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A page with a password."""
+    out = tmp_path_factory.mktemp("locked") / "out"
+    with served((model,), out, serving={"auth": ("anna", "secret")}, **MOST) as (_, url):
+        yield url
+
+
+def test_wrong_passwords_are_answered_slowly_and_the_right_one_opens_the_page(
+    locked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx2
+
+    from vidsparse.apps.page import logins
+
+    monkeypatch.setattr(logins, "FIRST_PAUSE", 0.2)
+    with httpx2.Client(base_url=locked) as http:
+        assert http.get("config").status_code == 401
+        seconds = []
+        for _ in range(3):
+            began = time.monotonic()
+            given = {"username": "anna", "password": "wrong"}
+            assert http.post("login", data=given).status_code == 400
+            seconds.append(time.monotonic() - began)
+        assert [spent > pause for spent, pause in zip(seconds, (0.2, 0.4, 0.8), strict=True)] == (
+            [True] * 3
+        )
+        given = {"username": "anna", "password": "secret"}
+        assert http.post("login", data=given).json() == {"success": True}
+        assert http.get("config").status_code == 200
+
+
 # ---- presets and pictures ----
 
 

@@ -9,6 +9,7 @@ import click
 from vidsparse.apps.page.start import (
     check_hosts,
     check_login,
+    check_port,
     load_first,
     make_desk,
     require_gradio,
@@ -152,6 +153,7 @@ def ui(
 
     login = check_login(auth, listen=listen, share=share)
     names = check_hosts(hosts)
+    check_port(port, listen=listen)
     require_gradio()
     limits = Limits(
         frames=max_frames,

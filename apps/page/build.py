@@ -19,13 +19,16 @@ from vidsparse.apps.page.desk import Desk, toast
 from vidsparse.apps.page.form import IMAGES, Form
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
-from vidsparse.apps.page.headers import FileHeaders
+from vidsparse.apps.page.headers import PageHeaders
+from vidsparse.apps.page.logins import SlowLogins
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.start import THIS_MACHINE
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
 from vidsparse.errors import OptionError, UnsupportedError
 
 _HERE = Path(__file__).parent
+# where a page with a public address has its scripts from, as gradio has written it.
+_SHARED_FROM = "https://gradio.s3-us-west-2.amazonaws.com"
 _SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 
@@ -188,12 +191,16 @@ def _asked_for_by(hosts: Sequence[str], listen: bool, share: bool) -> list[str]:
     return [*THIS_MACHINE, *hosts]
 
 
-def _middleware(desk: Desk, asked_for_by: list[str], hosts: Sequence[str]) -> list[Middleware]:
+def _middleware(
+    desk: Desk, names: Sequence[str], hosts: Sequence[str], share: bool
+) -> list[Middleware]:
     """What stands before the page, the first to hear a call first."""
+    folder, limits = desk.host.folder, desk.host.limits
     return [
-        Middleware(TrustedHostMiddleware, allowed_hosts=asked_for_by, www_redirect=False),
-        Middleware(Guard, upload=desk.host.limits.upload, hosts=hosts),
-        Middleware(FileHeaders, folder=desk.host.folder),
+        Middleware(PageHeaders, folder=folder, outside=_SHARED_FROM if share else ""),
+        Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False),
+        Middleware(Guard, upload=limits.upload, hosts=hosts),
+        Middleware(SlowLogins),
     ]
 
 
@@ -220,7 +227,7 @@ def serve(
     Raises:
         UnsupportedError: the port is taken.
     """
-    page = build(desk)
+    page, names = build(desk), _asked_for_by(hosts, listen, share)
     try:
         _, url, public = page.launch(
             server_name="0.0.0.0" if listen else "127.0.0.1",
@@ -234,9 +241,7 @@ def serve(
             allowed_paths=[str(desk.host.folder)],
             # where versions before 0.2 kept uploads, which may lie there still.
             blocked_paths=[str(desk.host.folder / "gradio")],
-            app_kwargs={
-                "middleware": _middleware(desk, _asked_for_by(hosts, listen, share), hosts)
-            },
+            app_kwargs={"middleware": _middleware(desk, names, hosts, share)},
             enable_monitoring=False,
             footer_links=[],
             run_history=False,
@@ -246,8 +251,7 @@ def serve(
             css=(_HERE / "page.css").read_text(encoding="utf-8"),
             head=f"<script>{(_HERE / 'viewer.js').read_text(encoding='utf-8')}</script>",
         )
-    except OSError as error:
-        raise UnsupportedError(
-            f"the page cannot be served: {error}. Hint: give another --port."
-        ) from None
+    except OSError:
+        taken = "no port from 7860 on is free" if port is None else f"port {port} is taken"
+        raise UnsupportedError(f"{taken}. Hint: give another --port.") from None
     return Served(url, public, page)

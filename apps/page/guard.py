@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from ipaddress import IPv6Address, IPv6Network
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -126,8 +127,7 @@ class Guard:
         mark = b"--" + options.get(b"boundary", b"")
         if len(mark) == 2:
             raise HTTPException(400, "the upload has no boundary")
-        visitor = (scope.get("client") or ("",))[0]
-        if not self._allowance.take(visitor, int(length)):
+        if not self._allowance.take(visitor_of(scope), int(length)):
             raise HTTPException(
                 429, "as much was uploaded as this page takes for some hours. Try again later."
             )
@@ -167,6 +167,16 @@ class Guard:
                 raise
             logger.info("a call was not understood: %r", error)
             raise HTTPException(400, "the request makes no sense here") from None
+
+
+def visitor_of(scope: Scope) -> str:
+    """Where a call comes from: the address, or the network that one line is given in IPv6."""
+    host: str = (scope.get("client") or ("",))[0]
+    try:
+        address = IPv6Address(host)
+    except ValueError:
+        return host
+    return str(IPv6Network((address, 64), strict=False))
 
 
 def names_address(value: Any) -> bool:

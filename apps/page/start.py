@@ -10,6 +10,7 @@ import importlib.util
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,10 +58,33 @@ def check_login(auth: str | None, *, listen: bool, share: bool) -> tuple[str, st
                 "Hint: add --auth USER:PASSWORD, or set VIDSPARSE_AUTH."
             )
         return None
-    user, colon, password = auth.partition(":")
-    if not (user and colon and password):
+    user, _, password = auth.partition(":")
+    # gradio looks at a name without the spaces around it.
+    user = user.strip()
+    if not (user and password.strip()):
         raise OptionError("--auth must be USER:PASSWORD with neither of them empty.")
     return user, password
+
+
+def check_port(port: int | None, *, listen: bool) -> None:
+    """Refuse a port that cannot be listened on, before anything is loaded.
+
+    Raises:
+        OptionError: there is none of that number, or it is taken.
+    """
+    if port is None:
+        return
+    if not 1 <= port <= 65535:
+        raise OptionError(f"--port must lie between 1 and 65535, got {port}.")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0" if listen else "127.0.0.1", port))
+        except OSError as error:
+            raise OptionError(
+                f"port {port} cannot be had: {(error.strerror or 'unknown').lower()}. "
+                "Hint: give another --port, or none for the first free one from 7860."
+            ) from None
 
 
 def require_gradio() -> None:
@@ -93,6 +117,8 @@ def make_desk(
     from vidsparse.pipelines.models import resolve_model
     from vidsparse.pipelines.placement import check_device, check_dtype
 
+    if not all(name.strip() for name in models):
+        raise OptionError("--model is empty. Hint: give a name as `vidsparse models` lists them.")
     refs = tuple(resolve_model(name) for name in dict.fromkeys(models))
     names = tuple(dict.fromkeys(check_device(name) for name in devices or (None,)))
     for name in names:
