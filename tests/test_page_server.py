@@ -140,18 +140,22 @@ def test_an_uploaded_prompt_file_is_read_and_others_are_not(
         client.predict(handle_file(str(path)), api_name="/prompt_file")
 
 
-def test_an_uploaded_picture_is_decoded_on_arrival(page: tuple[Any, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["image", "last_image"])
+def test_no_picture_is_decoded_where_no_model_takes_one(
+    page: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     from gradio_client import handle_file
     from gradio_client.exceptions import AppError
     from PIL import Image
 
-    client, path = _client(page[1]), tmp_path / "first.png"
-    Image.new("RGB", (40, 30), "red").save(path)
-    preview = client.predict(handle_file(str(path)), api_name="/image")
-    assert "-first-frame" in json.dumps(preview)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n nothing")
-    with pytest.raises(AppError, match=r"no picture|broken"):
-        client.predict(handle_file(str(path)), api_name="/image")
+    from vidsparse.apps.page import build
+
+    decoded: list[Path] = []
+    monkeypatch.setattr(build, "read_image", lambda path, *_, **__: decoded.append(path))
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "first.png")
+    with pytest.raises(AppError, match="no model of this page takes such a picture"):
+        _client(page[1]).predict(handle_file(str(tmp_path / "first.png")), api_name=f"/{name}")
+    assert decoded == []
 
 
 # ---- what a browser may show ----
@@ -352,6 +356,20 @@ def richer(
     out = tmp_path_factory.mktemp("richer") / "out"
     with served((model, pictures), out, (str(preset),), upload=1, **MOST) as running:
         yield running
+
+
+def test_an_uploaded_picture_is_decoded_on_arrival(richer: tuple[Any, str], tmp_path: Path) -> None:
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+    from PIL import Image
+
+    client, path = _client(richer[1]), tmp_path / "first.png"
+    Image.new("RGB", (40, 30), "red").save(path)
+    preview = client.predict(handle_file(str(path)), api_name="/image")
+    assert "-first-frame" in json.dumps(preview)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n nothing")
+    with pytest.raises(AppError, match=r"no picture|broken"):
+        client.predict(handle_file(str(path)), api_name="/image")
 
 
 def test_a_preset_makes_the_command_line_s_video(

@@ -16,7 +16,7 @@ from vidsparse.apps.page import draw
 from vidsparse.apps.page.choices import Choices
 from vidsparse.apps.page.compare_tab import CompareTab
 from vidsparse.apps.page.desk import Desk, toast
-from vidsparse.apps.page.form import IMAGES, Form
+from vidsparse.apps.page.form import IMAGES, Form, takes
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.headers import PageHeaders
@@ -24,7 +24,7 @@ from vidsparse.apps.page.logins import SlowLogins
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.start import THIS_MACHINE
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
-from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 
 _HERE = Path(__file__).parent
 # where a page with a public address has its scripts from, as gradio has written it.
@@ -126,10 +126,14 @@ def _image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[
         if not isinstance(file, str):
             return
         try:
+            if not any(takes(model)[name] for model in desk.host.models):
+                raise OptionError(
+                    "no model of this page takes such a picture. Hint: leave the upload out."
+                )
             target = visit.next_stem(IMAGES[name]).with_suffix(".png")
             limit = desk.host.limits.upload
             visit.images[name] = read_image(Path(file), target, megabytes=limit)
-        except OptionError as error:
+        except VidsparseError as error:
             raise toast(error) from error
         yield gr.update(visible=True, value=str(target))
 
