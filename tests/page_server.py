@@ -62,7 +62,12 @@ class Caller:
     def start(self, function: int, data: list[Any]) -> Any:
         """Put a call into Gradio's queue; answers the response."""
         body = {"data": data, "fn_index": function, "session_hash": self.session}
-        return self.http.post("gradio_api/queue/join", json=body)
+        # escaped, as a half of a character can be sent in no other way.
+        return self.http.post(
+            "gradio_api/queue/join",
+            content=json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
 
     def ends(self, wanted: set[str]) -> dict[str, dict[str, Any]]:
         """Listen until the calls of these events are over; answers their last messages."""

@@ -125,6 +125,32 @@ def test_bad_input_is_a_sentence_for_clients_too(page: tuple[Any, str]) -> None:
             client.predict(api_name="/generate", **{"prompt": "a", **TINY, **wrong})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"frames": int("1" + "0" * 400)}, "frames must be a number, got 1000"),
+        ({"steps": 2.7}, "steps must be a whole number, got 2.7"),
+        ({"steps": [2]}, "steps must be a number, got [2]"),
+        ({"fps": 1e-308}, "fps must lie between 1 and 240 on this page"),
+        ({"prompt": "a \ud800 ball"}, "prompt holds half of a character"),
+    ],
+)
+def test_values_that_no_browser_sends_are_a_sentence_before_anything_runs(
+    page: tuple[Any, str], wrong: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, url = page
+    monkeypatch.setattr(desk.queue, "submit", lambda *_: pytest.fail("it was to run"))
+    caller = Caller(url, f"odd-{words}")
+    function = caller.function("generate")
+    names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
+    data = dict(zip(names, caller.defaults(function), strict=True))
+    data |= {"prompt": "a red circle", **TINY, **wrong}
+    event = caller.start(function, list(data.values())).json()["event_id"]
+    (message,) = caller.ends({event}).values()
+    assert not message["success"]
+    assert words in message["output"]["error"]
+
+
 def test_an_uploaded_prompt_file_is_read_and_others_are_not(
     page: tuple[Any, str], tmp_path: Path
 ) -> None:
