@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urljoin
 
@@ -18,14 +19,19 @@ from vidsparse.apps.page.start import load_first, make_desk, require_gradio
 
 @contextmanager
 def served(
-    models: tuple[str, ...], out: Path, presets: tuple[str, ...] = (), **limits: int
+    models: tuple[str, ...],
+    out: Path,
+    presets: tuple[str, ...] = (),
+    *,
+    serving: Mapping[str, Any] = MappingProxyType({}),
+    **limits: int,
 ) -> Iterator[tuple[Any, str]]:
     """The desk of a page that runs while the block does, and its address."""
     require_gradio()
     desk = make_desk(models, ("cpu",), None, out, Limits(**limits), presets)
     from vidsparse.apps.page.build import serve
 
-    page = serve(desk, port=free_port())
+    page = serve(desk, port=free_port(), **serving)
     try:
         load_first(desk)
         yield desk, page.url
@@ -56,7 +62,12 @@ class Caller:
     def start(self, function: int, data: list[Any]) -> Any:
         """Put a call into Gradio's queue; answers the response."""
         body = {"data": data, "fn_index": function, "session_hash": self.session}
-        return self.http.post("gradio_api/queue/join", json=body)
+        # escaped, as a half of a character can be sent in no other way.
+        return self.http.post(
+            "gradio_api/queue/join",
+            content=json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
 
     def ends(self, wanted: set[str]) -> dict[str, dict[str, Any]]:
         """Listen until the calls of these events are over; answers their last messages."""

@@ -101,10 +101,16 @@ class Visitor:
         self.errors: list[str] = []
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", self._hear)
         self.page.goto(url)
         self.page.wait_for_selector("#generate")
         for label, value in SMALL.items():
             self.set(label, value)
+
+    def _hear(self, said: Any) -> None:
+        # what the page's own policy forbids it is missed by somebody.
+        if "Content Security Policy" in said.text:
+            self.errors.append(said.text)
 
     def set(self, label: str, value: object) -> None:
         field = self.page.get_by_label(label, exact=True)

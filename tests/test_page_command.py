@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def test_a_password_may_hold_colons() -> None:
     from vidsparse.apps.page.start import check_login
 
     assert check_login("anna:a:b", listen=True, share=False) == ("anna", "a:b")
+    assert check_login(" anna :a b ", listen=True, share=False) == ("anna", "a b ")
     assert check_login(None, listen=False, share=False) is None
 
 
@@ -49,6 +51,15 @@ def test_without_gradio_the_extra_is_named(monkeypatch: Any, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--allow-host", "http://box:7860"], "--allow-host cannot be 'http://box:7860'"),
+        (["--port", "99999"], "--port must lie between 1 and 65535, got 99999"),
+        (["--port", "0"], "--port must lie between 1 and 65535, got 0"),
+        (["--port", "9" * 30], "--port must lie between 1 and 65535"),
+        (["--auth", " : "], "--auth must be USER:PASSWORD"),
+        (["--auth", "anna: "], "--auth must be USER:PASSWORD"),
+        (["--model", ""], "--model is empty"),
+        (["--model", "shapes", "--model", "  "], "--model is empty"),
+        (["--allow-host", ""], "--allow-host cannot be ''"),
         (["--max-steps", "0"], "limit of steps"),
         (["--model", "no-such-model"], "there is no model"),
         (["--device", "tpu"], "unknown device"),
@@ -62,3 +73,20 @@ def test_bad_settings_of_the_host_are_found_at_once(
     done = CliRunner().invoke(main, ["ui", "--out", str(tmp_path / "o"), *options])
     assert done.exit_code == 2
     assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--listen", "--auth", "anna:secret"]])
+def test_a_port_in_use_is_said_before_anything_is_loaded(
+    options: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("gradio")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = ["ui", "--port", str(port), "--out", str(tmp_path / "o"), *options]
+        done = CliRunner().invoke(main, command)
+    assert done.exit_code == 2
+    assert f"port {port} cannot be had: address already in use. Hint: give another" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "o").exists()

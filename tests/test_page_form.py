@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,23 @@ def test_the_settings_of_a_request_make_it_again(form: Any) -> None:
         ({"height": 24}, "multiple of"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"steps": 2.5}, "must be a whole number"),
+        ({"steps": 2.7}, "steps must be a whole number, got 2.7"),
+        ({"steps": [2]}, r"steps must be a number, got \[2\]"),
+        ({"steps": {"a": "b" * 100_000}}, r"steps must be a number, got .{60}\.\.\.$"),
+        ({"frames": 10**400}, r"frames must be a number, got 1000.{56}\.\.\.$"),
+        ({"seed": -(10**400)}, r"seed must be a number, got -1000"),
+        ({"seed": 2**63}, "seed must be a number"),
+        ({"fps": 1e-308}, "fps must lie between 1 and 240 on this page, got 1e-308"),
+        ({"fps": 1e20}, "fps must"),
+        ({"fps": float("inf")}, "fps must be a number"),
+        ({"guidance": 1e300}, "guidance must"),
+        ({"guidance": [1]}, "guidance must be a number"),
+        ({"prompt": "a \ud800 ball"}, "prompt holds half of a character"),
+        ({"negative_prompt": "\udfff"}, "negative prompt holds half of a character"),
+        ({"dense_steps": "\ud800"}, "dense steps holds half of a character"),
+        ({"dense_steps": [1]}, "must be a count"),
+        ({"fg_attn_top_p": [0.5]}, "top_p cannot be"),
+        ({"fg_attn_top_p": 10**400}, "top_p"),
         ({"steps": float("nan")}, "must be a number"),
         ({"steps": "5"}, "must be a number"),
         ({"seed": -1}, "seed must be"),
@@ -137,6 +155,29 @@ def test_the_settings_of_a_request_make_it_again(form: Any) -> None:
 def test_bad_input_is_one_clear_sentence(form: Any, changes: Any, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         form.request(values_of(form, **changes))
+
+
+NASTY: tuple[Any, ...] = (
+    10**400, -(10**400), 1e-308, 1e308, float("nan"), float("inf"), 2.7, True, None, "", "\ud800",
+    "\0", "9" * 5000, "1e999", "nan", [], [1], [[]], {}, {"a": 1}, "x" * 30_000,
+)  # fmt: skip
+
+
+def test_no_value_of_any_control_is_more_than_a_sentence(form: Any) -> None:
+    for method in METHODS_OFFERED:
+        for name in form.controls:
+            for value in NASTY:
+                # anything but this is what gradio calls an error, and prints.
+                with suppress(OptionError):
+                    form.request({**values_of(form, method=method), name: value})
+
+
+def test_no_control_rounds_a_number(form: Any) -> None:
+    numbers = [each for each in form.controls.values() if each.get_block_name() == "number"]
+    assert len(numbers) > 8
+    for control in numbers:
+        assert control.preprocess(2.7) == 2.7
+        assert control.preprocess([2]) == [2]
 
 
 def test_words_the_model_never_learned_are_a_warning(form: Any) -> None:

@@ -125,6 +125,32 @@ def test_bad_input_is_a_sentence_for_clients_too(page: tuple[Any, str]) -> None:
             client.predict(api_name="/generate", **{"prompt": "a", **TINY, **wrong})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"frames": int("1" + "0" * 400)}, "frames must be a number, got 1000"),
+        ({"steps": 2.7}, "steps must be a whole number, got 2.7"),
+        ({"steps": [2]}, "steps must be a number, got [2]"),
+        ({"fps": 1e-308}, "fps must lie between 1 and 240 on this page"),
+        ({"prompt": "a \ud800 ball"}, "prompt holds half of a character"),
+    ],
+)
+def test_values_that_no_browser_sends_are_a_sentence_before_anything_runs(
+    page: tuple[Any, str], wrong: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, url = page
+    monkeypatch.setattr(desk.queue, "submit", lambda *_: pytest.fail("it was to run"))
+    caller = Caller(url, f"odd-{words}")
+    function = caller.function("generate")
+    names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
+    data = dict(zip(names, caller.defaults(function), strict=True))
+    data |= {"prompt": "a red circle", **TINY, **wrong}
+    event = caller.start(function, list(data.values())).json()["event_id"]
+    (message,) = caller.ends({event}).values()
+    assert not message["success"]
+    assert words in message["output"]["error"]
+
+
 def test_an_uploaded_prompt_file_is_read_and_others_are_not(
     page: tuple[Any, str], tmp_path: Path
 ) -> None:
@@ -140,18 +166,191 @@ def test_an_uploaded_prompt_file_is_read_and_others_are_not(
         client.predict(handle_file(str(path)), api_name="/prompt_file")
 
 
-def test_an_uploaded_picture_is_decoded_on_arrival(page: tuple[Any, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["image", "last_image"])
+def test_no_picture_is_decoded_where_no_model_takes_one(
+    page: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     from gradio_client import handle_file
     from gradio_client.exceptions import AppError
     from PIL import Image
 
-    client, path = _client(page[1]), tmp_path / "first.png"
-    Image.new("RGB", (40, 30), "red").save(path)
-    preview = client.predict(handle_file(str(path)), api_name="/image")
-    assert "-first-frame" in json.dumps(preview)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n nothing")
-    with pytest.raises(AppError, match=r"no picture|broken"):
-        client.predict(handle_file(str(path)), api_name="/image")
+    from vidsparse.apps.page import build
+
+    decoded: list[Path] = []
+    monkeypatch.setattr(build, "read_image", lambda path, *_, **__: decoded.append(path))
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "first.png")
+    with pytest.raises(AppError, match="no model of this page takes such a picture"):
+        _client(page[1]).predict(handle_file(str(tmp_path / "first.png")), api_name=f"/{name}")
+    assert decoded == []
+
+
+# ---- what a browser may show ----
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("x.html", b"<script>fetch('/config')</script>"),
+        ("x.svg", b"<svg xmlns='http://www.w3.org/2000/svg'><script>1</script></svg>"),
+        ("x.xhtml", b"<html xmlns='http://www.w3.org/1999/xhtml'><script>1</script></html>"),
+        ("x.txt", b"<script>1</script>"),
+        ("x.json", b"{}"),
+        ("x.mp4", b"<script>1</script>"),
+    ],
+)
+def test_no_upload_is_shown_by_the_page_s_address(
+    page: tuple[Any, str], name: str, data: bytes
+) -> None:
+    import httpx2
+
+    desk, url = page
+    with httpx2.Client(base_url=url) as http:
+        (path,) = http.post("gradio_api/upload", files={"files": (name, data)}).json()
+        assert not Path(path).is_relative_to(desk.host.folder)
+        for ask in ({}, {"Range": "bytes=0-3"}):
+            for spelling in (f"file={path}", f"file/{path}", f"file={desk.host.folder}/../{path}"):
+                answer = http.get(f"gradio_api/{spelling}", headers=ask)
+                if answer.status_code >= 400:
+                    continue
+                assert answer.headers["content-disposition"].startswith("attachment"), spelling
+                assert answer.headers["x-content-type-options"] == "nosniff"
+                if name.endswith(("ml", "svg")):
+                    assert answer.headers["content-type"] == "application/octet-stream"
+
+
+def test_what_the_page_made_is_shown_and_nothing_else_in_its_folder(
+    page: tuple[Any, str],
+) -> None:
+    import httpx2
+
+    desk, url = page
+    folder = desk.host.folder / "a-visit"
+    folder.mkdir()
+    shown = {".mp4": "video/mp4", ".jpg": "image/jpeg", ".json": "application/json"}
+    with httpx2.Client(base_url=url) as http:
+        for suffix, kind in (shown | {".html": "text/html"}).items():
+            (folder / f"0001-a{suffix}").write_bytes(b"made here")
+            answer = http.get(f"gradio_api/file={folder}/0001-a{suffix}")
+            assert answer.content == b"made here"
+            assert answer.headers["content-disposition"].startswith("inline")
+            assert answer.headers["content-type"].startswith(kind)
+            assert answer.headers["x-content-type-options"] == "nosniff"
+        (folder / "other.svg").write_bytes(b"<svg/>")
+        answer = http.get(f"gradio_api/file={folder}/other.svg")
+        assert answer.headers["content-disposition"].startswith("attachment")
+        assert answer.headers["content-type"] == "application/octet-stream"
+        # what an older version left among the page's own files.
+        (desk.host.folder / "gradio").mkdir()
+        (desk.host.folder / "gradio" / "old.html").write_bytes(b"<script>")
+        assert http.get(f"gradio_api/file={desk.host.folder}/gradio/old.html").status_code == 403
+
+
+# ---- who may ask, and by which name ----
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:{port}", 200),
+        ("localhost:{port}", 200),
+        ("[::1]:{port}", 200),
+        ("LOCALHOST", 200),
+        ("rebind.example", 400),
+        ("rebind.example:{port}", 400),
+        ("127.0.0.1.rebind.example:{port}", 400),
+        ("localhost@rebind.example", 400),
+        ("", 400),
+    ],
+)
+def test_a_page_for_this_machine_answers_to_its_own_names(
+    page: tuple[Any, str], host: str, status: int
+) -> None:
+    import httpx2
+
+    _, url = page
+    host = host.format(port=url.rstrip("/").rpartition(":")[2])
+    for path in ("", "config", "gradio_api/info"):
+        assert httpx2.get(url + path, headers={"Host": host}).status_code == status
+    asked = {"data": [], "fn_index": 0, "session_hash": "rebound"}
+    answer = httpx2.post(f"{url}gradio_api/queue/join", json=asked, headers={"Host": host})
+    assert (answer.status_code == 400 and b"Invalid host" in answer.content) == (status == 400)
+
+
+def test_a_host_may_name_others_and_a_password_allows_any() -> None:
+    from vidsparse.apps.page.build import _asked_for_by
+
+    own = ["127.0.0.1", "localhost", "[::1]"]
+    assert _asked_for_by([], listen=False, share=False) == own
+    assert _asked_for_by(["a.b"], listen=False, share=False) == [*own, "a.b"]
+    assert _asked_for_by(["a.b"], listen=True, share=False) == [*own, "a.b"]
+    assert _asked_for_by([], listen=True, share=False) == ["*"]
+    assert _asked_for_by(["a.b"], listen=False, share=True) == ["*"]
+
+
+def test_nobody_forwards_the_page_to_another_host(page: tuple[Any, str]) -> None:
+    import httpx2
+
+    _, url = page
+    for path in ("", "config"):
+        answer = httpx2.get(url + path, headers={"X-Forwarded-Host": "rebind.example"})
+        assert answer.status_code == 200
+        assert b"rebind.example" not in answer.content
+
+
+def test_every_answer_says_what_browsers_may_do_with_it(page: tuple[Any, str]) -> None:
+    import httpx2
+
+    desk, url = page
+    (desk.host.folder / "report.html").write_bytes(b"<script>fetch('/config')</script>")
+    paths = ("", "config", "gradio_api/file=/etc/passwd", "no-such-page", "theme.css")
+    with httpx2.Client(base_url=url) as http:
+        answers = [http.get(path) for path in paths]
+        answers.append(http.get("", headers={"Host": "rebind.example"}))
+        answers.append(http.post("gradio_api/queue/join", content=b"{", headers={"a": "b"}))
+        report = http.get(f"gradio_api/file={desk.host.folder}/report.html")
+    for answer in [*answers, report]:
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "same-origin"
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert "http" not in policy
+    # what a report may hold cannot ask the page for anything.
+    assert "sandbox allow-scripts" in report.headers["content-security-policy"]
+    assert "connect-src" not in report.headers["content-security-policy"]
+
+
+@pytest.fixture(scope="module")
+def locked(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A page with a password."""
+    out = tmp_path_factory.mktemp("locked") / "out"
+    with served((model,), out, serving={"auth": ("anna", "secret")}, **MOST) as (_, url):
+        yield url
+
+
+def test_wrong_passwords_are_answered_slowly_and_the_right_one_opens_the_page(
+    locked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx2
+
+    from vidsparse.apps.page import logins
+
+    monkeypatch.setattr(logins, "FIRST_PAUSE", 0.2)
+    with httpx2.Client(base_url=locked) as http:
+        assert http.get("config").status_code == 401
+        seconds = []
+        for _ in range(3):
+            began = time.monotonic()
+            given = {"username": "anna", "password": "wrong"}
+            assert http.post("login", data=given).status_code == 400
+            seconds.append(time.monotonic() - began)
+        assert [spent > pause for spent, pause in zip(seconds, (0.2, 0.4, 0.8), strict=True)] == (
+            [True] * 3
+        )
+        given = {"username": "anna", "password": "secret"}
+        assert http.post("login", data=given).json() == {"success": True}
+        assert http.get("config").status_code == 200
 
 
 # ---- presets and pictures ----
@@ -183,6 +382,20 @@ def richer(
     out = tmp_path_factory.mktemp("richer") / "out"
     with served((model, pictures), out, (str(preset),), upload=1, **MOST) as running:
         yield running
+
+
+def test_an_uploaded_picture_is_decoded_on_arrival(richer: tuple[Any, str], tmp_path: Path) -> None:
+    from gradio_client import handle_file
+    from gradio_client.exceptions import AppError
+    from PIL import Image
+
+    client, path = _client(richer[1]), tmp_path / "first.png"
+    Image.new("RGB", (40, 30), "red").save(path)
+    preview = client.predict(handle_file(str(path)), api_name="/image")
+    assert "-first-frame" in json.dumps(preview)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n nothing")
+    with pytest.raises(AppError, match=r"no picture|broken"):
+        client.predict(handle_file(str(path)), api_name="/image")
 
 
 def test_a_preset_makes_the_command_line_s_video(
@@ -263,7 +476,7 @@ def cleaned(
 @pytest.mark.slow
 def test_a_page_that_runs_long_keeps_no_copies(cleaned: tuple[Any, str]) -> None:
     desk, url = cleaned
-    copies = desk.host.folder / "gradio"
+    copies = desk.host.folder.with_name("page-uploads")
     caller = Caller(url, "stays")
     function = caller.function("generate")
     names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
@@ -308,7 +521,7 @@ def test_what_a_killed_page_left_is_removed_once_it_is_old(
     from vidsparse.apps.page.start import make_folder
 
     monkeypatch.setenv("GRADIO_TEMP_DIR", "put back after the test")
-    left = make_folder(tmp_path) / "gradio" / "5b1f" / "clip.mp4"
+    left = make_folder(tmp_path).with_name("page-uploads") / "5b1f" / "clip.mp4"
     left.parent.mkdir()
     left.write_bytes(b"x")
     make_folder(tmp_path)

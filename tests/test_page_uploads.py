@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from vidsparse.apps.page.uploads import read_image, read_prompt_file, read_prompts
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, OutputError
 
 
 def _png(tmp_path: Path, size: tuple[int, int] = (32, 16), kind: str = "PNG") -> Path:
@@ -69,6 +72,47 @@ def test_what_is_no_picture_is_refused(tmp_path: Path, data: bytes, words: str) 
     with pytest.raises(OptionError, match=words):
         read_image(path, tmp_path / "new.png", megabytes=1)
     assert not (tmp_path / "new.png").exists()
+
+
+@pytest.mark.parametrize("size", [(4001, 4000), (10_001, 10), (10, 10_001)])
+def test_a_picture_that_grows_too_large_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    path = tmp_path / "up.png"
+    # a few kilobytes of one colour.
+    Image.new("1", size).save(path, format="PNG")
+    assert path.stat().st_size < 50_000
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
+    with pytest.raises(OptionError, match="16 megapixels and 10,000 pixels a side, this one has"):
+        read_image(path, tmp_path / "new.png", megabytes=1)
+
+
+def test_pictures_are_decoded_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, now, most = _png(tmp_path), [], []
+    load = ImageFile.ImageFile.load
+
+    def slowly(self: Any) -> Any:
+        now.append(self)
+        most.append(len(now))
+        time.sleep(0.02)
+        now.remove(self)
+        return load(self)
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", slowly)
+    with ThreadPoolExecutor(12) as pool:
+        made = pool.map(
+            lambda number: read_image(path, tmp_path / f"{number}.png", megabytes=1), range(12)
+        )
+        assert all(each.is_file() for each in made)
+    assert max(most) == 1
+
+
+def test_a_copy_that_cannot_be_written_is_not_the_picture_s_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OutputError, match="cannot be written"):
+        read_image(_png(tmp_path), tmp_path / "file" / "new.png", megabytes=1)
 
 
 def test_a_cut_picture_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from vidsparse.apps.page.start import (
+    check_hosts,
     check_login,
+    check_port,
     load_first,
     make_desk,
     require_gradio,
@@ -40,6 +42,14 @@ Ctrl-C closes the page; files stay.
     metavar="USER:PASSWORD",
     envvar="VIDSPARSE_AUTH",
     help="What visitors must give; also read from VIDSPARSE_AUTH, which other users cannot see.",
+)
+@click.option(
+    "--allow-host",
+    "hosts",
+    multiple=True,
+    metavar="NAME",
+    help="A further name to answer to, as in the browser's address; may be repeated. "
+    "[default: this machine's own names; with --listen or --share any]",
 )
 @click.option(
     "--model",
@@ -121,6 +131,7 @@ def ui(
     listen: bool,
     share: bool,
     auth: str | None,
+    hosts: tuple[str, ...],
     models: tuple[str, ...],
     presets: tuple[str, ...],
     devices: tuple[str, ...],
@@ -141,6 +152,8 @@ def ui(
     from vidsparse.apps.page.host import Limits
 
     login = check_login(auth, listen=listen, share=share)
+    names = check_hosts(hosts)
+    check_port(port, listen=listen)
     require_gradio()
     limits = Limits(
         frames=max_frames,
@@ -153,7 +166,7 @@ def ui(
     desk = make_desk(models, devices, dtype, Path(out), limits, presets)
     from vidsparse.apps.page.build import serve
 
-    served = serve(desk, port=port, listen=listen, share=share, auth=login)
+    served = serve(desk, port=port, listen=listen, share=share, auth=login, hosts=names)
     click.echo(f"page: {served.url}")
     if served.public_url:
         click.echo(f"public: {served.public_url}")

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from vidsparse._version import __version__
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.choices import Choices
 from vidsparse.apps.page.compare_tab import CompareTab
 from vidsparse.apps.page.desk import Desk, toast
-from vidsparse.apps.page.form import IMAGES, Form
+from vidsparse.apps.page.form import IMAGES, Form, takes
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
+from vidsparse.apps.page.headers import PageHeaders
+from vidsparse.apps.page.logins import SlowLogins
 from vidsparse.apps.page.report_tab import ReportTab
+from vidsparse.apps.page.start import THIS_MACHINE
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
-from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 
 _HERE = Path(__file__).parent
+# where a page with a public address has its scripts from, as gradio has written it.
+_SHARED_FROM = "https://gradio.s3-us-west-2.amazonaws.com"
 _SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 
@@ -120,10 +126,14 @@ def _image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[
         if not isinstance(file, str):
             return
         try:
+            if not any(takes(model)[name] for model in desk.host.models):
+                raise OptionError(
+                    "no model of this page takes such a picture. Hint: leave the upload out."
+                )
             target = visit.next_stem(IMAGES[name]).with_suffix(".png")
             limit = desk.host.limits.upload
             visit.images[name] = read_image(Path(file), target, megabytes=limit)
-        except OptionError as error:
+        except VidsparseError as error:
             raise toast(error) from error
         yield gr.update(visible=True, value=str(target))
 
@@ -174,6 +184,30 @@ class Served:
         self.page.close(verbose=False)
 
 
+def _asked_for_by(hosts: Sequence[str], listen: bool, share: bool) -> list[str]:
+    """The names in a call's Host that are answered.
+
+    Any site can have its name resolved to this machine and then read the page's answers as its own.
+    Behind a password that gets it nowhere, and a public address has a name that nobody chose.
+    """
+    if share or (listen and not hosts):
+        return ["*"]
+    return [*THIS_MACHINE, *hosts]
+
+
+def _middleware(
+    desk: Desk, names: Sequence[str], hosts: Sequence[str], share: bool
+) -> list[Middleware]:
+    """What stands before the page, the first to hear a call first."""
+    folder, limits = desk.host.folder, desk.host.limits
+    return [
+        Middleware(PageHeaders, folder=folder, outside=_SHARED_FROM if share else ""),
+        Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False),
+        Middleware(Guard, upload=limits.upload, hosts=hosts),
+        Middleware(SlowLogins),
+    ]
+
+
 def serve(
     desk: Desk,
     *,
@@ -181,6 +215,7 @@ def serve(
     listen: bool = False,
     share: bool = False,
     auth: tuple[str, str] | None = None,
+    hosts: Sequence[str] = (),
 ) -> Served:
     """Serve the page from a thread of its own.
 
@@ -190,11 +225,13 @@ def serve(
         listen: answer other machines too, not this one alone.
         share: make a public address through Gradio's tunnel.
         auth: name and password that visitors need.
+        hosts: more names that this machine is asked for by. Where only this machine is answered, or
+            where some are given for others, a call that asks for another name is refused.
 
     Raises:
         UnsupportedError: the port is taken.
     """
-    page = build(desk)
+    page, names = build(desk), _asked_for_by(hosts, listen, share)
     try:
         _, url, public = page.launch(
             server_name="0.0.0.0" if listen else "127.0.0.1",
@@ -206,7 +243,9 @@ def serve(
             show_error=False,
             max_file_size=desk.host.limits.upload * 2**20,
             allowed_paths=[str(desk.host.folder)],
-            app_kwargs={"middleware": [Middleware(Guard)]},
+            # where versions before 0.2 kept uploads, which may lie there still.
+            blocked_paths=[str(desk.host.folder / "gradio")],
+            app_kwargs={"middleware": _middleware(desk, names, hosts, share)},
             enable_monitoring=False,
             footer_links=[],
             run_history=False,
@@ -216,8 +255,7 @@ def serve(
             css=(_HERE / "page.css").read_text(encoding="utf-8"),
             head=f"<script>{(_HERE / 'viewer.js').read_text(encoding='utf-8')}</script>",
         )
-    except OSError as error:
-        raise UnsupportedError(
-            f"the page cannot be served: {error}. Hint: give another --port."
-        ) from None
+    except OSError:
+        taken = "no port from 7860 on is free" if port is None else f"port {port} is taken"
+        raise UnsupportedError(f"{taken}. Hint: give another --port.") from None
     return Served(url, public, page)

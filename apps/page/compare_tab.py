@@ -10,7 +10,7 @@ import gradio as gr
 
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.desk import Desk, alert, toast
-from vidsparse.apps.page.form import Form, whole
+from vidsparse.apps.page.form import Form, number, shown, whole
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.tasks import Pair, compare, record_cell
@@ -58,11 +58,9 @@ class CompareTab:
                 elem_classes="note",
             )
             with gr.Row(equal_height=True):
-                self.step = gr.Number(
-                    value=1, label="Step", precision=0, min_width=90, elem_id="step"
-                )
+                self.step = gr.Number(value=1, label="Step", step=1, min_width=90, elem_id="step")
                 self.layer = gr.Number(
-                    value=1, label="Layer", precision=0, min_width=90, elem_id="layer"
+                    value=1, label="Layer", step=1, min_width=90, elem_id="layer"
                 )
                 self.record = gr.Button("Record this cell", elem_id="record-cell")
             self.cell_status = gr.HTML(elem_id="cell-status")
@@ -212,9 +210,13 @@ class CompareTab:
     def draw_cell(self, request: gr.Request, head: Any, order: Any) -> Any:
         """Draw the recorded cell's map of another head, or along another order."""
         record = self._desk.visit(request).cell
-        if record is None or order not in record.maps or not isinstance(head, int | float):
+        try:
+            place = int(number("head", head) or 1)
+        except OptionError as error:
+            raise toast(error) from error
+        if record is None or order not in record.maps:
             return gr.skip()
-        return draw.cell_map(record, min(max(int(head), 1), record.heads) - 1, order)
+        return draw.cell_map(record, min(max(place, 1), record.heads) - 1, order)
 
 
 def _place(name: str, value: object, count: int) -> int:
@@ -225,5 +227,5 @@ def _place(name: str, value: object, count: int) -> int:
     """
     found = whole(name, value)
     if found is None or not 1 <= found <= count:
-        raise OptionError(f"{name} must be a number from 1 to {count}, got {value!r}")
+        raise OptionError(f"{name} must be a number from 1 to {count}, got {shown(value)}")
     return found - 1

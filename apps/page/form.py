@@ -7,7 +7,6 @@ needs no line here.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -51,6 +50,10 @@ OWN_ORDER = ""
 
 _WHOLE = ("steps", "frames", "width", "height", "seed", "reuse")
 IMAGES = {"image": "First frame", "last_image": "Last frame"}
+# of any number: what a seed can be.
+LARGEST = 2**63 - 1
+# a video of less or more no player shows, and no model was made with such guidance.
+_BETWEEN = {"fps": (1, 240), "guidance": (0, 100)}
 _AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers")
 _FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps")
 
@@ -259,6 +262,7 @@ class Form:
         Raises:
             OptionError: a value that cannot be used, or more than the host allows.
         """
+        _check_texts(values)
         prompt = values.get("prompt")
         if not isinstance(prompt, str) or not prompt.strip():
             raise OptionError("there is no prompt. Hint: write what the video should show.")
@@ -281,6 +285,7 @@ class Form:
         Raises:
             OptionError: as ``request``.
         """
+        _check_texts(values)
         model = self.host.model(values.get("model"))
         method = values.get("method")
         if not isinstance(method, str) or method not in self.groups:
@@ -289,6 +294,11 @@ class Form:
         own: dict[str, Any] = {name: whole(name, values.get(name)) for name in _WHOLE}
         own |= {name: _read_amount(name, values.get(name)) for name in _AMOUNTS}
         own |= {name: number(name, values.get(name)) for name in ("guidance", "fps")}
+        for name, (least, most) in _BETWEEN.items():
+            if own[name] is not None and not least <= own[name] <= most:
+                raise OptionError(
+                    f"{name} must lie between {least} and {most} on this page, got {own[name]}"
+                )
         own["seed"] = own["seed"] or 0
         preset = _name("preset", values.get("preset"))
         if preset is not None:
@@ -396,7 +406,7 @@ def control_for(field: dataclasses.Field[Any], value: Any) -> Any:
     if facts.get("choices"):
         return gr.Dropdown(list(facts["choices"]), value=_text(value), label=label, info=info)
     if isinstance(field.default, int):
-        return gr.Number(value=value, label=label, info=info, precision=0)
+        return gr.Number(value=value, label=label, info=info, step=1)
     if isinstance(field.default, float):
         # no step of its own: a number that is in range should never be called invalid.
         return gr.Number(value=value, label=label, info=info, step=0.05)
@@ -415,7 +425,9 @@ def method_options(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value == "":
             continue
         if isinstance(field.default, bool):
-            options[field.name] = bool(value)
+            if not isinstance(value, bool):
+                raise OptionError(f"{field.name} must be on or off, got {shown(value)}")
+            options[field.name] = value
             continue
         try:
             options[field.name] = field.metadata["convert"](_text(value))
@@ -423,7 +435,7 @@ def method_options(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
             raise
         except ValueError:
             raise OptionError(
-                f"{field.name} cannot be {value!r} ({field.metadata['help']}). "
+                f"{field.name} cannot be {shown(value)} ({field.metadata['help']}). "
                 f"Hint: {default_text(field)} is the default."
             ) from None
     return options
@@ -439,7 +451,7 @@ def whole(name: str, value: object) -> int | None:
     if value is None:
         return None
     if value != int(value):
-        raise OptionError(f"{name} must be a whole number, got {value:g}")
+        raise OptionError(f"{name} must be a whole number, got {value}")
     return int(value)
 
 
@@ -451,20 +463,51 @@ def number(name: str, value: object) -> int | float | None:
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise OptionError(f"{name.replace('_', ' ')} must be a number, got {value!r}")
+    # compared, not converted: a whole number can be too large for that.
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not -LARGEST <= value <= LARGEST
+    ):
+        raise OptionError(f"{name.replace('_', ' ')} must be a number, got {shown(value)}")
     return int(value) if value == int(value) else value
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse a text that cannot be written down.
+
+    Raises:
+        OptionError: it holds half of a character, as a script can send it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise OptionError(
+            f"{name.replace('_', ' ')} holds half of a character. Hint: type it anew."
+        ) from None
+
+
+def shown(value: object) -> str:
+    """A value that was refused, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _check_texts(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, str):
+            check_text(name, value)
 
 
 def _name(what: str, value: object) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise OptionError(f"unknown {what} {value!r}")
+        raise OptionError(f"unknown {what} {shown(value)}")
     return value or None
 
 
 def _read_amount(name: str, value: object) -> int | float:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
-        raise OptionError(f"{name} must be a count (3) or a share (0.24), got {value!r}")
+        raise OptionError(f"{name} must be a count (3) or a share (0.24), got {shown(value)}")
     try:
         return amount(str(value)) if str(value).strip() else 0
     except click.BadParameter as error:
@@ -496,11 +539,11 @@ def _upload(name: str, shown: bool) -> gr.File:
 
 
 def _number(label: str, value: int, step: int = 1) -> gr.Number:
-    # no bounds: gradio would complain of a number without saying which.
+    # no bounds: gradio would complain of a number without saying which. No precision either: it
+    # would round without a word.
     return gr.Number(
         value=value,
         label=label,
-        precision=0,
         step=step,
         min_width=90,
     )

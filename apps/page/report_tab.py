@@ -11,7 +11,7 @@ import gradio as gr
 
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.desk import Desk, alert, toast
-from vidsparse.apps.page.form import Form, parameter
+from vidsparse.apps.page.form import Form, check_text, parameter
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.tasks import ReportFiles, report
 from vidsparse.apps.page.uploads import read_prompt_file, read_prompts
@@ -127,6 +127,7 @@ class ReportTab:
         rows: list[tuple[str, PromptComparison]] = []
         shown = 0
         try:
+            check_text("prompts", str(prompt_lines or ""))
             prompts = read_prompts(str(prompt_lines or ""), most=self._desk.host.limits.prompts)
             settings = self._settings(values, vary, over, visit.images)
 

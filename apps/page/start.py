@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
+import socket
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +21,27 @@ from vidsparse.errors import OptionError, OutputError, UnsupportedError
 if TYPE_CHECKING:
     from vidsparse.apps.page.desk import Desk
     from vidsparse.apps.page.host import Limits
+
+
+# how browsers name the machine that they run on.
+THIS_MACHINE = ("127.0.0.1", "localhost", "[::1]")
+
+_HOST = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?|\[[0-9a-f:.]+\]", re.IGNORECASE)
+
+
+def check_hosts(names: Sequence[str]) -> tuple[str, ...]:
+    """Names by which the page may be asked for.
+
+    Raises:
+        OptionError: one is no name of a host.
+    """
+    for name in names:
+        if not _HOST.fullmatch(name):
+            raise OptionError(
+                f"--allow-host cannot be {name!r}. Hint: give a name without http:// and port, "
+                "like gpu-box.example.org or *.example.org."
+            )
+    return tuple(names)
 
 
 def check_login(auth: str | None, *, listen: bool, share: bool) -> tuple[str, str] | None:
@@ -34,10 +58,33 @@ def check_login(auth: str | None, *, listen: bool, share: bool) -> tuple[str, st
                 "Hint: add --auth USER:PASSWORD, or set VIDSPARSE_AUTH."
             )
         return None
-    user, colon, password = auth.partition(":")
-    if not (user and colon and password):
+    user, _, password = auth.partition(":")
+    # gradio looks at a name without the spaces around it.
+    user = user.strip()
+    if not (user and password.strip()):
         raise OptionError("--auth must be USER:PASSWORD with neither of them empty.")
     return user, password
+
+
+def check_port(port: int | None, *, listen: bool) -> None:
+    """Refuse a port that cannot be listened on, before anything is loaded.
+
+    Raises:
+        OptionError: there is none of that number, or it is taken.
+    """
+    if port is None:
+        return
+    if not 1 <= port <= 65535:
+        raise OptionError(f"--port must lie between 1 and 65535, got {port}.")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0" if listen else "127.0.0.1", port))
+        except OSError as error:
+            raise OptionError(
+                f"port {port} cannot be had: {(error.strerror or 'unknown').lower()}. "
+                "Hint: give another --port, or none for the first free one from 7860."
+            ) from None
 
 
 def require_gradio() -> None:
@@ -70,6 +117,8 @@ def make_desk(
     from vidsparse.pipelines.models import resolve_model
     from vidsparse.pipelines.placement import check_device, check_dtype
 
+    if not all(name.strip() for name in models):
+        raise OptionError("--model is empty. Hint: give a name as `vidsparse models` lists them.")
     refs = tuple(resolve_model(name) for name in dict.fromkeys(models))
     names = tuple(dict.fromkeys(check_device(name) for name in devices or (None,)))
     for name in names:
@@ -95,9 +144,10 @@ def make_desk(
 
 
 def make_folder(out: Path) -> Path:
-    """The page's own folder below the output folder, the only one that it serves.
+    """The page's own folder below the output folder, for what it makes.
 
-    Gradio's copies and uploads are sent there as well, before it is first imported.
+    Gradio's copies and uploads are sent to one beside it, before it is first imported: what lies
+    in the page's own folder may be shown in a browser, and what was uploaded may not.
 
     Raises:
         OutputError: it cannot be made.
@@ -105,9 +155,10 @@ def make_folder(out: Path) -> Path:
     from vidsparse.apps.page.uploads import forget_old
 
     folder = (out / "page").resolve()
-    uploads = folder / "gradio"
+    uploads = folder.with_name("page-uploads")
     try:
-        uploads.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        uploads.mkdir(exist_ok=True)
     except OSError as error:
         raise OutputError(
             f"the output folder {folder} cannot be made: {error.strerror}. "

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vidsparse.apps.runs.prompts import parse_prompts
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, OutputError
 
-# of an uploaded picture: far above what any model reads, far below what fills the memory.
-MOST_PIXELS = 50_000_000
+if TYPE_CHECKING:
+    from PIL import Image
+
+# of an uploaded picture: above what any model reads and what most cameras make, far below what
+# fills the memory.
+MOST_PIXELS = 16_000_000
+MOST_SIDE = 10_000
+
+# a few kilobytes can hold a picture that takes hundreds of megabytes once it is decoded.
+_decoding = threading.Lock()
 
 # seconds. gradio keeps what it is sent and copies what it shows; nothing is lost with either, since
 # pictures are written anew and videos stay in the visits' folders, to be copied when shown again.
@@ -19,6 +30,34 @@ CLEAN_EVERY = 600
 CLEAN_AFTER = 6 * 3600
 
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+class Allowance:
+    """How much visitors may hand in before the first of it is forgotten.
+
+    Args:
+        each: bytes of one visitor.
+        together: bytes of all.
+    """
+
+    def __init__(self, each: int, together: int) -> None:
+        self._each, self._together = each, together
+        self._taken: deque[tuple[float, str, int]] = deque()
+
+    def take(self, visitor: str, size: int) -> bool:
+        """Count an upload of that many bytes; False, and nothing is counted, if it is too much."""
+        now = time.monotonic()
+        while self._taken and now - self._taken[0][0] > CLEAN_AFTER:
+            self._taken.popleft()
+        # the smallest file takes a place on the disk as well.
+        size = max(size, 2**16)
+        own = sum(each for _, name, each in self._taken if name == visitor)
+        if own + size > self._each or sum(each for _, _, each in self._taken) + size > (
+            self._together
+        ):
+            return False
+        self._taken.append((now, visitor, size))
+        return True
 
 
 def forget_old(folder: Path) -> None:
@@ -87,25 +126,46 @@ def read_prompts(text: str, *, most: int) -> list[str]:
 def read_image(path: Path, target: Path, *, megabytes: int) -> Path:
     """Decode an uploaded picture and write it anew as ``target``, a PNG without its metadata.
 
-    Models are given this copy: whatever else was in the upload stays behind.
+    Models are given this copy: whatever else was in the upload stays behind. One picture is decoded
+    at a time; the others wait.
 
     Raises:
         OptionError: too large, no PNG, JPEG or WebP, broken, or with too many pixels.
+        OutputError: the copy cannot be written.
     """
+    check_size(path, megabytes)
+    with _decoding:
+        plain = _decode(path)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            plain.save(target, format="PNG")
+        except OSError as error:
+            with suppress(OSError):
+                target.unlink(missing_ok=True)
+            raise OutputError(f"{target} cannot be written: {error.strerror}") from None
+    return target
+
+
+def _decode(path: Path) -> Image.Image:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    check_size(path, megabytes)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             # other formats' decoders, some of which start programs, are never asked.
             with Image.open(path, formats=_IMAGE_FORMATS) as image:
-                if image.width * image.height > MOST_PIXELS:
+                # the header says how large it is; nothing is decoded yet.
+                if image.width * image.height > MOST_PIXELS or max(image.size) > MOST_SIDE:
                     raise OptionError(
-                        f"a picture can have at most {MOST_PIXELS / 1e6:.0f} megapixels, this one "
-                        f"has {image.width}x{image.height}. Hint: scale it down."
+                        f"a picture can have at most {MOST_PIXELS / 1e6:.0f} megapixels and "
+                        f"{MOST_SIDE:,} pixels a side, this one has {image.width}x{image.height}. "
+                        "Hint: scale it down."
                     )
-                plain = ImageOps.exif_transpose(image).convert("RGB")
+                ImageOps.exif_transpose(image, in_place=True)
+                plain = image.convert("RGB")
+                # frees what it was decoded to, which leaving the block does not.
+                image.close()
+                return plain
     except OptionError:
         raise
     except UnidentifiedImageError:
@@ -117,6 +177,3 @@ def read_image(path: Path, target: Path, *, megabytes: int) -> Path:
         Image.DecompressionBombWarning,
     ) as error:  # fmt: skip
         raise OptionError(f"the picture is broken: {error}") from None
-    target.parent.mkdir(parents=True, exist_ok=True)
-    plain.save(target, format="PNG")
-    return target
