@@ -55,6 +55,14 @@ def test_a_preset_comes_back_as_it_was(tmp_path: Path) -> None:
     assert sorted(os.listdir(path.parent)) == ["mine.json", "mine.safetensors"]
 
 
+def test_options_that_an_older_version_did_not_have_are_at_their_defaults(tmp_path: Path) -> None:
+    path = a_preset().save(tmp_path / "p")
+    text = json.loads(path.read_text(encoding="utf-8"))
+    del text["options"]["means"]
+    path.write_text(json.dumps(text), encoding="utf-8")
+    assert load_preset(path).make_method().means is None
+
+
 def test_both_spellings_name_the_same_files() -> None:
     assert preset_files("a/b.v1") == preset_files("a/b.v1.json")
     assert preset_files("a/b.v1")[1] == Path("a/b.v1.safetensors")

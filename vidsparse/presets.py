@@ -208,7 +208,7 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    from vidsparse.methods import METHODS
+    from vidsparse.methods import METHODS, make_method
 
     if not isinstance(path, str | os.PathLike):
         raise OptionError(f"a preset is a file's name, got {path!r}")
@@ -244,7 +244,8 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
         _check_parts(value, tables)
         return Preset(
             method=value["method"],
-            options=value["options"],
+            # what the version that made it did not know has its default.
+            options={**make_method(value["method"]).options(), **value["options"]},
             order=value["order"],
             edges=tuple(float(edge) for edge in value["edges"]),
             tables=tables,
@@ -266,9 +267,9 @@ def _check_parts(value: Mapping[str, Any], tables: Mapping[str, Tensor]) -> None
     """Raise a ``ValueError`` where a part has not the form that calibration writes."""
     from vidsparse.methods import METHODS
 
-    missing = {f.name for f in METHODS[value["method"]].option_fields()} - set(value["options"])
-    if missing:
-        raise ValueError(f"options lack {listed(sorted(missing))}")
+    unknown = set(value["options"]) - {f.name for f in METHODS[value["method"]].option_fields()}
+    if unknown:
+        raise ValueError(f"{value['method']} has no option {listed(sorted(unknown))}")
     model = value["model"]
     if not all(isinstance(model[name], str) for name in ("name", "weights_hash")):
         raise ValueError("the model's name and weights_hash must be text")
