@@ -385,6 +385,20 @@ def test_a_negative_prompt_that_is_no_text_is_refused(generate: Run, out: Path) 
     _assert_refused(generate("--negative-prompt", "grey\udcff"), out, "no Unicode text")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_a_folder_whose_name_is_no_text_costs_no_video(
+    generate: Run, machine: _Machine, tiny_model: Path, tmp_path: Path, out: Path
+) -> None:
+    import shutil
+
+    strange = tmp_path / "model-\udcff"
+    shutil.copytree(tiny_model, strange)
+    done = generate("--model", str(strange))
+    assert done.exit_code == 0, done.output
+    assert generate("--model", str(strange)).exit_code == 0
+    assert len(machine.made) == 2
+
+
 def test_ten_thousand_prompts_are_looked_at_in_seconds(
     generate: Run, machine: _Machine, prompts: Path
 ) -> None:

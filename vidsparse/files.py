@@ -26,12 +26,15 @@ _PARTIAL: Final = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp|\..+-[0-9a-f]{8}\.mp4")
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` as UTF-8, in the way of ``write_whole``.
 
+    Names of files may hold bytes that are no text. They are written as the escape that JSON has for
+    them, rather than failing once all work is done.
+
     Raises:
         FolderError: the folder is gone or cannot be written to, or the disk is full.
         OutputError: this file cannot be written.
     """
     try:
-        write_whole(path, text.encode("utf-8"))
+        write_whole(path, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise unwritten(path, error, "Hint: name a file in another folder.") from None
 

@@ -124,10 +124,7 @@ class RunFolder:
             raise unwritten(target.record, error) from None
         written = {**record, "settings": self.settings, "file": file}
         written["seal"] = _seal(written)
-        text = json.dumps(written, indent=1, ensure_ascii=False) + "\n"
-        # names of files may hold bytes that are no text; what stands for them is JSON's own escape.
-        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
-        write_text(target.record, text)
+        write_text(target.record, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:

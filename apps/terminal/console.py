@@ -172,14 +172,16 @@ def _terminable(terminal: Terminal) -> Iterator[None]:
         terminal.terminated = True
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
+    # whoever started us may have it ignored, or handle it.
+    ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not ours or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _while_printing(error: OSError) -> bool:
