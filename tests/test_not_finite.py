@@ -13,7 +13,7 @@ from budget import Kernel, random_qkv, random_work
 from kernel_cases import DEVICE, Case, listed, triton_kernel
 from torch import Tensor
 
-from vidsparse.kernels import AbsoluteGate, RelativeGate
+from vidsparse.kernels import AbsoluteGate, RelativeGate, quantize_qk, sparse_attention
 from vidsparse.kernels.attention import torch_sdpa
 from vidsparse.kernels.attention.means import KeyMeans, counts_of_lists, group_means
 from vidsparse.kernels.attention.reference import reference_attention
@@ -63,11 +63,14 @@ def check(
     operand: str,
     number: float,
     token: int,
+    *,
+    roundings: float = 0.0,
     **options: Any,
 ) -> None:
     """Exactly the rows that saw ``number`` show it, all others are as they were without it.
 
-    Up to roundings: Triton's kernel attends such a block again, with running maxima.
+    Up to roundings: Triton's kernel attends such a block again, with running maxima, and in 8 bits
+    the keys' mean is another.
     """
     q, k, v = (x.to(DEVICE) for x in random_qkv(TOKENS, DIM, dtype))
     # of one sign, so that an infinite query or key gives scores of inf, not of -inf.
@@ -96,11 +99,11 @@ def check(
         torch.testing.assert_close(lse, clean_lse, rtol=0, atol=1e-5)
     else:
         assert bool(shown[saw].all())
-        torch.testing.assert_close(lse[~saw], clean_lse[~saw], rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[~saw], clean_lse[~saw], rtol=0, atol=1e-5 + roundings)
         # -inf would say that a row has no keys.
         assert bool((lse[saw].isnan() | (lse[saw] == INF)).all())
     unit = 4 * torch.finfo(dtype).eps * float(v.abs().max())
-    torch.testing.assert_close(out[~saw], clean[~saw], rtol=0, atol=unit)
+    torch.testing.assert_close(out[~saw], clean[~saw], rtol=0, atol=unit + roundings)
 
 
 # ---- on a CPU ----
@@ -185,12 +188,44 @@ def test_huge_equal_scores_are_averaged(kernel: Kernel, dtype: torch.dtype) -> N
     assert bool(lse.isfinite().all())
 
 
+# ---- 8 bits ----
+
+
+def in_8_bits(name: str, kind: str) -> Kernel:
+    return partial(sparse_attention, implementation=name, chosen=True, quantize=kind)
+
+
+@pytest.mark.parametrize("token", PLACES)
+@pytest.mark.parametrize("number", [NAN, INF])
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("name", list(ON_A_CPU))
+def test_8_bits_show_what_is_not_finite_in_the_rows_that_saw_it(
+    name: str, tile: tuple[int, int], operand: str, number: float, token: int
+) -> None:
+    for kind in ("int8", "fp8"):
+        check(in_8_bits(name, kind), torch.float32, tile, operand, number, token, roundings=5e-2)
+
+
+def test_a_scale_and_a_mean_are_of_what_is_finite() -> None:
+    q, k, _ = random_qkv(TOKENS, DIM, torch.float32)
+    clean = quantize_qk(q, poison(k, 150, 0.0), "int8")
+    for number in (NAN, INF, -INF):
+        made = quantize_qk(q, poison(k, 150, number), "int8")
+        torch.testing.assert_close(made.mean, clean.mean)
+        lost = torch.zeros_like(made.k_scale, dtype=torch.bool)
+        lost[0, 0, 150 // 64] = True
+        assert torch.equal(made.k_scale.isnan(), lost)
+        torch.testing.assert_close(made.k_scale[~lost], clean.k_scale[~lost])
+        assert bool(made.shift.isfinite().all())
+
+
 # ---- Triton's kernel ----
 
 
 def triton_cases() -> Iterator[Case]:
-    def case(*args: Any, **options: Any) -> Callable[[], None]:
-        return lambda: check(triton_kernel(), *args, **options)
+    def case(*args: Any, kernel: Kernel | None = None, **options: Any) -> Callable[[], None]:
+        return lambda: check(kernel or triton_kernel(), *args, **options)
 
     for dtype in (torch.float16, torch.float32 if DEVICE == "cpu" else torch.bfloat16):
         for operand in "kqv":
@@ -206,6 +241,21 @@ def triton_cases() -> Iterator[Case]:
                     f"{gate.__class__.__name__} {operand} {dtype}",
                     case(dtype, (64, 16), operand, NAN, 150, gate=gate),
                 )
+
+    for operand in "kqv":
+        for tile in ((64, 16), (128, 64)):
+            yield (
+                f"int8 {operand} {tile}",
+                case(
+                    torch.float16,
+                    tile,
+                    operand,
+                    NAN if tile[1] == 16 else INF,
+                    150,
+                    kernel=in_8_bits("triton", "int8"),
+                    roundings=5e-2,
+                ),
+            )
 
 
 @listed(triton_cases(), quick=3)

@@ -397,6 +397,8 @@ def gather_attention_kernel(
         runs = head.to(tl.int64) * tl.cdiv(S, Q_RUN)
         row_scale *= tl.load(q_scale_ptr + runs + row // Q_RUN, mask=row_alive, other=1.0)
         shift = tl.load(shift_ptr + base + row, mask=row_alive, other=0.0) * scale_log2
+        # a query that is not finite is zeros in 8 bits; its shift tells.
+        shift = tl.where(tl.abs(shift) < float("inf"), shift, float("nan"))
         k_scale_ptr += head.to(tl.int64) * tl.cdiv(S, K_RUN)
     threshold = shift
     if GATE is not None:
@@ -493,6 +495,8 @@ def gather_attention_kernel(
     has_keys = row_sum != 0
     row_sum = tl.where(has_keys, row_sum, 1.0)
     out = acc / row_sum[:, None]
+    if q_scale_ptr is not None:
+        out = tl.where((has_keys & (shift != shift))[:, None], float("nan"), out)
     tl.store(
         out_ptr + off_q,
         out.to(out_ptr.dtype.element_ty),
