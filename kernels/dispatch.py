@@ -238,9 +238,10 @@ def sparse_attention(
         gate: a ``RelativeGate`` or ``AbsoluteGate``: pieces of scores whose product with V is
             skipped. ``attention/gates.py`` defines the pieces; the implementations agree.
         quantize: ``int8`` or ``fp8``: q·k in 8 bits with a scale for every tile of queries and
-            every 64 keys. Or what ``quantize_qk`` has made of these very q and k. The product
-            with V stays in 16 bits. ``gluon`` and ``triton`` are faster for it; the others compute
-            with the rounded numbers, in fp32.
+            every chunk of keys, or every 64 of them where a chunk has more (``gluon``: always).
+            Or what ``quantize_qk`` has made of these very q and k. The product with V stays in 16
+            bits. ``gluon`` and ``triton`` are faster for it; the others compute with the rounded
+            numbers, in fp32.
         means: mean keys and values of groups of tokens, and for how many tokens each stands in
             each block (``attention/means.py`` has the definition). A gate leaves them alone.
         skipped: int32 ``[B, H, G]``, overwritten with the query-key pairs of every block whose
@@ -308,7 +309,10 @@ def sparse_attention(
         if isinstance(quantize, QuantizedQK):
             quantized: QuantizedQK | None = quantize
         elif quantize is not None:
-            quantized = quantize_qk(q, k, quantize, q_run=tile[0])
+            # a run of keys that holds one that is not finite shows in all rows that see any of it:
+            # within a chunk those are the rows that saw the key.
+            k_run = 64 if name == "gluon" else math.gcd(64, tile[1])
+            quantized = quantize_qk(q, k, quantize, q_run=tile[0], k_run=k_run)
         else:
             quantized = None
         if means is not None and quantized is not None:

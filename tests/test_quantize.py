@@ -165,7 +165,7 @@ def test_the_public_call_quantises_or_takes_what_was_quantised() -> None:
     work = random_work(300, (32, 16))
     options: dict[str, Any] = {"tile": work.tile, "implementation": "torch"}
     by_name = sparse_attention(q, k, v, *work.tensors, **options, quantize="int8")
-    ready = quantize_qk(q, k, "int8", q_run=32)
+    ready = quantize_qk(q, k, "int8", q_run=32, k_run=16)
     given = sparse_attention(q, k, v, *work.tensors, **options, quantize=ready)
     plain = sparse_attention(q, k, v, *work.tensors, **options)
     assert torch.equal(by_name[0], given[0])

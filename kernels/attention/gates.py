@@ -246,3 +246,31 @@ def skipped_pieces(
     if kept is not None:
         closed &= ~kept[:, None, :pieces]
     return closed
+
+
+def weigh(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """``weights @ values``, where a value that is not finite shows in the rows that see it alone.
+
+    Zero times NaN is NaN: in a plain product one such value reaches every row.
+
+    Args:
+        weights: ``[..., R, L]``, zero where a row does not see a key.
+        values: ``[..., L, D]``.
+        seen: which pairs are multiplied, bool ``[..., R, L]``.
+
+    Returns:
+        ``[..., R, D]``.
+    """
+    broken = ~values.isfinite()
+    if not broken.any():
+        return weights @ values
+    out = weights @ values.masked_fill(broken, 0)
+    pairs = seen.to(weights.dtype)
+    for number, is_it in (
+        (torch.inf, values == torch.inf),
+        (-torch.inf, values == -torch.inf),
+        (torch.nan, values.isnan()),
+    ):
+        # infinities of both signs add up to NaN.
+        out = torch.where(pairs @ is_it.to(weights.dtype) > 0, out + number, out)
+    return out

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..tokens.formats import QuantizedQK
-from .gates import AbsoluteGate, Gate, kept_pieces, skipped_pairs
+from .gates import AbsoluteGate, Gate, kept_pieces, skipped_pairs, weigh
 from .means import KeyMeans
 
 
@@ -84,17 +84,22 @@ def reference_attention(
                 pseudo = (q[b, h].to(work) @ mean_keys[b, h].T + shift[b, h].unsqueeze(-1)) * scale
                 count = _rows_of_blocks(means.counts[b, h], q_tiles[b, h], tile[0], q.shape[2])
                 count = count[:, : means.groups].to(work)
-                scores = torch.cat([scores, pseudo + count.log()], -1)
+                # where it stands for no token, a mean that is not finite is nobody's.
+                pseudo = (pseudo + count.log()).masked_fill(count == 0, -torch.inf)
+                scores = torch.cat([scores, pseudo], -1)
                 mask = torch.cat([mask, count > 0], -1)
                 values = torch.cat([values, means.v[b, h].to(work)])
                 if closed is not None:
                     closed = torch.cat([closed, torch.zeros_like(count, dtype=torch.bool)], -1)
             lse[b, h] = scores.logsumexp(-1)
-            # a row without keys is all -inf: its output is zero, its log-sum-exp -inf.
-            weights = (scores - lse[b, h].unsqueeze(-1)).exp().masked_fill(~mask, 0)
+            # of weights divided by their sum, not of exp(score - lse): beside large scores fp32 has
+            # no place for the logarithm of how many there are. a row without keys is all -inf: its
+            # output is zero, its log-sum-exp -inf.
+            weights = scores.softmax(-1).masked_fill(~mask, 0)
             if closed is not None:
+                mask = mask & ~closed
                 weights = weights.masked_fill(closed, 0)
-            out[b, h] = (weights @ values).to(out.dtype)
+            out[b, h] = weigh(weights, values, mask).to(out.dtype)
     return out, lse
 
 

@@ -25,11 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..tokens.formats import QuantizedQK
-from .gates import AbsoluteGate, Gate, kept_pieces, skipped_pairs
+from .gates import AbsoluteGate, Gate, kept_pieces, skipped_pairs, weigh
 from .means import KeyMeans
 from .threads import in_threads
 
 ROWS_AT_ONCE = 256
+
+# with fewer keys than numbers in a vector, pytorch's kernel takes a query that is NaN for one
+# without keys. two products of so few cost no more.
+FLASH_KEYS = 16
 
 # with more of them a thread waits less for the others at the end of a call, but each costs a few
 # operations.
@@ -47,13 +51,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) 
 
     All with a last stride of 1: the CPU's kernel takes it for granted.
     """
-    if _has_flash(q.device):
+    if _has_flash(q.device) and k.shape[2] >= FLASH_KEYS:
         mask = None if bias is None else bias.expand(q.shape[0], 1, q.shape[2], k.shape[2])
-        return list(
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, attn_mask=mask, scale=scale
-            )
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scale
         )
+        # in 16 bits its output is finite where scores are infinite; its log-sum-exp tells.
+        there = lse.isfinite()
+        if not there.all():
+            out = out.masked_fill(~there.unsqueeze(-1), torch.nan)
+        return [out, lse]
     # in fp32: scores rounded to the inputs' 16 bits would cost more than all the rest.
     work = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(work) @ k.to(work).transpose(-1, -2)) * scale
@@ -91,7 +98,8 @@ def _attend_gated(
     # a row that has lost all keys is all -inf.
     floor = lse.masked_fill(lse == -torch.inf, 0)
     weights = (scores - floor.unsqueeze(-1)).exp().masked_fill(closed, 0)
-    return (weights @ v[:, 0].to(work)).to(v.dtype).unsqueeze(1), lse.unsqueeze(1), count
+    out = weigh(weights, v[:, 0].to(work), ~closed)
+    return out.to(v.dtype).unsqueeze(1), lse.unsqueeze(1), count
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
@@ -187,8 +195,8 @@ class _Call:
     """What the spans of a call read. Heads of all batch entries are counted through.
 
     ``q`` ``[heads, G, 1, block rows, D]``; ``k_chunks`` and ``v_chunks`` ``[heads, chunks,
-    keys * D]``; ``chosen``, chunk numbers ``[heads, G, C]`` that are safe to read in full: 0 past
-    the end of a list; ``ends`` ``[C + 1, C * keys]``: row C - c hides all but the first c chunks.
+    keys * D]``; ``chosen``, chunk numbers ``[heads, G, C]`` that are safe to read in full;
+    ``ends`` ``[C + 1, C * keys]``: row C - c hides all but the first c chunks.
     """
 
     q: Tensor
@@ -222,8 +230,11 @@ def _prepare(
     grouped = tiles.flatten(0, 1).index_select(0, (members + first).flatten())
     places = kv_index.shape[-1]
     beyond = torch.arange(places, device=q.device) >= kv_count.unsqueeze(-1)
+    # past its end a list repeats its first chunk: what is not finite there is in the block anyway,
+    # and a bias of -inf does not hide it. an empty list has chunk 0, and its rows are not kept.
     # index_select takes no 16-bit numbers.
-    chosen = kv_index.masked_fill(beyond, 0).to(torch.int32)
+    chosen = torch.where(beyond, kv_index[..., :1], kv_index).to(torch.int32)
+    chosen = chosen.masked_fill_(kv_count.unsqueeze(-1) == 0, 0)
     end = torch.zeros(2 * places * keys, dtype=q.dtype, device=q.device)
     end[places * keys :] = -torch.inf
     return _Call(
@@ -380,16 +391,21 @@ def _with_averages(
     """A span's output and log-sum-exp with the means of what its blocks do not list."""
     at = span.head, span.blocks
     q = call.q[at].squeeze(1).to(averages.k.dtype)
-    scores = (q @ averages.k[span.head].mT) * call.scale + averages.bias[at].unsqueeze(1)
+    bias = averages.bias[at].unsqueeze(1)
+    scores = (q @ averages.k[span.head].mT) * call.scale + bias
+    # where it stands for no token, a mean that is not finite is nobody's.
+    stands = (bias > -torch.inf).expand_as(scores)
+    scores = scores.masked_fill(~stands, -torch.inf)
     # of a block that lists everything there are no means: all is -inf, and adds nothing.
     largest = torch.maximum(scores.amax(-1), lse).clamp_min(torch.finfo(lse.dtype).min)
     weights = (scores - largest.unsqueeze(-1)).exp()
     own = (lse - largest).exp()
     total = own + weights.sum(-1)
     # without a key and without a mean: zeros.
-    share = torch.where(total > 0, 1 / total, 0).unsqueeze(-1)
+    share = torch.where(total == 0, 0, 1 / total).unsqueeze(-1)
     joined = (
-        out.squeeze(1).to(q.dtype) * own.unsqueeze(-1) + weights @ averages.v[span.head]
+        out.squeeze(1).to(q.dtype) * own.unsqueeze(-1)
+        + weigh(weights, averages.v[span.head], stands)
     ) * share
     return joined.unsqueeze(1).to(out.dtype), largest + total.log()
 

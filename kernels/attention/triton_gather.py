@@ -44,6 +44,11 @@ LARGE_SHARED_BYTES = 163 * 1024
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _step(
     q,
     k,
@@ -90,8 +95,9 @@ def _step(
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])
     else:
-        local_max = tl.max(scores, 1) * row_scale
-        new_max = tl.maximum(row_max, local_max)
+        # NaN stays NaN: what is not a number is never far below.
+        local_max = tl.reduce(scores, 1, _larger) * row_scale
+        new_max = _larger(row_max, local_max)
         compared = local_max
         if GATE == "relative":
             compared = local_max - new_max
@@ -100,7 +106,7 @@ def _step(
         # a product for sm_100). a row without a token has no say.
         ROWS: tl.constexpr = q.shape[0]
         piece = tl.arange(0, ROWS) // GATE_ROWS
-        bits = tl.where((compared >= threshold) & row_alive, 1 << piece, 0)
+        bits = tl.where(~(compared < threshold) & row_alive, 1 << piece, 0)
         open_pieces = tl.reduce_or(bits[:, None], 0).item()
         if kept is not None:
             open_pieces = tl.where(kept != 0, 0xF, open_pieces)
@@ -391,6 +397,8 @@ def gather_attention_kernel(
         runs = head.to(tl.int64) * tl.cdiv(S, Q_RUN)
         row_scale *= tl.load(q_scale_ptr + runs + row // Q_RUN, mask=row_alive, other=1.0)
         shift = tl.load(shift_ptr + base + row, mask=row_alive, other=0.0) * scale_log2
+        # a query that is not finite is zeros in 8 bits; its shift tells.
+        shift = tl.where(tl.abs(shift) < float("inf"), shift, float("nan"))
         k_scale_ptr += head.to(tl.int64) * tl.cdiv(S, K_RUN)
     threshold = shift
     if GATE is not None:
@@ -483,10 +491,12 @@ def gather_attention_kernel(
                 False,
             )
 
-    # a row without keys: zeros and -inf.
-    has_keys = row_sum > 0
+    # a row without keys: zeros and -inf. NaN is no zero, and stays.
+    has_keys = row_sum != 0
     row_sum = tl.where(has_keys, row_sum, 1.0)
     out = acc / row_sum[:, None]
+    if q_scale_ptr is not None:
+        out = tl.where((has_keys & (shift != shift))[:, None], float("nan"), out)
     tl.store(
         out_ptr + off_q,
         out.to(out_ptr.dtype.element_ty),

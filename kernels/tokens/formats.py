@@ -8,6 +8,9 @@ all scores of a row, which the softmax does not see, and keys share a large mean
 
 The last term is kept for every row as ``shift``: the log-sum-exp and absolute gates want it back.
 
+What is not finite has no place in 8 bits. It is left out of the mean and of scales; a query's shift
+is not finite then, and the scale of a key's run is NaN, so that it shows in rows that see the run.
+
 Four bits serve to choose tiles (SALE), not to compute attention: whole numbers from -7 to 7, stored
 in 8-bit types where tensor cores have no 4-bit ones. Their sums over a head dim are whole numbers
 too, and exact.
@@ -81,7 +84,8 @@ class QuantizedQK:
             x.to(dtype) * scale.to(dtype).repeat_interleave(run, 2)[:, :, :tokens, None]
             for x, scale, run in pairs
         )
-        return q, k
+        # a query that is not finite is zeros in 8 bits; its shift tells.
+        return q.masked_fill(~self.shift.isfinite().unsqueeze(-1), torch.nan), k
 
 
 def check_format(kind: str) -> None:
@@ -174,6 +178,10 @@ def quantize_runs(
     product = None if multiply is None else (x @ multiply.unsqueeze(-1)).squeeze(-1).float()
     if subtract is not None:
         x = x - subtract.unsqueeze(2)
+    # what is not finite has no number in 8 bits and sets no scale: a product tells of the token,
+    # and where there is none, the scale of its run.
+    finite = x.isfinite()
+    x = x.masked_fill(~finite, 0)
     dtype, top = (FORMATS | FOUR_BITS)[kind]
     tokens = x.shape[2]
     runs = torch.nn.functional.pad(x, (0, 0, 0, -tokens % run))
@@ -183,4 +191,8 @@ def quantize_runs(
     if whole_numbers(kind):
         runs = (runs + 0.5).floor()
     rounded = runs.to(dtype).flatten(2, 3)[:, :, :tokens].contiguous()
-    return rounded, (largest / top).float(), product
+    scale = (largest / top).float()
+    if product is None:
+        lost = torch.nn.functional.pad(~finite.all(-1), (0, -tokens % run))
+        scale = scale.masked_fill(lost.view(*lost.shape[:2], -1, run).any(-1), torch.nan)
+    return rounded, scale, product

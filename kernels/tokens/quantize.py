@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 
 
 def mean_token(x: Tensor) -> Tensor:
-    """The mean of every head's queries or keys ``[B, H, D]``, in fp32 or better."""
+    """The mean of every head's queries or keys ``[B, H, D]``, in fp32 or better.
+
+    Numbers that are not finite count as zeros.
+    """
     if x.is_cuda and x.dtype != torch.float64:
         # triton is slow to import and absent off linux.
         from .triton_quantize import triton_mean
 
         return triton_mean(x)
-    return x.mean(2, dtype=torch.promote_types(x.dtype, torch.float32))
+    mean = x.mean(2, dtype=torch.promote_types(x.dtype, torch.float32))
+    if mean.isfinite().all():
+        return mean
+    return x.masked_fill(~x.isfinite(), 0).mean(2, dtype=mean.dtype)
 
 
 def quantize_qk(

@@ -49,7 +49,8 @@ def sums_kernel(
         token = tl.program_id(0) * TOKENS + start + tl.arange(0, ROWS)
         alive = (token < S)[:, None] & (off_d < D)[None, :]
         off_x = token.to(tl.int64)[:, None] * stride_xs + off_d[None, :]
-        total += tl.load(x_ptr + off_x, mask=alive, other=0.0)
+        x = tl.load(x_ptr + off_x, mask=alive, other=0.0).to(tl.float32)
+        total += tl.where(tl.abs(x) < float("inf"), x, 0.0)
     entry = head * tl.num_programs(0) + tl.program_id(0)
     tl.store(out_ptr + entry * D + off_d, tl.sum(total, 0), mask=off_d < D)
 
@@ -154,10 +155,17 @@ def quantize_kernel(
         mean = tl.load(subtract_ptr + head * D + off_d, mask=dim_alive, other=0.0)
         # what is not there must not become the mean's negative: it would set the scale.
         x = tl.where(alive[:, None], x - mean[None, :], 0.0)
+    finite = tl.abs(x) < float("inf")
+    x = tl.where(finite, x, 0.0)
     largest = tl.max(tl.abs(x), 1).reshape(ROWS // RUN, RUN)
     largest = tl.maximum(tl.max(largest, 1), SMALLEST)
     off_r = tl.program_id(0) * (ROWS // RUN) + tl.arange(0, ROWS // RUN)
-    tl.store(scale_ptr + head * RUNS + off_r, tl.div_rn(largest, TOP), mask=off_r < RUNS)
+    scale = tl.div_rn(largest, TOP)
+    if multiply_ptr is None:
+        # no product tells of a token that is not finite.
+        lost = tl.max((~finite).to(tl.int32), 1).reshape(ROWS // RUN, RUN)
+        scale = tl.where(tl.max(lost, 1) != 0, float("nan"), scale)
+    tl.store(scale_ptr + head * RUNS + off_r, scale, mask=off_r < RUNS)
     inverse = tl.div_rn(TOP, largest)[:, None]
     x *= tl.broadcast_to(inverse, [ROWS // RUN, RUN]).reshape(ROWS)[:, None]
     if INTEGER:
