@@ -129,8 +129,14 @@ def test_other_sites_pages_make_no_calls(said: dict[str, Any]) -> None:
     assert _ask("/gradio_api/upload", b"x", b"multipart/form-data; boundary=x", **said) == (403, [])
     assert _ask("/login", b"x", b"application/x-www-form-urlencoded", **said) == (403, [])
     assert _ask("/gradio_api/heartbeat/x", **said) == (403, [])
-    # a link to the page is followed.
-    assert _ask("/", **said) == (200, [b""])
+    assert _ask("/config", **said, sec_fetch_mode="cors") == (403, [])
+    assert _ask("/config", **said, sec_fetch_mode="no-cors") == (403, [])
+
+
+def test_a_link_to_the_page_is_followed() -> None:
+    said: dict[str, Any] = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+    assert _ask("/", None, **said) == (200, [b""])
+    assert _ask("/gradio_api/heartbeat/x", None, **said) == (403, [])
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,30 @@ def test_no_more_jobs_wait_than_the_host_allows() -> None:
     queue.close()
 
 
+def test_nobody_has_more_than_a_share_of_the_places() -> None:
+    queue, gate = queue_of(waiting=8), Gate()
+    one, other = {"visit one": 1 / 4}, {"visit two": 1 / 4, "address a": 1 / 2}
+    running = queue.submit(Job(gate), one)
+    assert gate.began.wait(PATIENCE)
+    mine = queue.submit(Job(gate), one)
+    with pytest.raises(QueueFullError, match="2 jobs of yours are waiting or running already"):
+        queue.submit(Job(gate), one)
+    # others have theirs, and new visits of one address have one together.
+    for number in range(4):
+        queue.submit(Job(gate), {**other, f"visit {number}": 1 / 4, "visit two": 1})
+    with pytest.raises(QueueFullError, match="4 jobs of yours"):
+        queue.submit(Job(gate), {"visit new": 1 / 4, "address a": 1 / 2})
+    mine.cancel()
+    queue.submit(Job(gate), one)
+    # a share is one job at least.
+    gate.open.set()
+    assert wait(running).state == "done"
+    queue.close()
+    small = queue_of(waiting=1)
+    assert wait(small.submit(Job(gate), one)).state == "done"
+    small.close()
+
+
 def test_closing_cancels_what_runs_and_what_waits() -> None:
     queue, gate = queue_of(), Gate()
     jobs = [queue.submit(Job(gate)) for _ in range(3)]

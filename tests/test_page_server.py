@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -644,6 +644,93 @@ def test_a_visitor_who_leaves_takes_the_jobs_along(page: tuple[Any, str]) -> Non
     gate.set()
     assert not desk.visits.of("leaves").clips
     assert blocker is not None
+
+
+def _ask_for_a_video(caller: Caller, **changes: Any) -> Any:
+    function = caller.function("generate")
+    names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
+    data = dict(zip(names, caller.defaults(function), strict=True))
+    data |= {"prompt": "a red circle", **TINY, **changes}
+    return caller.start(function, list(data.values()))
+
+
+def _until(ready: Callable[[], object]) -> None:
+    until = time.monotonic() + 20
+    while not ready():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_one_visitor_has_a_share_of_the_queue_and_refusals_leave_no_folder(
+    page: tuple[Any, str],
+) -> None:
+    from vidsparse.apps.page.queue import Job
+
+    desk, url = page
+    gate = threading.Event()
+    desk.queue.submit(Job(lambda bench, job: gate.wait(60)))
+    folders = set(desk.host.folder.iterdir())
+    greedy, modest = Caller(url, "greedy"), Caller(url, "modest")
+    events = {_ask_for_a_video(greedy).json()["event_id"] for _ in range(14)}
+    visit = desk.visits.of("greedy")
+    # a quarter of forty places.
+    _until(lambda: len(visit.jobs.get("generate", ())) == 10)
+    event = _ask_for_a_video(modest).json()["event_id"]
+    _until(lambda: len(desk.visits.of("modest").jobs.get("generate", ())) == 1)
+    assert set(desk.host.folder.iterdir()) == folders
+    desk.cancel(visit, "generate")
+    ended = greedy.ends(events)
+    refused = [each for each in ended.values() if not each["success"]]
+    assert len(refused) == 4
+    assert all("your share of this page" in each["output"]["error"] for each in refused)
+    assert not visit.folder.exists()
+    gate.set()
+    assert modest.ends({event})[event]["success"]
+
+
+def test_a_job_that_nobody_listens_to_is_given_up(
+    page: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vidsparse.apps.page import desk as module
+    from vidsparse.apps.page.queue import Job
+
+    desk, url = page
+    monkeypatch.setattr(module, "UNHEARD_AFTER", 1.0)
+    gate = threading.Event()
+    desk.queue.submit(Job(lambda bench, job: gate.wait(60)))
+    unheard, heard = Caller(url, "unheard"), Caller(url, "heard")
+    _ask_for_a_video(unheard)
+    event = _ask_for_a_video(heard).json()["event_id"]
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(heard.ends, {event})
+        jobs = desk.visits.of("unheard").jobs
+        _until(lambda: jobs.get("generate"))
+        (job,) = jobs["generate"]
+        _until(lambda: not jobs["generate"])
+        assert job.snapshot().state == "cancelled"
+        time.sleep(1.5)
+        gate.set()
+        assert listening.result()[event]["success"]
+    assert not desk.visits.of("unheard").clips
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"steps": 0}, {"prompt": ""}, {"method": "magic"}, {"order": ["a"]}, {"model": {"a": 1}}],
+)
+def test_a_visitor_s_mistake_is_one_line_in_the_log(
+    page: tuple[Any, str], wrong: dict[str, Any], caplog: Any, capfd: Any
+) -> None:
+    caller = Caller(page[1], f"mistaken {wrong}")
+    with caplog.at_level("INFO", "vidsparse"):
+        event = _ask_for_a_video(caller, **wrong).json()["event_id"]
+        assert not caller.ends({event})[event]["success"]
+        bad = caller.start(caller.function("generate"), ["too few"]).json()["event_id"]
+        assert not caller.ends({bad})[bad]["success"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "vidsparse"]
+    assert len(lines) == 2
+    assert all("\n" not in line for line in lines)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def _parameters(caller: Caller, name: str) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from vidsparse.apps.page import visits as module
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.visits import MOST_CLIPS, Visit, Visits
 from vidsparse.pipelines.models import resolve_model
@@ -60,6 +61,27 @@ def test_visits_do_not_share_anything_and_their_folders_cannot_be_told(tmp_path:
     assert stem.parent == one.folder
     assert stem.name == "0001-up-away"
     assert one.next_stem("").name == "0002-prompt"
+
+
+def test_a_visit_that_made_nothing_has_no_folder(tmp_path: Path) -> None:
+    visit = Visits(tmp_path).of("a")
+    visit.next_stem("a red ball")
+    assert not visit.folder.exists()
+
+
+def test_new_visits_push_out_none_that_has_something_running(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(module, "MOST_VISITS", 3)
+    visits = Visits(tmp_path)
+    job: Job[Any, Any] = Job(lambda bench, job: None)
+    busy = visits.of("busy")
+    busy.jobs["generate"] = [job]
+    for number in range(10):
+        visits.of(str(number))
+    assert visits.of("busy") is busy
+    assert not job.stopping()
+    assert len(visits._visits) == 3
 
 
 def test_the_end_of_a_visit_stops_its_jobs(tmp_path: Path) -> None:

@@ -20,11 +20,13 @@ from vidsparse.apps.page.form import IMAGES, Form, takes
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.headers import PageHeaders
+from vidsparse.apps.page.listeners import Ears
 from vidsparse.apps.page.logins import SlowLogins
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.start import THIS_MACHINE
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
+from vidsparse.logs import logger
 
 _HERE = Path(__file__).parent
 # where a page with a public address has its scripts from, as gradio has written it.
@@ -33,13 +35,28 @@ _SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif
 _MONO_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 
 
+class Blocks(gr.Blocks):  # type: ignore[misc]
+    """Gradio's page, which calls values that do not fit their control an error of its own."""
+
+    async def preprocess_data(self, *args: Any, **kwargs: Any) -> Any:
+        """As Gradio does it; what fails here the caller sent, and is no traceback in the log."""
+        try:
+            return await super().preprocess_data(*args, **kwargs)
+        except Exception as error:
+            known = isinstance(error, gr.Error)
+            text = str(error) if known else "the values do not fit what this page asks for"
+            line = " ".join(str(error).split())[:200]
+            logger.info("values were not understood: %s: %s", type(error).__name__, line)
+            raise gr.Error(text, print_exception=False) from None
+
+
 def build(desk: Desk) -> gr.Blocks:
     """The page, ready to be served.
 
     Args:
         desk: the host's settings, the queue and the visits.
     """
-    with gr.Blocks(
+    with Blocks(
         title="vidsparse",
         analytics_enabled=False,
         fill_width=False,
@@ -205,6 +222,7 @@ def _middleware(
         Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False),
         Middleware(Guard, upload=limits.upload, hosts=hosts),
         Middleware(SlowLogins),
+        Middleware(Ears, listeners=desk.listeners),
     ]
 
 

@@ -132,7 +132,7 @@ class CompareTab:
                 )
             work = compare(asked, visit.next_stem(asked.prompt))
             job: Job[Workbench, Pair] = Job(work, parts=2)
-            async with aclosing(self._desk.follow(visit, "compare", job)) as snapshots:
+            async with aclosing(self._desk.follow(request, "compare", job)) as snapshots:
                 async for snapshot in snapshots:
                     if not snapshot.finished:
                         yield {self.status: draw.status(snapshot, warnings=warnings)}
@@ -181,7 +181,7 @@ class CompareTab:
             at = _place("step", step, len(pair.heads))
             of = _place("layer", layer, max(map(len, pair.heads), default=0))
             job: Job[Workbench, CellRecord] = Job(record_cell(pair.sparse.request, at, of))
-            async with aclosing(self._desk.follow(visit, "compare", job)) as snapshots:
+            async with aclosing(self._desk.follow(request, "compare", job)) as snapshots:
                 async for snapshot in snapshots:
                     if not snapshot.finished:
                         yield {self.cell_status: draw.status(snapshot)}

@@ -101,7 +101,7 @@ class GenerateTab:
         try:
             asked, warnings = self._form.request(values, visit.images)
             job: Job[Workbench, Clip] = Job(make_clip(asked, visit.next_stem(asked.prompt)))
-            async with aclosing(self._desk.follow(visit, "generate", job)) as snapshots:
+            async with aclosing(self._desk.follow(request, "generate", job)) as snapshots:
                 async for snapshot in snapshots:
                     if not snapshot.finished:
                         yield {self.status: draw.status(snapshot, warnings=warnings)}

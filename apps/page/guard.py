@@ -80,7 +80,10 @@ class Guard:
         if path.startswith(_FETCHING):
             raise HTTPException(403, "this page loads nothing from other addresses")
         reads = scope["method"] in ("GET", "HEAD", "OPTIONS")
-        if (path or not reads) and self._is_foreign(headers):
+        # whoever follows a link to the page comes from another site as well, and brings no Origin.
+        linked = reads and not path and "origin" not in headers
+        linked = linked and headers.get("sec-fetch-mode", "navigate") == "navigate"
+        if not linked and self._is_foreign(headers):
             raise HTTPException(403, "another site's page has no business here")
         if reads:
             await self._app(scope, receive, send)

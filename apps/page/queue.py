@@ -27,9 +27,10 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
 from vidsparse.errors import UnsupportedError, VidsparseError
@@ -100,6 +101,7 @@ class Job(Generic[Equipment, Result]):
         self.result: Result | None = None
         self.error: Exception | None = None
         self.device = ""
+        self.counts: frozenset[str] = frozenset()
         self._work = work
         self._parts = parts
         self._part = 0
@@ -281,14 +283,29 @@ class JobQueue(Generic[Equipment]):
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job[Equipment, Result]) -> Job[Equipment, Result]:
+    def submit(
+        self, job: Job[Equipment, Result], shares: Mapping[str, float] = MappingProxyType({})
+    ) -> Job[Equipment, Result]:
         """Put a job at the end.
 
+        Args:
+            job: what to do.
+            shares: whom it counts against, and which share of the waiting places each may have in
+                jobs that wait or run; at least one job.
+
         Raises:
-            QueueFullError: too many wait already.
+            QueueFullError: too many wait already, or too many of the same.
         """
         with self._arrived:
             self._forget_cancelled()
+            for name, share in shares.items():
+                mine = sum(name in each.counts for each in self._jobs + self._running)
+                if mine >= max(1, int(share * self._most)):
+                    raise QueueFullError(
+                        f"{mine} jobs of yours are waiting or running already, which is your share "
+                        "of this page. Hint: wait for one of them, or cancel it."
+                    )
+            job.counts = frozenset(shares)
             if self._closed or len(self._jobs) >= self._most:
                 raise QueueFullError(
                     f"{len(self._jobs)} jobs are waiting already, which is all that this page "

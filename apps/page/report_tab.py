@@ -140,7 +140,7 @@ class ReportTab:
             job: Job[Workbench, list[ReportFiles]] = Job(
                 report(requests, prompts, folder, announce), parts=parts
             )
-            async with aclosing(self._desk.follow(visit, "report", job)) as snapshots:
+            async with aclosing(self._desk.follow(request, "report", job)) as snapshots:
                 async for snapshot in snapshots:
                     update: dict[Any, Any] = {self.status: draw.status(snapshot)}
                     if len(rows) > shown:

@@ -18,7 +18,7 @@ from vidsparse.apps.runs.comparison import Comparison, video_quality, write_repo
 from vidsparse.apps.runs.prepared import PreparedPrompt
 from vidsparse.apps.runs.prompts import Prompt
 from vidsparse.apps.runs.run_folder import RunFolder, Target
-from vidsparse.errors import UnsupportedError
+from vidsparse.errors import OutputError, UnsupportedError
 from vidsparse.metrics import Frames, VideoQuality, amplified_difference
 from vidsparse.report import PromptComparison, Report
 
@@ -86,6 +86,7 @@ def make_clip(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job]
     def work(bench: Workbench, job: Job) -> Clip:
         made = bench.generate(request, job, request.method)
         job.say("writing the video")
+        _make_folder(stem)
         return _write_clip(made, bench.fit(request), stem, job)
 
     return work
@@ -110,6 +111,7 @@ def compare(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], 
         job.say("writing the videos")
         panels = stem.with_name(f"{stem.name}-compare.mp4")
         assert fitted.fps is not None
+        _make_folder(stem)
         with _nothing_if_cancelled(stem):
             write_video(_panels(dense.frames, sparse.frames), panels, fitted.fps, job.check)
             return Pair(
@@ -228,6 +230,20 @@ def _one_report(
     made = comparison.report(fitted, 1)
     paths = write_report(folder, made, comparison.videos, fitted)
     return ReportFiles(request=fitted, report=made, paths=tuple(paths))
+
+
+def _make_folder(stem: Path) -> None:
+    """Make the folder for files that are about to be written.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    try:
+        stem.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"the output folder {stem.parent} cannot be made: {error.strerror}"
+        ) from None
 
 
 @contextmanager

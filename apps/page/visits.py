@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.runs.prompts import slug
-from vidsparse.errors import OutputError
 
 if TYPE_CHECKING:
     from vidsparse.apps.page.tasks import Clip, Pair, ReportFiles
@@ -50,20 +49,10 @@ class Visit:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def next_stem(self, prompt: str) -> Path:
-        """The path, less its suffix, of the next video's files.
-
-        Raises:
-            OutputError: the folder cannot be made.
-        """
+        """The path, less its suffix, of the next video's files, which no folder is made for yet."""
         with self._lock:
             self._number += 1
             number = self._number
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(
-                f"the output folder {self.folder} cannot be made: {error.strerror}"
-            ) from None
         return self.folder / f"{number:04d}-{slug(prompt)}"
 
     def remember(self, clip: Clip) -> None:
@@ -119,7 +108,10 @@ class Visits:
                 visit = self._visits[session] = Visit(folder=self._out / name)
             self._visits.move_to_end(session)
             while len(self._visits) > MOST_VISITS:
-                self._visits.popitem(last=False)[1].cancel()
+                # those that have nothing running go first: new visits are free to begin, and must
+                # not end what others wait for.
+                idle = (name for name, each in self._visits.items() if not any(each.jobs.values()))
+                self._visits.pop(next(idle, next(iter(self._visits)))).cancel()
         return visit
 
     def end(self, session: str) -> None:
