@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vidsparse._version import __version__
 from vidsparse.errors import (
     NonFiniteError,
     OptionError,
@@ -27,12 +22,12 @@ from vidsparse.errors import (
     listed,
 )
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
-from vidsparse.pipelines.image import fit_image, image_hash, read_image
+from vidsparse.pipelines.image import fit_image, read_image
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
 from vidsparse.pipelines.quiet import quiet_hosts
+from vidsparse.pipelines.records import shared_record
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.presets import Preset, load_preset
-from vidsparse.work import Work
 
 Progress = Callable[[int, int, float], object]
 """Called after each denoising step with its number from 1, the number of steps, its seconds."""
@@ -42,8 +37,6 @@ Cancel = Callable[[], bool]
 
 Attach = Callable[[SparseHandle], object]
 """Given the sparse pipeline's handle before it runs; the trace is complete when it has."""
-
-_PACKAGES: Final = ("torch", "diffusers", "transformers", "triton")
 
 
 class GenerationCancelled(VidsparseError):
@@ -134,7 +127,7 @@ def generate_batch(
             attach(handle)
         frames = _run(loaded, settings, clock, progress, cancel)
         total = clock.now()
-        record = _shared_record(loaded, first, handle)
+        record = shared_record(loaded, first, handle)
         record["batch"] = len(settings)
         record["times"] = {
             "load": loaded.load_seconds,
@@ -562,88 +555,3 @@ def _to_bytes(video: NDArray[np.float32]) -> NDArray[np.uint8]:
             )
         target[...] = (frame * 255).round()
     return out
-
-
-def _shared_record(
-    loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
-) -> dict[str, Any]:
-    summary = handle.summary() if handle is not None else None
-    work = Work.all_dense() if summary is None else summary.work
-    return {
-        "negative_prompt": request.negative_prompt,
-        "seed": request.seed,
-        "options": request.options(),
-        "preset": None if request.preset is None else load_preset(request.preset).digest,
-        "images": {
-            name: image_hash(path)
-            for name in ("image", "last_image")
-            if (path := getattr(request, name)) is not None
-        },
-        **provenance(loaded),
-        "total": work.total if work else None,
-        "work": work.to_json() if work else None,
-        "selected": summary.selected if summary else None,
-        "computed": summary.computed if summary else None,
-        "skipped": summary.skipped if summary else None,
-        "sparsity": summary.sparsity if summary else None,
-        "dense_step_share": summary.dense_step_share if summary else 1.0,
-        "dense_call_share": summary.dense_call_share if summary else 1.0,
-        "implementation": summary.implementation if summary else "the stock pipeline",
-        "notes": list(summary.notes) if summary else [],
-        "density_map": handle.trace.density_map() if handle is not None else [],
-    }
-
-
-def provenance(loaded: LoadedPipeline) -> dict[str, Any]:
-    """What a result depends on beside its request: weights, scheduler, versions and device."""
-    scheduler = loaded.pipe.scheduler
-    return {
-        "model": {
-            "name": loaded.ref.name,
-            "source": loaded.ref.source,
-            "weights_hash": loaded.weights_hash,
-        },
-        "scheduler": {
-            "class": type(scheduler).__name__,
-            "config": _jsonable(dict(scheduler.config)),
-        },
-        "versions": _versions(),
-        "device": _device_facts(loaded.device),
-    }
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"vidsparse": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def _device_facts(device: str) -> dict[str, Any]:
-    if device.startswith("cuda"):
-        return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "threads": None}
-    return {"kind": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}
-
-
-def _cpu_name() -> str:
-    # on Linux, platform.processor() returns nothing or the architecture.
-    facts = Path("/proc/cpuinfo")
-    if facts.is_file():
-        for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _jsonable(value: Any) -> Any:
-    """Schedulers' settings hold infinities and tuples, which JSON does not."""
-    if isinstance(value, Mapping):
-        return {str(k): _jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [_jsonable(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -6,10 +6,8 @@ class of diffusers or transformers.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.util
-import math
 import os
 import re
 import time
@@ -21,10 +19,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from vidsparse.errors import ModelError, OptionError, UnsupportedError
-from vidsparse.files import file_hash, parse_json
+from vidsparse.files import file_hash
 from vidsparse.logs import logger
+from vidsparse.pipelines.cards import CARD, GUIDER, checked_defaults, read_card, read_json
 from vidsparse.pipelines.compilation import compile_blocks, require_compiler
-from vidsparse.pipelines.families import FAMILIES, WAN, Defaults, Family, image_pipelines
+from vidsparse.pipelines.families import FAMILIES, Defaults, Family, image_pipelines
 from vidsparse.pipelines.placement import (
     DTYPES,
     OFFLOADS,
@@ -39,26 +38,6 @@ MODELS: Final[Mapping[str, Path]] = MappingProxyType(
 )
 """The bundled models, the default first, and their folders."""
 
-CARD: Final = "vidsparse.json"
-"""Optional file of a model folder: its settings and the words it knows."""
-
-GUIDER: Final = "guider/guider_config.json"
-"""HunyuanVideo 1.5 holds its guidance in a component, not in the call."""
-
-_CARD_SETTINGS: Final = (
-    "frames",
-    "steps",
-    "guidance",
-    "fps",
-    "order",
-    "dense_steps",
-    "dense_layers",
-    "dense_last_layers",
-    "reuse",
-    "method_options",
-)
-_COUNTS: Final = ("frames", "width", "height", "steps", "reuse", "frame_factor", "size_factor")
-_NUMBERS: Final = ("guidance", "fps", "dense_steps", "dense_layers", "dense_last_layers")
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
 _LIBRARIES: Final = ("diffusers", "transformers")
@@ -332,7 +311,7 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
             f"{folder} is no diffusers model: it has no model_index.json. "
             f"Hint: supported pipelines are {_runnable()}."
         )
-    index = _read_json(folder / "model_index.json")
+    index = read_json(folder / "model_index.json")
     pipeline_class = index.get("_class_name")
     family = next(
         (f for f in FAMILIES if pipeline_class in f.text_to_video + f.image_to_video), None
@@ -349,7 +328,7 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
                 f"{name} wants to load its {component} from {library!r}; only components of "
                 f"{' and '.join(_LIBRARIES)} are loaded, never code that comes with a model."
             )
-    card = _read_card(folder / CARD) if (folder / CARD).is_file() else {}
+    card = read_card(folder / CARD) if (folder / CARD).is_file() else {}
     from_text = pipeline_class in family.text_to_video
     twin = family.image_twin if index.get(family.image_twin_if or "_class_name") else None
     image_class = twin if from_text else str(pipeline_class)
@@ -366,9 +345,9 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
         and image_class == family.last_image
         and not per_token,
         family=family,
-        defaults=_checked_defaults(family, folder, index, card),
+        defaults=checked_defaults(family, folder, index, card),
         transformers=tuple(
-            _read_json(file)
+            read_json(file)
             for name in _TRANSFORMERS
             if (file := folder / name / "config.json").is_file()
         ),
@@ -377,122 +356,6 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
         vocabulary=tuple(card.get("vocabulary", ())),
         example_prompts=tuple(card.get("example_prompts", ())),
     )
-
-
-def _read_card(path: Path) -> dict[str, Any]:
-    card = _read_json(path)
-    for name, kind in (
-        *(("description", str), ("license", str)),
-        *(("vocabulary", list), ("example_prompts", list)),
-    ):
-        value = card.get(name, kind())
-        texts = value if isinstance(value, list) else [value]
-        if not isinstance(value, kind) or not all(isinstance(text, str) for text in texts):
-            form = "text" if kind is str else "a list of texts"
-            raise ModelError(f"{name} in {path} must be {form}, got {f'{value!r}'[:60]}")
-    return card
-
-
-def _checked_defaults(
-    family: Family, folder: Path, index: Mapping[str, Any], card: Mapping[str, Any]
-) -> Defaults:
-    """The defaults, of the types that requests count on; their bounds are those of requests.
-
-    Raises:
-        ModelError: a file holds something else.
-    """
-    try:
-        defaults = _read_defaults(family, folder, index, card)
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise ModelError(f"the settings in {folder} cannot be read: {f'{error}'[:200]}") from None
-    options = defaults.method_options
-    if not isinstance(options, Mapping) or not all(
-        isinstance(o, Mapping) for o in options.values()
-    ):
-        raise ModelError(f"method_options in {folder} must hold the options of each method by name")
-    for name, kinds, form in (
-        *((name, (int,), "a whole number from 1") for name in _COUNTS),
-        *((name, (int, float), "a number") for name in _NUMBERS),
-        ("order", (str,), "the name of an order"),
-    ):
-        value: Any = getattr(defaults, name)
-        fits = isinstance(value, kinds) and not isinstance(value, bool)
-        if not fits or (name in _COUNTS and not 1 <= value < 2**31):
-            raise ModelError(f"{name} in {folder} must be {form}, got {f'{value!r}'[:60]}")
-    return defaults
-
-
-def _read_defaults(
-    family: Family, folder: Path, index: Mapping[str, Any], card: Mapping[str, Any]
-) -> Defaults:
-    """The card's settings where there are any, then those that the model's own files tell."""
-    vae = _read_json(folder / "vae" / "config.json")
-    transformer = _read_json(folder / "transformer" / "config.json")
-    values = _own_settings(folder, index, transformer, vae)
-    values |= {name: card[name] for name in _CARD_SETTINGS if name in card}
-    if "size" in card:
-        match = re.fullmatch(r"(\d+)x(\d+)", str(card["size"]))
-        if match is None:
-            raise ModelError(
-                f"size in {folder / CARD} must look like 256x256, got {card['size']!r}"
-            )
-        values["width"], values["height"] = int(match[1]), int(match[2])
-    if family is WAN:
-        # its VAEs compress differently, and say so; others are what their pipelines take them for.
-        pixels = vae.get("scale_factor_spatial", 8) * math.lcm(
-            *transformer.get("patch_size", [1, 2, 2])[1:]
-        )
-        values["frame_factor"] = vae.get("scale_factor_temporal", 4)
-        # the pipeline's own check wants its unit too, whatever the configuration.
-        values["size_factor"] = math.lcm(pixels, family.defaults.size_factor)
-    return dataclasses.replace(family.defaults, **values)
-
-
-def _own_settings(
-    folder: Path,
-    index: Mapping[str, Any],
-    transformer: Mapping[str, Any],
-    vae: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Where models of one family were made for different videos, and how their files tell."""
-    if index.get("expand_timesteps"):
-        # Wan 2.2 TI2V-5B.
-        return {"frames": 121, "width": 1280, "height": 704, "fps": 24}
-    values: dict[str, Any] = {}
-    if "sample_frames" in transformer:
-        # CogVideoX: 49 frames of 720x480 in 1.0; 1.5 patches frames in pairs.
-        values["frames"] = transformer["sample_frames"]
-        # its VAE halves a picture between any two of its levels.
-        pixels = 2 ** (len(vae["block_out_channels"]) - 1)
-        values["width"] = transformer["sample_width"] * pixels
-        values["height"] = transformer["sample_height"] * pixels
-        values["fps"] = 16 if transformer.get("patch_size_t") else 8
-    if transformer.get("target_size") == 960:
-        # HunyuanVideo 1.5 at 720p.
-        values |= {"width": 1280, "height": 720}
-    if transformer.get("image_condition_type") == "latent_concat":
-        # HunyuanVideo's first image-to-video model: no guidance is distilled into it, it is run
-        # without any, and it gives away four of the 129 frames it was trained on.
-        values |= {"guidance": 1.0, "frames": 125}
-    guider = folder / GUIDER
-    if guider.is_file():
-        config = _read_json(guider)
-        values["guidance"] = config["guidance_scale"] if config.get("enabled", True) else 1.0
-    return values
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = parse_json(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path} is missing. Hint: the folder is no complete diffusers model."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return value
 
 
 def _runnable() -> str:

@@ -185,7 +185,9 @@ def test_compare_sets_the_promise_beside_what_it_measured(
         ["compare", str(tmp_path / "one.txt"), "--model", loaded.ref.location, *arguments],
     )
     assert result.exit_code == 0, result.output
-    assert re.search(rf"promised +{promised:.2f} dB with .* over 2 prompts", result.output)
+    assert re.search(
+        rf"promised +{promised:.2f} dB with .* over 2 prompts .* in 4 steps", result.output
+    )
 
 
 def test_every_layer_lists_its_own_share(loaded: LoadedPipeline) -> None:

@@ -106,15 +106,18 @@ class Promise:
         psnr: mean over the calibration's prompts, in dB.
         total: share of the run's query-key pairs that were computed there.
         prompts: how many they were.
+        steps: denoising steps of a video there; another number gives another quality.
     """
 
     psnr: float
     total: float
     prompts: int
+    steps: int
 
     def __str__(self) -> str:
         over = "one prompt" if self.prompts == 1 else f"{self.prompts} prompts"
-        return f"{self.psnr:.2f} dB with {self.total:.1%} computed, over {over} of its calibration"
+        how = f"{self.psnr:.2f} dB with {self.total:.1%} computed"
+        return f"{how}, over {over} of its calibration in {self.steps} steps"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

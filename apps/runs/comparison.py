@@ -130,9 +130,14 @@ def _promise(request: GenerateRequest) -> Promise | None:
     if request.preset is None:
         return None
     measured = load_preset(request.preset).measured
-    if not {"psnr", "total", "prompts"} <= measured.keys():
+    if not {"psnr", "total", "prompts", "denoising_steps"} <= measured.keys():
         return None
-    return Promise(psnr=measured["psnr"], total=measured["total"], prompts=measured["prompts"])
+    return Promise(
+        psnr=measured["psnr"],
+        total=measured["total"],
+        prompts=measured["prompts"],
+        steps=measured["denoising_steps"],
+    )
 
 
 def video_quality(dense: Frames, sparse: Frames) -> VideoQuality:

@@ -152,7 +152,7 @@ class QualityStudy:
 
     def header(self) -> dict[str, Any]:
         """What the file says of all its rows: hardware, versions, what the numbers mean."""
-        from vidsparse.pipelines.generate import provenance
+        from vidsparse.pipelines.records import provenance
 
         first = self._requests[0]
         steps = first.dense_steps

@@ -3,6 +3,7 @@
 Shape legend: B batch, H heads, S tokens, D head dim, M query rows of a tile, N keys of a chunk,
 G blocks of 128 query rows, R = 128 / M tiles of a block, C longest key list.
 Names: ``off_*`` offsets, ``*_ptr`` pointers, ``stride_*`` strides, ``BLOCK_*`` constants.
+The file has over 600 lines because the kernel, its steps and its launch change together.
 
 A program owns one block of 128 query rows. Its key list is read as one run of ``count * N`` tokens
 in steps of BLOCK_N; only the last step can hold dead tokens, so its group of 128 keys goes first,

@@ -1,0 +1,112 @@
+"""The record of a run: everything its result depends on, and what its attention did."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from vidsparse._version import __version__
+from vidsparse.pipelines.handle import SparseHandle
+from vidsparse.pipelines.image import image_hash
+from vidsparse.pipelines.models import LoadedPipeline
+from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.presets import load_preset
+from vidsparse.work import Work
+
+_PACKAGES: Final = ("torch", "diffusers", "transformers", "triton")
+
+
+def shared_record(
+    loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
+) -> dict[str, Any]:
+    """The record of a run but for its prompt and times, as JSON values.
+
+    ``handle`` is that of a sparse run, None for the stock pipeline.
+    """
+    summary = handle.summary() if handle is not None else None
+    work = Work.all_dense() if summary is None else summary.work
+    return {
+        "negative_prompt": request.negative_prompt,
+        "seed": request.seed,
+        "options": request.options(),
+        "preset": None if request.preset is None else load_preset(request.preset).digest,
+        "images": {
+            name: image_hash(path)
+            for name in ("image", "last_image")
+            if (path := getattr(request, name)) is not None
+        },
+        **provenance(loaded),
+        "total": work.total if work else None,
+        "work": work.to_json() if work else None,
+        "selected": summary.selected if summary else None,
+        "computed": summary.computed if summary else None,
+        "skipped": summary.skipped if summary else None,
+        "sparsity": summary.sparsity if summary else None,
+        "dense_step_share": summary.dense_step_share if summary else 1.0,
+        "dense_call_share": summary.dense_call_share if summary else 1.0,
+        "implementation": summary.implementation if summary else "the stock pipeline",
+        "notes": list(summary.notes) if summary else [],
+        "density_map": handle.trace.density_map() if handle is not None else [],
+    }
+
+
+def provenance(loaded: LoadedPipeline) -> dict[str, Any]:
+    """What a result depends on beside its request: weights, scheduler, versions and device."""
+    scheduler = loaded.pipe.scheduler
+    return {
+        "model": {
+            "name": loaded.ref.name,
+            "source": loaded.ref.source,
+            "weights_hash": loaded.weights_hash,
+        },
+        "scheduler": {
+            "class": type(scheduler).__name__,
+            "config": _jsonable(dict(scheduler.config)),
+        },
+        "versions": _versions(),
+        "device": _device_facts(loaded.device),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"vidsparse": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _device_facts(device: str) -> dict[str, Any]:
+    if device.startswith("cuda"):
+        return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "threads": None}
+    return {"kind": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}
+
+
+def _cpu_name() -> str:
+    # on Linux, platform.processor() returns nothing or the architecture.
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        for line in facts.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _jsonable(value: Any) -> Any:
+    """Schedulers' settings hold infinities and tuples, which JSON does not."""
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
