@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from videos import read_video
 
 from vidsparse.apps.cli import main
+from vidsparse.apps.runs.comparison import Comparison
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +41,75 @@ def _document(prompts: Path) -> dict[str, Any]:
         raise AssertionError(f"{name} is not JSON")
 
     return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], set[int]]:
+    """The prompts that are measured, by number, and those that the process dies at."""
+    measured: list[int] = []
+    deadly: set[int] = {2}
+    measure = Comparison._measure
+
+    def watch(self: Comparison, one: Any, *videos: Any) -> Any:
+        if one.prompt.number in deadly:
+            raise Killed
+        measured.append(one.prompt.number)
+        return measure(self, one, *videos)
+
+    monkeypatch.setattr(Comparison, "_measure", watch)
+    return measured, deadly
+
+
+def test_a_killed_compare_goes_on_where_it_was(
+    tiny_model: Path, prompts: Path, watched: tuple[list[int], set[int]]
+) -> None:
+    measured, deadly = watched
+    options = ("--top-p", "0.3", "--dense-steps", "1")
+    with pytest.raises(Killed):
+        _compare(tiny_model, prompts, *options)
+    (folder,) = (prompts.parent / "o").iterdir()
+    assert (folder / "0001-a-red-circle.json").exists()
+    assert not (folder / "report.json").exists()
+
+    deadly.clear()
+    done = _compare(tiny_model, prompts, *options)
+    assert done.exit_code == 0, done.output
+    assert measured == [1, 2]
+    continued = _document(prompts)
+    assert any("1 of 2 prompts were measured by an earlier" in one for one in continued["notes"])
+    assert not list(folder.glob("0*.json"))
+
+    # a comparison that came to its end is measured anew, and says the same.
+    assert _compare(tiny_model, prompts, *options).exit_code == 0
+    assert measured == [1, 2, 1, 2]
+    again = _document(prompts)
+    for one, other in zip(continued["prompts"], again["prompts"], strict=True):
+        for name in ("prompt", "seed", "psnr", "ssim", "flicker", "frames", "work", "selected"):
+            assert one[name] == other[name]
+    assert continued["density_map"] == again["density_map"]
+
+
+@pytest.mark.parametrize("damage", ["video", "record", "batch"])
+def test_a_killed_compare_trusts_nothing_that_changed(
+    damage: str, tiny_model: Path, prompts: Path, watched: tuple[list[int], set[int]]
+) -> None:
+    measured, deadly = watched
+    with pytest.raises(Killed):
+        _compare(tiny_model, prompts)
+    (folder,) = (prompts.parent / "o").iterdir()
+    record, video = folder / "0001-a-red-circle.json", folder / "0001-a-red-circle.mp4"
+    if damage == "video":
+        video.write_bytes(video.read_bytes()[:-100])
+    elif damage == "record":
+        record.write_text(record.read_text("utf-8").replace('"psnr": ', '"psnr": 1'), "utf-8")
+    deadly.clear()
+    done = _compare(tiny_model, prompts, *(("--batch", "2") if damage == "batch" else ()))
+    assert done.exit_code == 0, done.output
+    assert measured == [1, 1, 2]
 
 
 def test_compare_reports_what_sparsity_cost(tiny_model: Path, prompts: Path) -> None:

@@ -71,17 +71,19 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
     """Make every prompt of PROMPTS.txt dense and sparse, and report how far apart they are.
 
     PSNR, SSIM and flicker are taken on 8-bit frames before encoding, with the same seeds and the
-    same dense attention on both sides.
+    same dense attention on both sides. A run that was stopped goes on with the same command.
     """
     from vidsparse.pipelines.request import settings_hash
 
+    terminal.interrupted = "Interrupted; the same command goes on from the last measured prompt."
     if batch < 1:
         raise OptionError(f"batch must be at least 1, got {batch}")
     source = read_prompts(prompts_file)
     prepared = prepare(source, options, terminal)
     request = prepared.request
-    name = f"{source.stem}-compare-{request.method}-{settings_hash(request)}"
-    folder = RunFolder(Path(out) / name)
+    settings = settings_hash(request)
+    name = f"{source.stem}-compare-{request.method}-{settings}"
+    folder = RunFolder(Path(out) / name, f"{settings}, batches of {batch}")
     with folder.claim():
         loaded = prepared.load(terminal)
 
@@ -91,10 +93,14 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
             with step_bar(terminal, label) as progress:
                 return generate_batch(loaded, requests, progress=progress)
 
-        comparison = Comparison(generate, folder.path)
+        comparison = Comparison(generate, folder.path, kept=folder)
         chunks = [prepared.prompts[i : i + batch] for i in range(0, len(prepared.prompts), batch)]
-        terminal.say("Warming up ...")
-        comparison.warm_up(chunks[0], loaded.defaults)
+        missing = [chunk for chunk in chunks if not comparison.is_measured(chunk)]
+        if len(missing) < len(chunks):
+            terminal.say("Going on where an earlier run was stopped.")
+        if missing:
+            terminal.say("Warming up ...")
+            comparison.warm_up(missing[0], loaded.defaults)
         for chunk in chunks:
             for each in comparison.run(chunk):
                 if not terminal.quiet:
@@ -104,6 +110,7 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
                     )
         report = comparison.report(prepared.request, batch)
         paths = write_report(folder.path, report, comparison.videos, request)
+        comparison.forget()
     if terminal.quiet:
         for path in paths:
             terminal.show(str(path))

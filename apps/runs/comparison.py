@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,16 @@ import numpy as np
 from vidsparse.apps.runs.prepared import PreparedPrompt
 from vidsparse.apps.runs.prompts import slug
 from vidsparse.apps.runs.report_page import SideBySide, render
+from vidsparse.apps.runs.run_folder import RunFolder
 from vidsparse.apps.terminal.progress import short
-from vidsparse.files import write_text
-from vidsparse.metrics import Frames, VideoQuality, amplified_difference, compare_videos
+from vidsparse.files import parse_json, write_text
+from vidsparse.metrics import (
+    FrameQuality,
+    Frames,
+    VideoQuality,
+    amplified_difference,
+    compare_videos,
+)
 from vidsparse.report import Promise, PromptComparison, Report, RunFacts, mean_density_map
 from vidsparse.work import Work
 
@@ -43,12 +50,17 @@ class Comparison:
     Args:
         generate: makes the videos.
         folder: where the side-by-side videos go; it exists.
+        kept: the same folder, where what was measured is to outlive this process: each prompt gets
+            a record, from which a run with the same settings goes on. ``forget`` removes them.
     """
 
-    def __init__(self, generate: Generate, folder: Path) -> None:
+    def __init__(self, generate: Generate, folder: Path, kept: RunFolder | None = None) -> None:
         self.videos: list[SideBySide] = []
         self._generate = generate
         self._folder = folder
+        self._kept = kept
+        self._restored = 0
+        self._records: list[Path] = []
         self._comparisons: list[PromptComparison] = []
         self._maps: list[list[list[float | None]]] = []
 
@@ -67,8 +79,22 @@ class Comparison:
                 [replace(side(one.request), steps=2, frames=frames) for one in chunk], "warm-up"
             )
 
+    def is_measured(self, chunk: Sequence[PreparedPrompt]) -> bool:
+        """Whether an earlier run that did not come to its end has measured the chunk."""
+        return self._kept is not None and all(
+            self._kept.target(one.prompt).finished for one in chunk
+        )
+
     def run(self, chunk: Sequence[PreparedPrompt]) -> list[PromptComparison]:
-        """Make a chunk dense and sparse, measure it, and encode the side-by-side videos."""
+        """Make a chunk dense and sparse, measure it, and encode the side-by-side videos.
+
+        A chunk that ``is_measured`` is taken from its records.
+        """
+        if self.is_measured(chunk):
+            found = [self._restore(one) for one in chunk]
+            self._comparisons += found
+            self._restored += len(found)
+            return found
         dense = self._generate([dense_side(one.request) for one in chunk], _label(chunk, "dense"))
         method = chunk[0].request.method
         sparse = self._generate([one.request for one in chunk], _label(chunk, method))
@@ -85,6 +111,11 @@ class Comparison:
         notes = [SAME_KERNEL, "Both sides ran two untimed steps before the first prompt."]
         if batch > 1:
             notes.append(f"Times are those of batches of {batch}, divided by the batch's size.")
+        if self._restored:
+            notes.append(
+                f"{self._restored} of {len(self._comparisons)} prompts were measured by an earlier "
+                "process, which was stopped."
+            )
         for each in self._comparisons:
             notes += [f"Some calls ran {note}." for note in each.sparse.record["notes"]]
         return Report(
@@ -104,7 +135,7 @@ class Comparison:
         if density_map:
             self._maps.append(density_map)
         self.videos.append(self._side_by_side(one, dense.frames, sparse.frames))
-        return PromptComparison(
+        found = PromptComparison(
             number=one.prompt.number,
             prompt=one.prompt.text,
             seed=one.request.seed,
@@ -112,12 +143,52 @@ class Comparison:
             dense=run_facts(dense.record),
             sparse=run_facts(sparse.record),
         )
+        if self._kept is not None:
+            target = self._kept.target(one.prompt)
+            video = self.videos[-1]
+            record = {
+                "prompt": found.prompt,
+                "quality": asdict(found.quality),
+                "picture": [video.width, video.height],
+                "dense": dense.record,
+                "sparse": sparse.record,
+            }
+            self._kept.write_record(target, record)
+            self._records.append(target.record)
+        return found
+
+    def _restore(self, one: PreparedPrompt) -> PromptComparison:
+        """What the record of a measured prompt says."""
+        assert self._kept is not None
+        target = self._kept.target(one.prompt)
+        self._records.append(target.record)
+        record = parse_json(target.record.read_bytes())
+        if record["sparse"]["density_map"]:
+            self._maps.append(record["sparse"]["density_map"])
+        width, height = record["picture"]
+        self.videos.append(SideBySide(mp4=target.video.read_bytes(), width=width, height=height))
+        quality = dict(record["quality"])
+        frames = tuple(FrameQuality(**frame) for frame in quality.pop("frames"))
+        return PromptComparison(
+            number=one.prompt.number,
+            prompt=one.prompt.text,
+            seed=one.request.seed,
+            quality=VideoQuality(frames=frames, **quality),
+            dense=run_facts(record["dense"]),
+            sparse=run_facts(record["sparse"]),
+        )
+
+    def forget(self) -> None:
+        """Remove the records: the report holds everything, and the next run measures anew."""
+        for path in self._records:
+            path.unlink(missing_ok=True)
 
     def _side_by_side(self, one: PreparedPrompt, dense: Frames, sparse: Frames) -> SideBySide:
         from vidsparse.pipelines.video import write_video
 
         frames = np.concatenate([dense, sparse, amplified_difference(dense, sparse, GAIN)], axis=2)
-        path = self._folder / f"{one.prompt.number:04d}-{slug(one.prompt.text)}.mp4"
+        name = f"{one.prompt.number:04d}-{slug(one.prompt.text)}.mp4"
+        path = self._folder / name if self._kept is None else self._kept.target(one.prompt).video
         assert one.request.fps is not None
         write_video(frames, path, one.request.fps)
         return SideBySide(mp4=path.read_bytes(), width=frames.shape[2], height=frames.shape[1])
