@@ -138,6 +138,7 @@ class Session:
         self.engines = engines
         self._modules: dict[tuple[int, int], Any] = {}
         self._pipe = weakref.ref(pipe)
+        self._transformers: list[weakref.ref[nn.Module]] = []
         self._watches: list[Callable[[], object]] = []
         self._site: CallSite | None = None
         self._layout: Layout | None = None
@@ -163,6 +164,7 @@ class Session:
         ``part`` is the transformer's place among the pipeline's.
         """
         session = self
+        self._transformers.append(weakref.ref(transformer))
 
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             session._observe(part, module, args, kwargs)
@@ -192,9 +194,31 @@ class Session:
             # a processor that somebody has put in place since is not ours to replace.
             if isinstance(ours, SparseProcessor) and ours.session is self:
                 module.processor = ours.stock
+        for transformer in self._living():
+            # what the host would put back once it unfuses projections that were fused meanwhile.
+            kept = getattr(transformer, "original_attn_processors", None) or {}
+            for name, ours in kept.items():
+                if isinstance(ours, SparseProcessor) and ours.session is self:
+                    kept[name] = ours.stock
         while self._watches:
             self._watches.pop()()
         self._site = self._layout = None
+
+    def undo_parallel(self, config: Any) -> None:
+        """Take back what the host has set of a parallel configuration that is refused.
+
+        It tells the transformer and the processors before ours one by one, and what is left there
+        would refuse the next attempt.
+        """
+        for transformer in self._living():
+            modules = list(transformer.modules())
+            processors = [getattr(module, "processor", None) for module in modules]
+            for holder in (*modules, *processors):
+                if getattr(holder, "__dict__", {}).get("_parallel_config") is config:
+                    vars(holder)["_parallel_config"] = None
+
+    def _living(self) -> list[nn.Module]:
+        return [one for reference in self._transformers if (one := reference()) is not None]
 
     def _watch_context(self, transformer: nn.Module) -> None:
         """Learn the guidance branch from the host's own announcement, ``cache_context(name)``."""
@@ -484,6 +508,7 @@ class SparseProcessor:
     @_parallel_config.setter
     def _parallel_config(self, config: Any) -> None:
         if config is not None:
+            self.session.undo_parallel(config)
             raise parallel_unsupported()
 
     def unexpected(self, what: str) -> UnsupportedError:

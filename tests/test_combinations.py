@@ -5,6 +5,7 @@ The table of ``support_matrix.py`` says what works; here each of its cells is ru
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,16 @@ def test_fuse_qkv(name: str) -> None:
         assert handle.summary().computed == 1.0
 
 
+def test_cogvideox_fused_while_sparse_and_unfused_after_removal_has_nothing_of_ours() -> None:
+    pipe = TINY["cogvideox"].build()
+    stock = {name: type(one) for name, one in pipe.transformer.attn_processors.items()}
+    with sparsify(pipe):
+        pipe.transformer.fuse_qkv_projections()
+    pipe.transformer.unfuse_qkv_projections()
+    assert {name: type(one) for name, one in pipe.transformer.attn_processors.items()} == stock
+    copy.deepcopy(pipe.transformer)
+
+
 def test_cogvideox_unfused_after_removal_is_the_stock_model() -> None:
     pipe = TINY["cogvideox"].build()
     expected = latents("cogvideox", pipe)
@@ -319,9 +330,13 @@ def test_parallelism_is_refused_before_and_after(name: str) -> None:
     with sparsify(pipe):
         for module in pipe.transformer.modules():
             if isinstance(getattr(module, "processor", None), SparseProcessor):
-                # what enable_parallelism does to every processor that has such an attribute.
+                # what enable_parallelism does to the model, then to every processor that has such
+                # an attribute.
+                config = pipe.transformer._parallel_config = object()
                 with pytest.raises(UnsupportedError, match=error):
-                    module.processor._parallel_config = object()
+                    module.processor._parallel_config = config
+                # so that it can be asked again once the handle is removed.
+                assert pipe.transformer._parallel_config is None
     pipe.transformer._parallel_config = object()
     with pytest.raises(UnsupportedError, match=error):
         sparsify(pipe)
