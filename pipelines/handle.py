@@ -182,11 +182,13 @@ def sparsify(
         dense_last_layers=given("dense_last_layers", dense_last_layers),
         reuse=given("reuse", reuse),
     )
+    # what is no method is refused by the engine.
+    own_order = method.token_order if isinstance(method, Method) else None
     engines = tuple(
         AttentionEngine(
             method,
             schedule=schedule,
-            order=order or method.token_order or defaults.order,
+            order=order or own_order or defaults.order,
             layers=len(modules),
             implementation=implementation,
             check_finite=check_finite,
