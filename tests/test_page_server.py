@@ -106,7 +106,8 @@ def test_files_of_a_visit_are_the_command_line_s(page: tuple[Any, str], out: Pat
     (record,) = [
         path
         for path in (out / "page").glob("*/*.json")
-        if json.loads(path.read_text(encoding="utf-8")) == _record(answer)
+        # beside what is shown, the file holds the size and hash of its video.
+        if _record(answer).items() <= json.loads(path.read_text(encoding="utf-8")).items()
     ]
     assert record.name == "0001-a-blue-square.json"
     assert read_video(record.with_suffix(".mp4")).shape == (9, 64, 64, 3)
