@@ -208,6 +208,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 9, 30])
 def test_a_killed_calibration_makes_no_video_twice(
     after: int, loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
