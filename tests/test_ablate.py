@@ -93,22 +93,26 @@ def test_calibrated_methods_are_held_to_their_word_on_other_prompts(
     assert done.exit_code == 0, done.output
     files = sorted(presets.iterdir())
     assert [path.name for path in files if path.suffix == ".json"] == [
-        f"tiny-{name}-128x128x9-3.json" for name in ("bsfa", "sale", "spargeattn", "xattention")
+        f"tiny-{name}-128x128x9-3.json"
+        for name in ("bsfa", "foresight", "sale", "spargeattn", "xattention")
     ]
     for path in files[::2]:
         measured = json.loads(path.read_text(encoding="utf-8"))["measured"]
         assert measured["prompts"] == 2
         # noise that no video of the study starts from.
         assert measured["seed"] == 1000
-    assert sorted(wanted) == [5, 5, 5, 16]
+    assert sorted(wanted) == [5, 5, 5, 8, 16]
     videos = json.loads((tmp_path / "q.json").read_text(encoding="utf-8"))["rows"]
     assert [(row["method"], row["calibrated"]) for row in videos] == [
         (name, calibrated)
         for calibrated in (False, True)
-        for name in ("spargeattn", "xattention", "sale")
+        for name in ("spargeattn", "xattention", "sale", "foresight")
     ]
     # what each head has of its own is no option.
-    assert [row["options"]["tau"] for row in videos] == [0.9, 0.9, 0.004, None, None, None]
+    taus = [row["options"]["tau"] for row in videos if row["method"] != "foresight"]
+    assert taus == [0.9, 0.9, 0.004, None, None, None]
+    shares = [row["options"]["share"] for row in videos if row["method"] == "foresight"]
+    assert shares == [0.15, None]
     rows = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))["rows"]
     of = {name: [row for row in rows if row["ablation"] == name] for name in only[:3]}
     assert len(of["held-out"]) == 6
@@ -135,7 +139,7 @@ def test_calibrated_methods_are_held_to_their_word_on_other_prompts(
     (tmp_path / "c.json").unlink()
     again = _ablate(tiny_model, tmp_path, *flags)
     assert again.exit_code == 0, again.output
-    assert "6 of 6 rows are there already" in again.stderr
+    assert "8 of 8 rows are there already" in again.stderr
     assert "Calibrating" not in again.stderr
     assert {path: path.stat().st_mtime_ns for path in files} == made
 

@@ -199,11 +199,9 @@ class QualityStudy:
         pool: ThreadPoolExecutor,
     ) -> _Pending:
         """Make one configuration's videos and hand them to the pool; the metrics come later."""
-        from vidsparse.methods import METHODS, make_method
+        from vidsparse.methods import make_method
 
-        own = METHODS[configuration.method].token_order
-        order = configuration.order or own or self._requests[0].order
-        assert order is not None
+        order = configuration.order or self._own_order(configuration.method)
         if configuration.aim is None:
             options = dict(configuration.options)
             made = self._make(configuration, options, order, label)
@@ -350,7 +348,13 @@ class QualityStudy:
                 with plain_bar(self._terminal, f"Calibrating {method}") as progress:
                     calibrate(
                         self._loaded,
-                        replace(first, method=method, method_options={}, seed=CALIBRATION_SEED),
+                        replace(
+                            first,
+                            method=method,
+                            method_options={},
+                            seed=CALIBRATION_SEED,
+                            order=self._own_order(method),
+                        ),
                         calibration_prompts(CALIBRATORS[method].samples),
                         path,
                         progress=progress,
@@ -359,6 +363,12 @@ class QualityStudy:
             preset.check_model(transformer_configs(self._loaded.pipe), self._loaded.weights_hash)
             self._calibrated[method] = preset
         return self._calibrated[method]
+
+    def _own_order(self, method: str) -> str:
+        """The order that a method runs in where none is asked for."""
+        from vidsparse.methods import METHODS
+
+        return METHODS[method].token_order or self.order
 
     @property
     def order(self) -> str:
