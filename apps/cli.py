@@ -97,9 +97,20 @@ bench = LazyGroup(
     members={
         "attention": "time one attention call, sparse against dense",
         "calls": "time whole attention calls of methods, and what they err by",
+        "gates": "time what skipping products with V costs and saves",
         "masks": "time what the methods' masks cost, as a share of dense attention",
         "model": "time whole transformers of published sizes",
         "quality": "sweep tiles, merging and orders on the small model",
+    },
+)
+
+comfyui = LazyGroup(
+    name="comfyui",
+    prefix="comfyui_",
+    help="Sparse attention as nodes in ComfyUI.",
+    members={
+        "install": "write the nodes' folder into a ComfyUI",
+        "uninstall": "remove that folder",
     },
 )
 
@@ -128,8 +139,9 @@ Start here:
         "methods": "list the sparse attention methods",
         "models": "list bundled models and supported families",
         "bench": "measure speed and quality",
+        "comfyui": "add the nodes for ComfyUI to it, or remove them",
     },
-    groups={"bench": bench},
+    groups={"bench": bench, "comfyui": comfyui},
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 @verbosity_options

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention.gates import AbsoluteGate, RelativeGate
-    from .dispatch import IMPLEMENTATIONS, choose, sparse_attention, support
+    from .dispatch import (
+        IMPLEMENTATIONS,
+        choose,
+        dense_attention,
+        sparse_attention,
+        support,
+    )
     from .hardware import block_rows, plans_on_device
     from .tokens.formats import QuantizedQK
     from .tokens.quantize import quantize_qk
@@ -23,6 +29,7 @@ _HOMES = {
     "RelativeGate": "attention.gates",
     "block_rows": "hardware",
     "choose": "dispatch",
+    "dense_attention": "dispatch",
     "plans_on_device": "hardware",
     "quantize_qk": "tokens.quantize",
     "sparse_attention": "dispatch",
@@ -36,6 +43,7 @@ __all__ = [
     "RelativeGate",
     "block_rows",
     "choose",
+    "dense_attention",
     "plans_on_device",
     "quantize_qk",
     "sparse_attention",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .attention.checks import check_block, check_operands, check_plan, checked_plan
-from .attention.gates import Gate, check_gate
+from .attention.gates import KEY_GROUP, Gate, check_gate
 from .attention.means import KeyMeans, check_means, quantize_means
 from .attention.reference import reference_attention
 from .attention.torch_sdpa import gather_attention
@@ -97,24 +97,23 @@ def _gluon_trial() -> Callable[[torch.device], None]:
     return try_out
 
 
-_LOADERS: Final[dict[str, Callable[[], Implementation]]] = {
-    "gluon": _gluon_attention,
-    "triton": _triton_attention,
-    "torch": lambda: gather_attention,
-    "reference": lambda: reference_attention,
-}
-_REASONS: Final[
-    dict[str, Callable[[torch.device, torch.dtype, int, Gate | None, str | None], str | None]]
-] = {
-    "gluon": _gluon_reason,
-    "triton": _triton_reason,
-    "torch": _any_reason,
-    "reference": _any_reason,
+class _Known(NamedTuple):
+    """How an implementation is loaded, and what says in words why it cannot run a call."""
+
+    load: Callable[[], Implementation]
+    reason: Callable[[torch.device, torch.dtype, int, Gate | None, str | None], str | None]
+
+
+_KNOWN: Final[dict[str, _Known]] = {
+    "gluon": _Known(_gluon_attention, _gluon_reason),
+    "triton": _Known(_triton_attention, _triton_reason),
+    "torch": _Known(lambda: gather_attention, _any_reason),
+    "reference": _Known(lambda: reference_attention, _any_reason),
 }
 
 _FASTER_IN_8_BITS: Final = ("gluon", "triton")
 
-IMPLEMENTATIONS: Final[tuple[str, ...]] = tuple(_LOADERS)
+IMPLEMENTATIONS: Final[tuple[str, ...]] = tuple(_KNOWN)
 """Names of the implementations, the fastest first; ``auto`` takes the first that can run."""
 
 
@@ -134,14 +133,14 @@ def support(
     Raises:
         ValueError: no such implementation or 8-bit format.
     """
-    if implementation not in _REASONS:
+    if implementation not in _KNOWN:
         raise ValueError(
             f"unknown implementation {implementation!r}. "
             f"Hint: choose from auto, {', '.join(IMPLEMENTATIONS)}."
         )
     if quantize is not None:
         check_format(quantize)
-    return _REASONS[implementation](torch.device(device), dtype, head_dim, gate, quantize)
+    return _KNOWN[implementation].reason(torch.device(device), dtype, head_dim, gate, quantize)
 
 
 def choose(
@@ -198,6 +197,34 @@ def eight_bits_that_pay(
     return "int8" if able else None
 
 
+def gates_that_pay(implementation: str) -> bool:
+    """Whether ``implementation`` is to run a gate that its method can do without.
+
+    ``gluon`` loses: judging scores holds up its softmax for longer than the products that are
+    skipped would take (BENCHMARKS, "Gates on an H200"). ``triton`` was not measured. ``torch`` and
+    ``reference`` never save time by a gate, and run it for what it does to the output.
+    """
+    return implementation != "gluon"
+
+
+def _checked_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return float(head_dim**-0.5)
+    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+        raise ValueError(f"scale must be positive and finite, got {scale!r}")
+    return scale
+
+
+def _refuse_gradients(name: str, quantized: bool, q: Tensor, k: Tensor, v: Tensor) -> None:
+    # said before the call, because a kernel's output would leave the graph without a word.
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        what = "8-bit attention" if quantized else f"the {name!r} implementation"
+        raise ValueError(
+            f"{what} has no backward pass, and gradients are asked for. "
+            "Hint: torch.no_grad(), or the 'reference' implementation in full precision."
+        )
+
+
 def sparse_attention(
     q: Tensor,
     k: Tensor,
@@ -250,9 +277,9 @@ def sparse_attention(
         validate: when the values of ``q_tiles``, ``kv_count`` and ``kv_index`` are checked; shapes,
             dtypes and devices always are. None: where these tensors are used for the first time, on
             a CPU before the call, on a GPU beside it: nothing waits, a broken plan is run with its
-            numbers brought into range, and a later call says so. True: in this call and before it
-            runs, which waits for a GPU. False: never, of a plan that is known to be right and to
-            hold all rows.
+            numbers brought into range, and a later call says so, or this one if the answer is there
+            in time. True: in this call and before it runs, which waits for a GPU. False: never, of
+            a plan that is known to be right and to hold all rows.
 
     Returns:
         Output ``[B, H, S, D]`` in the dtype of ``q`` and the natural log-sum-exp of the scaled
@@ -267,26 +294,15 @@ def sparse_attention(
     """
     check_operands(q, k, v)
     check_plan(q, q_tiles, kv_count, kv_index, tile)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not (isinstance(scale, int | float) and 0 < scale < math.inf):
-        raise ValueError(f"scale must be positive and finite, got {scale!r}")
+    scale = _checked_scale(scale, q.shape[-1])
     name = implementation
     if not chosen:
         kind = quantize.kind if isinstance(quantize, QuantizedQK) else quantize
         name = choose(implementation, q.device, q.dtype, q.shape[-1], gate=gate, quantize=kind)
     if name in ("gluon", "triton"):
         check_block(q_tiles.shape[3] * tile[0], name)
-    if (
-        (name != "reference" or quantize is not None)
-        and torch.is_grad_enabled()
-        and (q.requires_grad or k.requires_grad or v.requires_grad)
-    ):
-        # said here, because a kernel's output would leave the graph without a word.
-        what = f"the {name!r} implementation" if quantize is None else "8-bit attention"
-        raise ValueError(
-            f"{what} has no backward pass, and gradients are asked for. "
-            "Hint: torch.no_grad(), or the 'reference' implementation in full precision."
-        )
+    if name != "reference" or quantize is not None:
+        _refuse_gradients(name, quantize is not None, q, k, v)
     if gate is not None:
         check_gate(gate, q, q_tiles, kv_index, tile[0])
     if means is not None:
@@ -317,7 +333,7 @@ def sparse_attention(
             quantized = None
         if means is not None and quantized is not None:
             means = quantize_means(means, quantized)
-        out, lse = _LOADERS[name]()(
+        out, lse = _KNOWN[name].load()(
             q,
             k,
             v,
@@ -332,3 +348,50 @@ def sparse_attention(
             skipped=None if gate is None else skipped,
         )
         return plan.fill(out, lse, tile[0])
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    chosen: bool = False,
+    quantize: str | QuantizedQK | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of all queries to all keys by the ``gluon`` kernel, without lists.
+
+    Args:
+        q: queries ``[B, H, S, D]``, bf16 or fp16.
+        k: keys ``[B, H, S, D]``.
+        v: values ``[B, H, S, D]``.
+        scale: positive factor on q·k, 1/sqrt(D) by default.
+        chosen: the kernel is known to run such a call: whether it can is not asked again.
+        quantize: ``int8`` or ``fp8``: q·k in 8 bits with a scale for every 128 queries and every 64
+            keys. Or what ``quantize_qk`` has made of these very q and k.
+
+    Returns:
+        Output ``[B, H, S, D]`` in the dtype of ``q`` and the natural log-sum-exp of the scaled
+        scores ``[B, H, S]`` fp32.
+
+    Raises:
+        ValueError: the kernel cannot run here (``support("gluon", ...)`` says why) or would have to
+            give gradients; scale is not positive or not finite; q, k and v differ in shape, dtype
+            or device, or are empty; 8-bit operands do not fit them.
+    """
+    check_operands(q, k, v)
+    scale = _checked_scale(scale, q.shape[-1])
+    if not chosen:
+        kind = quantize.kind if isinstance(quantize, QuantizedQK) else quantize
+        choose("gluon", q.device, q.dtype, q.shape[-1], quantize=kind)
+    _refuse_gradients("gluon", quantize is not None, q, k, v)
+    if isinstance(quantize, QuantizedQK):
+        check_quantized(quantize, q)
+    from .attention.hopper.launch import BLOCK_ROWS, gluon_attention
+
+    with torch.autocast(q.device.type, enabled=False):
+        if isinstance(quantize, str):
+            quantize = quantize_qk(q, k, quantize, q_run=BLOCK_ROWS, k_run=64)
+        return gluon_attention(
+            q, k, v, None, None, None, tile=(BLOCK_ROWS, KEY_GROUP), scale=scale, quantized=quantize
+        )

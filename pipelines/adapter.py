@@ -3,14 +3,12 @@
 An adapter is a short declaration beside one attention processor; see ``wan.py``. Everything that
 is the same for all families is here:
 
-- ``video_attention``, one opaque torch operator. ``torch.compile(fullgraph=True)`` does not look
-  inside, so planning, caching and tracing stay ordinary Python. Where a call comes from (pipeline,
-  transformer, layer) travels as a small CPU tensor: a Python integer would be a constant of the
-  graph, and every layer would compile anew.
 - ``Session``, the state of one sparse pipeline. A forward pre-hook on each transformer tells it the
   grid, the valid text, the step and the guidance branch, which the operator reads when it runs.
   Padded text is cut off here, for all families alike.
 - ``SparseProcessor``, the base of the families' processors, and ``rotate``, their rotary embedding.
+  Calls reach the session by an opaque operator (``operators.py``), and around it where a gradient
+  is asked for outside a compiled graph, so that dense ones have the stock one.
 
 No class and no Python module of the host is changed: only this pipeline's transformers are, and
 removal takes all of it back. A session lives as long as the processors that point to it.
@@ -26,17 +24,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vidsparse.engine import AttentionEngine
+from vidsparse.engine import INFERENCE_ONLY, AttentionEngine
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels.hardware import triton_reason
+from vidsparse.order import wants_gradient
 from vidsparse.pipelines.families import Family
+from vidsparse.pipelines.operators import SESSIONS, dense_video_attention, video_attention
+from vidsparse.pipelines.parallel import check_parallel, to_heads, to_tokens, ulysses_group
+from vidsparse.pipelines.position import denoising_position
 from vidsparse.site import CallSite
 
 
@@ -88,6 +90,7 @@ class Adapter:
             name; None where they are not what the family's pipelines pass.
         branches: guidance branches in the order of a step's forwards; one entry where guidance
             is batched or distilled. Used where the pipeline does not name the branch itself.
+        parallel: the video's tokens are the whole sequence, and diffusers splits it by equal runs.
     """
 
     family: Family
@@ -97,6 +100,7 @@ class Adapter:
     processor: type[SparseProcessor]
     layout: Callable[[Any, Mapping[str, Any]], Layout | None]
     branches: tuple[str, ...] = ("conditional",)
+    parallel: bool = False
 
 
 def transformers_of(pipe: Any, adapter: Adapter) -> list[nn.Module]:
@@ -108,7 +112,8 @@ def transformers_of(pipe: Any, adapter: Adapter) -> list[nn.Module]:
     ]
     if not found:
         raise UnsupportedError(
-            f"this {type(pipe).__name__} has no transformer. Hint: load the whole pipeline."
+            f"this {type(pipe).__name__} has no transformer. "
+            "Hint: load the whole pipeline; load_components() does that of a modular one."
         )
     return found
 
@@ -120,6 +125,12 @@ def attention_modules(transformer: nn.Module, adapter: Adapter) -> list[tuple[st
         for name, module in transformer.named_modules()
         if adapter.attention.fullmatch(name)
     ]
+
+
+def transformer_blocks(transformer: nn.Module, adapter: Adapter) -> list[nn.Module]:
+    """The blocks around every video self-attention, in the order they run."""
+    names = (name.rpartition(".")[0] for name, _ in attention_modules(transformer, adapter))
+    return [transformer.get_submodule(name) for name in names]
 
 
 class Session:
@@ -146,7 +157,7 @@ class Session:
         self._timesteps: Any = None
         self._timestep_values: list[float] = []
         self._forwards_in_step = 0
-        _SESSIONS[self.id] = self
+        SESSIONS[self.id] = self
 
     @property
     def active(self) -> bool:
@@ -174,6 +185,7 @@ class Session:
         hook = transformer.register_forward_pre_hook(eager, with_kwargs=True)
         self._watches.append(hook.remove)
         self._watch_context(transformer)
+        self._refuse_copies(transformer)
         self._modules.update({(part, layer): module for layer, module in modules.items()})
         self._install(part)
 
@@ -202,6 +214,8 @@ class Session:
                     kept[name] = ours.stock
         while self._watches:
             self._watches.pop()()
+        for engine in self.engines:
+            engine.forget()
         self._site = self._layout = None
 
     def undo_parallel(self, config: Any) -> None:
@@ -244,6 +258,25 @@ class Session:
         vars(transformer)["cache_context"] = cache_context
         self._watches.append(forget)
 
+    def _refuse_copies(self, transformer: nn.Module) -> None:
+        """Say no to copies and to saving the module whole, which would take this session along."""
+        own, reference = vars(transformer), weakref.ref(transformer)
+
+        def refuse(protocol: int) -> None:
+            raise UnsupportedError(
+                "a sparse pipeline cannot be copied or saved whole, because the copy would share "
+                "its state. Hint: remove() the handle first; state_dict() and save_pretrained() "
+                "work all the same."
+            )
+
+        def forget() -> None:
+            if (module := reference()) is not None:
+                vars(module).pop("__reduce_ex__", None)
+
+        # both look on the object itself before they look at its class.
+        own["__reduce_ex__"] = refuse
+        self._watches.append(forget)
+
     def _observe(
         self, part: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
@@ -254,18 +287,21 @@ class Session:
                 "runs. Hint: call restore() on the pipeline in use, then sparsify() it."
             )
         self._install(part)
-        arguments = _by_name(module, args, kwargs)
+        arguments = named_arguments(module, args, kwargs)
         self._layout = layout = self.adapter.layout(module, arguments)
         if layout is None:
             self._site = None
             return
-        step, steps, timesteps = _denoising_position(pipe, arguments)
+        step, steps, timesteps = denoising_position(pipe, arguments)
         last = self._site.step if self._site is not None else -1
         # every pipeline call sets new timesteps; a step that goes back covers loops that do not.
         if step < last or (step == 0 and timesteps is not self._timesteps) or last < 0:
             self._begin_run(steps, timesteps)
         if step != last:
             self._forwards_in_step = 0
+        if self._site is not None and self._site.part != part:
+            # one transformer takes over from the other.
+            self.engines[self._site.part].forget()
         self._site = CallSite(
             layer=0,
             step=step,
@@ -293,9 +329,59 @@ class Session:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int) -> Tensor:
         """One attention call, ``[B, S, H, D]`` in and out (the host's layout).
 
+        Under context parallelism S are the tokens of this process.
+
+        Raises:
+            UnsupportedError: under context parallelism, what is not known to be right there.
+        """
+        # the transformer's, not the processor's: a processor put in since may have lost it.
+        group = ulysses_group(getattr(self._transformers[part](), "_parallel_config", None))
+        if group is None:
+            return self._attend_whole(q, k, v, part, layer)
+        if wants_gradient(q, k, v):
+            raise UnsupportedError(INFERENCE_ONLY)
+        engine = self.engines[part]
+        if engine.observer is not None or getattr(engine.method, "numbers", None) is not None:
+            raise UnsupportedError(
+                "calibration and calibrated numbers are of all heads, and under context "
+                "parallelism a process has only some. Hint: leave the preset out, or run in one "
+                "process."
+            )
+        q, k, v = (to_heads(x, group) for x in (q, k, v))
+        if self._layout is None or self._layout.grid.tokens != q.shape[1]:
+            raise UnsupportedError(
+                f"the processes hold {q.shape[1]} tokens together, which is not the video's "
+                "grid. Hint: split the sequence by the model's own plan."
+            )
+        return to_tokens(self._attend_whole(q, k, v, part, layer), group)
+
+    def attend_dense(
+        self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        """``attend`` in a graph that wants a gradient, and the tokens that take part, ``[B]``.
+
+        Raises:
+            UnsupportedError: the call is sparse.
+        """
+        with torch.enable_grad():
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            out = self.attend(q, k, v, part, layer)
+        counts = torch.full((q.shape[0],), q.shape[1], device="cpu")
+        if self._site is not None and self._layout is not None:
+            # outside a graph torch's definition has a gradient; what is kept here knows dense ones.
+            if self.engines[part].trace.cells[-1].implementation != "dense":
+                raise UnsupportedError(INFERENCE_ONLY)
+            for rows, padding in self._layout.groups(q.shape[0]):
+                counts[rows] -= padding
+        return out.detach(), counts
+
+    def _attend_whole(self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int) -> Tensor:
+        """Attention of all tokens.
+
         Padded text takes no part: it is cut off, and its rows of the output are zero.
         """
-        dense = partial(stock_attention, self._modules[part, layer].processor.stock)
+        stock = self._modules[part, layer].processor.stock
+        dense = partial(stock_attention, stock)
         site, layout = self._site, self._layout
         if site is None or layout is None:
             return _swapped(dense(_swapped(q), _swapped(k), _swapped(v))).contiguous()
@@ -312,6 +398,7 @@ class Session:
                     _swapped(v[rows, :tokens]),
                     replace(site, layer=layer, grid=grid),
                     dense,
+                    keep_dense=chooses_backend(stock),
                 )
             )
             if out is None:
@@ -327,7 +414,7 @@ def _swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _by_name(
+def named_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """The arguments of ``module.forward``, by name; pipelines pass all by name already."""
@@ -349,6 +436,16 @@ def stock_attention(stock: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         _swapped(q), _swapped(k), _swapped(v), backend=stock._attention_backend
     )
     return _swapped(out)
+
+
+def chooses_backend(stock: Any) -> bool:
+    """Whether the user has set an attention backend, on the processor or for all of diffusers."""
+    if not hasattr(stock, "_attention_backend"):
+        return False
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    return stock._attention_backend is not None or active != AttentionBackendName.NATIVE
 
 
 def latent_grid(
@@ -408,46 +505,6 @@ def is_stock(processor: Any, adapter: Adapter) -> bool:
     return type(processor).__name__ in adapter.stock_processors
 
 
-def _denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, int, Any]:
-    """The step about to run (from 0), how many this run has, and the scheduler's timesteps."""
-    scheduler = pipe.scheduler
-    timesteps = getattr(scheduler, "timesteps", None)
-    current = getattr(pipe, "current_timestep", None)
-    if timesteps is None:
-        raise _no_step(scheduler)
-    total = len(timesteps)
-    steps = total
-    if current is not None:
-        # within a call of the pipeline. video-to-video runs the end of the list only, and its
-        # first step counts as 0; outside a call this number is left over from the last one.
-        steps = min(total, getattr(pipe, "num_timesteps", total))
-    if hasattr(scheduler, "step_index"):
-        index = scheduler.step_index
-    else:
-        # CogVideoX's schedulers count no steps; what the transformer is told is one of the list.
-        index = _place(timesteps, arguments.get("timestep") if current is None else current)
-        if index is None:
-            raise _no_step(scheduler)
-    step = 0 if index is None else int(index) - (total - steps)
-    return min(max(step, 0), steps - 1), steps, timesteps
-
-
-def _place(timesteps: Any, value: Any) -> int | None:
-    if value is None:
-        return None
-    at = float(value.flatten()[0] if isinstance(value, Tensor) else value)
-    values = timesteps.tolist()
-    return values.index(at) if at in values else None
-
-
-def _no_step(scheduler: Any) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(scheduler).__name__} does not say which step it is at: it has no step_index, and "
-        "the timestep given to the transformer is not in its list of timesteps. "
-        "Hint: use the scheduler that the model came with."
-    )
-
-
 # what pipelines call their forwards. LTX-2 has more of them, whose own names will do.
 _BRANCHES: Final = {
     "cond": "conditional",
@@ -458,22 +515,6 @@ _BRANCHES: Final = {
 }
 
 _SESSION_IDS: Final = itertools.count()
-_SESSIONS: Final[weakref.WeakValueDictionary[int, Session]] = weakref.WeakValueDictionary()
-
-
-# a graph capture would record one plan's kernels and replay them for every step.
-@torch.library.custom_op(
-    "vidsparse::video_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
-def video_attention(q: Tensor, k: Tensor, v: Tensor, address: Tensor) -> Tensor:
-    """Attention of one call, ``[B, S, H, D]``; ``address`` holds session, transformer, layer."""
-    session, part, layer = address.tolist()
-    return _SESSIONS[session].attend(q, k, v, part, layer)
-
-
-@video_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, address: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
 
 
 class SparseProcessor:
@@ -502,14 +543,34 @@ class SparseProcessor:
         self.stock._attention_backend = backend
 
     @property
-    def _parallel_config(self) -> None:
-        return None
+    def _parallel_config(self) -> Any:
+        return getattr(self.stock, "_parallel_config", None)
 
     @_parallel_config.setter
     def _parallel_config(self, config: Any) -> None:
-        if config is not None:
+        try:
+            check_parallel(config, supported=self.session.adapter.parallel)
+        except UnsupportedError:
             self.session.undo_parallel(config)
-            raise parallel_unsupported()
+            raise
+        if hasattr(self.stock, "_parallel_config"):
+            self.stock._parallel_config = config
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of one call, ``[B, S, H, D]``.
+
+        Raises:
+            UnsupportedError: a gradient is asked for, and the call is sparse.
+        """
+        out: Tensor
+        if not wants_gradient(q, k, v):
+            out = video_attention(q, k, v, self.address)
+            return out
+        if torch.compiler.is_compiling():
+            out, _ = dense_video_attention(q, k, v, self.address)
+            return out
+        _, part, layer = self.address.tolist()
+        return self.session.attend(q, k, v, part, layer)
 
     def unexpected(self, what: str) -> UnsupportedError:
         """The error for a call that the family's pipelines never make: it came ``what``."""
@@ -519,16 +580,9 @@ class SparseProcessor:
             "Hint: this version of diffusers may be too new; please report it."
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SparseProcessor:
+    # copies and files of a block, or of a processor alone.
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(
-            "a sparse pipeline cannot be copied, because the copy would share its state. "
-            "Hint: remove() the handle, copy, then sparsify() both."
+            "a sparse processor cannot be copied or saved, because the copy would share its "
+            "pipeline's state. Hint: remove() the handle first, and sparsify() again afterwards."
         )
-
-
-def parallel_unsupported() -> UnsupportedError:
-    """The error for pipelines under context parallelism."""
-    return UnsupportedError(
-        "sparse attention does not run under context parallelism yet: each process holds only a "
-        "part of the tokens. Hint: run the pipeline without enable_parallelism()."
-    )

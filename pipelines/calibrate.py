@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vidsparse.calibration import CALIBRATORS, Calibrator, Extent, Pass
 from vidsparse.errors import OptionError, OutputError
-from vidsparse.files import write_whole
+from vidsparse.files import clear_partial, write_whole
 from vidsparse.logs import logger
 from vidsparse.methods import SparseMethod, make_method
 from vidsparse.order import token_order
@@ -161,6 +161,7 @@ class _Run:
                 "dense_layers": 0,
                 "dense_last_layers": 0,
                 "reuse": request.reuse,
+                "refresh": request.refresh,
             }
         self.number = 0
         self.steps: frozenset[int] = frozenset()
@@ -273,8 +274,11 @@ class _ProgressFile:
     """What is known so far, in one file beside the preset: it is there whole or not at all."""
 
     def __init__(self, out: Path, fingerprint: str) -> None:
-        self._path = preset_files(out)[0].with_suffix(".progress.safetensors")
+        files = preset_files(out)
+        self._path = files[0].with_suffix(".progress.safetensors")
         self._fingerprint = fingerprint
+        # a calibration that was killed while it wrote one of them left a part of it.
+        clear_partial(self._path.parent, self._path.name, *(file.name for file in files))
 
     def save(self, run: _Run, number: int, done: int) -> None:
         """Keep the state after ``done`` prompts of pass ``number``."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from vidsparse.errors import ModelError
+from vidsparse.errors import ModelError, listed
 from vidsparse.files import parse_json
-from vidsparse.pipelines.families import WAN, Defaults, Family
+from vidsparse.pipelines.families import DEFAULT_METHOD, SCHEDULED, WAN, Defaults, Family
+from vidsparse.pipelines.speed import SPEEDS
 
 CARD: Final = "vidsparse.json"
 """Optional file of a model folder: its settings and the words it knows."""
@@ -29,10 +30,15 @@ _CARD_SETTINGS: Final = (
     "dense_layers",
     "dense_last_layers",
     "reuse",
+    "refresh",
+    "method",
     "method_options",
+    "schedules",
+    "speeds",
 )
+_IN_A_SPEED: Final = ("method_options", "schedule", "cache", "psnr", "prompts")
 _COUNTS: Final = ("frames", "width", "height", "steps", "reuse", "frame_factor", "size_factor")
-_NUMBERS: Final = ("guidance", "fps", "dense_steps", "dense_layers", "dense_last_layers")
+_NUMBERS: Final = ("guidance", "fps", "dense_steps", "dense_layers", "dense_last_layers", "refresh")
 
 
 def read_card(path: Path) -> dict[str, Any]:
@@ -54,6 +60,17 @@ def read_card(path: Path) -> dict[str, Any]:
     return card
 
 
+def card_method(folder: Path) -> str:
+    """The method that a model's card names for requests that name none.
+
+    Raises:
+        ModelError: the card cannot be read.
+    """
+    if not (folder / CARD).is_file():
+        return DEFAULT_METHOD
+    return str(read_card(folder / CARD).get("method", DEFAULT_METHOD))
+
+
 def checked_defaults(
     family: Family, folder: Path, index: Mapping[str, Any], card: Mapping[str, Any]
 ) -> Defaults:
@@ -66,21 +83,53 @@ def checked_defaults(
         defaults = _read_defaults(family, folder, index, card)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ModelError(f"the settings in {folder} cannot be read: {f'{error}'[:200]}") from None
-    options = defaults.method_options
-    if not isinstance(options, Mapping) or not all(
-        isinstance(o, Mapping) for o in options.values()
-    ):
-        raise ModelError(f"method_options in {folder} must hold the options of each method by name")
+    _check_methods(defaults, folder)
     for name, kinds, form in (
         *((name, (int,), "a whole number from 1") for name in _COUNTS),
         *((name, (int, float), "a number") for name in _NUMBERS),
         ("order", (str,), "the name of an order"),
+        ("method", (str,), "the name of a method"),
     ):
         value: Any = getattr(defaults, name)
+        if name == "refresh" and value is None:
+            continue
         fits = isinstance(value, kinds) and not isinstance(value, bool)
         if not fits or (name in _COUNTS and not 1 <= value < 2**31):
             raise ModelError(f"{name} in {folder} must be {form}, got {f'{value!r}'[:60]}")
     return defaults
+
+
+def _check_methods(defaults: Defaults, folder: Path) -> None:
+    """What a card says of methods and speeds, as far as building a request will not say it."""
+
+    def check(where: str, held: Any, known: Sequence[str] | None) -> None:
+        if not isinstance(held, Mapping):
+            raise ModelError(f"{where} in {folder} must be an object, got {f'{held!r}'[:60]}")
+        unknown = [str(name) for name in held if known is not None and name not in known]
+        if unknown:
+            raise ModelError(
+                f"{where} in {folder} cannot have {unknown[0][:60]!r}. "
+                f"Hint: there are {listed(known or ())}."
+            )
+
+    for what, names, inside in (
+        ("method_options", None, None),
+        ("schedules", None, SCHEDULED),
+        ("speeds", SPEEDS, _IN_A_SPEED),
+    ):
+        held = getattr(defaults, what)
+        check(what, held, names)
+        for name, values in held.items():
+            check(f"{what} of {name[:60]}", values, inside)
+    for name, speed in defaults.speeds.items():
+        check(f"method_options of {name}", speed.get("method_options", {}), None)
+        check(f"schedule of {name}", speed.get("schedule", {}), SCHEDULED)
+        for number in ("psnr", "prompts"):
+            value = speed.get(number, 0)
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise ModelError(f"{number} of {name} in {folder} must be a number")
+        if ("psnr" in speed) != ("prompts" in speed):
+            raise ModelError(f"{name} in {folder} must say psnr with prompts, or neither")
 
 
 def _read_defaults(

@@ -1,7 +1,7 @@
-"""CogVideoX 1.0 and 1.5: one stream of text and video, text first; padded text takes part.
+"""CogVideoX 1.0 and 1.5, ConsisID: one stream of text and video, text first.
 
-Guidance is batched. ``fuse_qkv_projections`` puts another stock processor in all layers; the
-session stands in for that one too, here by projecting as it does.
+Padded text takes part. Guidance is batched. ``fuse_qkv_projections`` puts another stock processor
+in all layers; the session stands in for that one too, here by projecting as it does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from vidsparse.pipelines.adapter import (
     SparseProcessor,
     latent_grid,
     rotate,
-    video_attention,
 )
 from vidsparse.pipelines.families import COGVIDEOX
 
@@ -57,7 +56,7 @@ class CogVideoXSparseProcessor(SparseProcessor):
             cos, sin = (x[:, None, 0::2] for x in image_rotary_emb)
             q[:, text:] = rotate(q[:, text:], cos, sin)
             k[:, text:] = rotate(k[:, text:], cos, sin)
-        out = video_attention(q, k, v, self.address).flatten(2, 3)
+        out = self.attend(q, k, v).flatten(2, 3)
         out = attn.to_out[1](attn.to_out[0](out))
         return out[:, text:], out[:, :text]
 
@@ -67,7 +66,8 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     latent, config = arguments.get("hidden_states"), transformer.config
     if not isinstance(latent, Tensor) or latent.ndim != 5:
         return None
-    frames, patch = config.patch_size_t or 1, config.patch_size
+    # ConsisID, of CogVideoX 1.0, has no such setting.
+    frames, patch = config.get("patch_size_t") or 1, config.patch_size
     text = arguments["encoder_hidden_states"].shape[1]
     grid = latent_grid(latent.transpose(1, 2), (frames, patch, patch), text, text_first=True)
     return None if grid is None else Layout(grid)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
 
 from vidsparse.errors import UnsupportedError
+
+_OPTIONS: Final[weakref.WeakKeyDictionary[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
+"""What each compiled block was compiled with."""
 
 
 def compile_blocks(pipe: Any, **options: Any) -> None:
@@ -18,14 +23,34 @@ def compile_blocks(pipe: Any, **options: Any) -> None:
         UnsupportedError: the pipeline's class is not supported.
     """
     # these import torch, and what a model is can be read without.
-    from vidsparse.pipelines.adapter import attention_modules, transformers_of
+    from vidsparse.pipelines.adapter import transformer_blocks, transformers_of
     from vidsparse.pipelines.lookup import find_adapter
 
     adapter = find_adapter(pipe)
     for transformer in transformers_of(pipe, adapter):
-        for name, _ in attention_modules(transformer, adapter):
-            block = transformer.get_submodule(name.rpartition(".")[0])
-            block.compile(**{"fullgraph": True, **options})
+        for block in transformer_blocks(transformer, adapter):
+            _OPTIONS[block] = {"fullgraph": True, **options}
+            block.compile(**_OPTIONS[block])
+
+
+def uncompiled(block: Any) -> tuple[Callable[..., Any], Callable[[], None]]:
+    """A block's forward, compiled alone where the block was, and what puts the block back.
+
+    Between the two the block itself runs as Python, so that hooks around its forward may look at
+    data.
+    """
+    import torch
+
+    whole = getattr(block, "_compiled_call_impl", None)
+    if whole is None:
+        return block.forward, lambda: None
+    block._compiled_call_impl = None
+
+    def put_back() -> None:
+        block._compiled_call_impl = whole
+
+    options = _OPTIONS.get(block, {"fullgraph": True})
+    return torch.compile(block.forward, **options), put_back
 
 
 def require_compiler(device: str) -> None:

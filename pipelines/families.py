@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+DEFAULT_METHOD: Final = "fg-attn"
+"""What runs where neither the request nor the model names a method: it needs no calibration."""
+
+SCHEDULED: Final = ("dense_steps", "dense_layers", "dense_last_layers", "reuse", "refresh")
+"""The settings that a model may have for each method."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,14 +25,24 @@ class Defaults:
         steps: denoising steps.
         guidance: classifier-free guidance scale; 1 or less turns guidance off.
         fps: frames per second of the written video.
-        frame_factor: valid frame counts are ``frame_factor * k + 1``.
+        frame_factor: valid frame counts are ``frame_factor * k + frame_rest``.
+        frame_rest: what is left of them.
         size_factor: width and height are multiples of this.
         order: token order that sparse attention cuts its tiles in.
         dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
         dense_layers: first layers kept dense.
         dense_last_layers: last layers kept dense.
         reuse: steps that a plan serves.
+        refresh: steps at which sparse layers compute everything and keep what their plan lacks;
+            None leaves them to the method.
+        method: what runs where no method is asked for.
         method_options: options of methods by their names, where they differ from the methods' own.
+        schedules: settings of methods by their names, where a method is best with others than the
+            model's: any of ``dense_steps``, ``dense_layers``, ``dense_last_layers``, ``reuse`` and
+            ``refresh``.
+        speeds: by the names of ``--speed``, what this model's own bundles change of the method's
+            settings (``method_options``, ``schedule``, ``cache``), and what was measured with them:
+            ``psnr``, the mean in dB against the dense run over so many ``prompts``.
         source: where these settings of sparse attention come from.
     """
 
@@ -39,13 +55,22 @@ class Defaults:
     fps: int
     frame_factor: int
     size_factor: int
+    frame_rest: int = 1
     order: str = "hilbert"
     dense_steps: int | float
     dense_layers: int | float = 0
     dense_last_layers: int | float = 0
     reuse: int = 1
+    refresh: int | float | None = None
+    method: str = DEFAULT_METHOD
     method_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    speeds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     source: str
+
+    def with_method(self, method: str) -> Defaults:
+        """These defaults with the schedule that ``method`` has here."""
+        return replace(self, **self.schedules.get(method, {}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,14 +81,17 @@ class Family:
         name: as errors and tables print it.
         adapter: the module of this package that attaches to it.
         text_to_video: pipeline classes that make a video from text alone; ``generate`` runs these.
+            Empty where diffusers has modular pipelines alone.
         image_to_video: those that make one from text and its first frame; ``generate`` runs these.
         image_twin: the one of those that the weights of a text-to-video model serve as well.
         image_twin_if: entry of ``model_index.json`` that must be true for that, if any.
         last_image: the one of those that takes the last frame too.
         other: further pipeline classes around the same transformer; ``sparsify`` takes these too.
+        refused: those whose attention is another one, each with what it is.
         libraries: modules of diffusers' pipelines that its models take components from.
         vae_fp32: its VAE decodes visibly worse in 16 bits.
         vae_tiling: decoding a whole video at once takes more memory than denoising it.
+        caches: diffusers' step caches that know its blocks.
         defaults: settings of a model that brings none of its own.
     """
 
@@ -75,9 +103,11 @@ class Family:
     image_twin_if: str | None = None
     last_image: str | None = None
     other: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
     vae_fp32: bool = False
     vae_tiling: bool = False
+    caches: tuple[str, ...] = ("first-block", "taylorseer")
     defaults: Defaults
 
     @property
@@ -99,7 +129,20 @@ WAN: Final = Family(
     # TI2V-5B. other text-to-video weights have no channels for an image.
     image_twin_if="expand_timesteps",
     last_image="WanImageToVideoPipeline",
-    other=("WanVideoToVideoPipeline", "WanVACEPipeline"),
+    # Wan-Animate, ChronoEdit and Lucy Edit have Wan's blocks, in transformers of their own or in
+    # Wan's.
+    other=(
+        "WanVideoToVideoPipeline",
+        "WanVACEPipeline",
+        "WanAnimatePipeline",
+        "ChronoEditPipeline",
+        "LucyEditPipeline",
+        "WanModularPipeline",
+        "WanImage2VideoModularPipeline",
+        "Wan22ModularPipeline",
+        "Wan22Image2VideoModularPipeline",
+        "Wan22VaceModularPipeline",
+    ),
     vae_fp32=True,
     # the call defaults of diffusers' WanPipeline, and the frame rate Wan was trained at.
     defaults=Defaults(
@@ -114,6 +157,62 @@ WAN: Final = Family(
         size_factor=16,
         dense_steps=0.24,
         source="FG-Attn, section 6",
+    ),
+)
+
+_FRAMES_APART: Final = (
+    "denoises every frame at a step of its own and attends by blocks of frames, causally"
+)
+
+SKYREELS_V2: Final = Family(
+    name="SkyReels-V2",
+    adapter="skyreels_v2",
+    text_to_video=("SkyReelsV2Pipeline",),
+    image_to_video=("SkyReelsV2ImageToVideoPipeline",),
+    refused={
+        "SkyReelsV2DiffusionForcingPipeline": _FRAMES_APART,
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline": _FRAMES_APART,
+        "SkyReelsV2DiffusionForcingVideoToVideoPipeline": _FRAMES_APART,
+    },
+    vae_fp32=True,
+    caches=("taylorseer",),
+    # the call defaults of diffusers' SkyReelsV2Pipeline, and the frame rate of its examples.
+    defaults=Defaults(
+        family="SkyReels-V2",
+        frames=97,
+        width=960,
+        height=544,
+        steps=50,
+        guidance=6.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.24,
+        source="as Wan, whose blocks it has",
+    ),
+)
+
+ANYFLOW: Final = Family(
+    name="AnyFlow",
+    adapter="anyflow",
+    text_to_video=("AnyFlowPipeline",),
+    refused={"AnyFlowFARPipeline": "makes frames in turn, of which none attends to later ones"},
+    vae_fp32=True,
+    # diffusers offers it none.
+    caches=(),
+    # the call defaults of diffusers' AnyFlowPipeline, whose guidance is distilled, and Wan's rate.
+    defaults=Defaults(
+        family="AnyFlow",
+        frames=81,
+        width=832,
+        height=480,
+        steps=50,
+        guidance=1.0,
+        fps=16,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.24,
+        source="as Wan, whose blocks it has",
     ),
 )
 
@@ -145,7 +244,9 @@ HUNYUAN_VIDEO_15: Final = Family(
     adapter="hunyuan_video15",
     text_to_video=("HunyuanVideo15Pipeline",),
     image_to_video=("HunyuanVideo15ImageToVideoPipeline",),
+    other=("HunyuanVideo15ModularPipeline",),
     vae_tiling=True,
+    caches=("taylorseer",),
     # the call defaults of diffusers' HunyuanVideo15Pipeline at its smaller size.
     defaults=Defaults(
         family="HunyuanVideo 1.5",
@@ -167,7 +268,11 @@ COGVIDEOX: Final = Family(
     adapter="cogvideox",
     text_to_video=("CogVideoXPipeline",),
     image_to_video=("CogVideoXImageToVideoPipeline",),
-    other=("CogVideoXVideoToVideoPipeline", "CogVideoXFunControlPipeline"),
+    other=(
+        "CogVideoXVideoToVideoPipeline",
+        "CogVideoXFunControlPipeline",
+        "ConsisIDPipeline",
+    ),
     vae_tiling=True,
     # those of CogVideoX 1.0. its VAE takes latent frames in pairs after the first: 8k+1 frames.
     defaults=Defaults(
@@ -206,13 +311,63 @@ MOCHI: Final = Family(
     ),
 )
 
+ALLEGRO: Final = Family(
+    name="Allegro",
+    adapter="allegro",
+    text_to_video=("AllegroPipeline",),
+    # it decodes by tiles alone.
+    vae_tiling=True,
+    # its pipeline does not tell them of its forwards.
+    caches=(),
+    # the call defaults of diffusers' AllegroPipeline, save that its 88 frames are 22 of the latent
+    # as 85 are.
+    defaults=Defaults(
+        family="Allegro",
+        frames=85,
+        width=1280,
+        height=720,
+        steps=100,
+        guidance=7.5,
+        fps=15,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.2,
+        source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
+EASYANIMATE: Final = Family(
+    name="EasyAnimate",
+    adapter="easyanimate",
+    text_to_video=("EasyAnimatePipeline",),
+    # EasyAnimateControlPipeline calls its own encode_prompt wrongly in diffusers 0.42.
+    other=("EasyAnimateInpaintPipeline",),
+    vae_tiling=True,
+    # diffusers offers it none.
+    caches=(),
+    # the call defaults of diffusers' EasyAnimatePipeline.
+    defaults=Defaults(
+        family="EasyAnimate",
+        frames=49,
+        width=512,
+        height=512,
+        steps=50,
+        guidance=5.0,
+        fps=8,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.2,
+        source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
 LTX: Final = Family(
     name="LTX-Video",
     adapter="ltx",
     text_to_video=("LTXPipeline",),
     image_to_video=("LTXImageToVideoPipeline",),
     image_twin="LTXImageToVideoPipeline",
-    other=("LTXConditionPipeline",),
+    other=("LTXConditionPipeline", "LTXModularPipeline"),
     # the call defaults of diffusers' LTXPipeline.
     defaults=Defaults(
         family="LTX-Video",
@@ -235,8 +390,11 @@ LTX_2: Final = Family(
     text_to_video=("LTX2Pipeline",),
     image_to_video=("LTX2ImageToVideoPipeline",),
     image_twin="LTX2ImageToVideoPipeline",
+    other=("LTX2ModularPipeline",),
     libraries=("ltx2",),
     vae_tiling=True,
+    # taylorseer would extrapolate the video and leave the audio at nothing.
+    caches=(),
     # the call defaults of diffusers' LTX2Pipeline.
     defaults=Defaults(
         family="LTX-2",
@@ -253,14 +411,44 @@ LTX_2: Final = Family(
     ),
 )
 
+MINIMAX_H3: Final = Family(
+    name="MiniMax-H3",
+    adapter="minimax_h3",
+    text_to_video=(),
+    other=("MiniMaxH3ModularPipeline",),
+    vae_tiling=True,
+    # taylorseer would extrapolate the video and leave the audio at nothing.
+    caches=(),
+    # the call defaults of diffusers' MiniMaxH3ModularPipeline. guidance is distilled.
+    defaults=Defaults(
+        family="MiniMax-H3",
+        frames=124,
+        width=1344,
+        height=768,
+        steps=50,
+        guidance=1.0,
+        fps=24,
+        frame_factor=17,
+        frame_rest=5,
+        size_factor=32,
+        dense_steps=0.24,
+        source="as LTX-2, which makes sound too; nothing was calibrated or measured on this one",
+    ),
+)
+
 FAMILIES: Final[tuple[Family, ...]] = (
     WAN,
+    SKYREELS_V2,
+    ANYFLOW,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO_15,
     COGVIDEOX,
     MOCHI,
+    ALLEGRO,
+    EASYANIMATE,
     LTX,
     LTX_2,
+    MINIMAX_H3,
 )
 """The supported families."""
 

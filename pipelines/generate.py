@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +20,11 @@ from vidsparse.errors import (
     VidsparseError,
     listed,
 )
+from vidsparse.finite import FiniteGuard
+from vidsparse.kernels import support
+from vidsparse.pipelines.caching import StepCache, cache_warmup
+from vidsparse.pipelines.calling import ONE_PROMPT, called_as, image_arguments
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
-from vidsparse.pipelines.image import fit_image, read_image
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.records import shared_record
@@ -60,11 +62,12 @@ def generate(
 ) -> Generated:
     """Generate one video.
 
-    The frames are those of the stock pipeline called with the same arguments, rounded to 8 bits;
-    with method ``dense`` the pipeline is not touched at all.
+    The frames are those of the stock pipeline called with the same arguments, rounded to 8 bits.
+    With method ``dense`` the pipeline is not touched at all, unless a faster kernel runs its
+    attention (``dense_kernel``).
 
     Args:
-        loaded: the model; its device, dtype, offload, compile and LoRA are what runs.
+        loaded: the model; its device, dtype, offload, compile, linear and LoRA are what runs.
         request: what to generate.
         progress: told after each step.
         cancel: asked after each step, and before each block of the text encoders and the VAE.
@@ -73,7 +76,7 @@ def generate(
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
             the model was loaded with.
-        UnsupportedError: the GPU's memory is too small, the implementation cannot run here, or the
+        UnsupportedError: the memory is too small, the implementation cannot run here, or the
             pipeline needs a package that is not installed.
         NonFiniteError: a step, or the VAE, came to NaN or infinity.
         GenerationCancelled: ``cancel`` returned True.
@@ -111,24 +114,32 @@ def generate_batch(
                 f"the requests of a batch may differ in their prompts only, and these differ in "
                 f"{listed(differing)}. Hint: generate them one after the other."
             )
-    if len(settings) > 1 and type(loaded.pipe).__name__ in _ONE_PROMPT:
+    if len(settings) > 1 and type(loaded.pipe).__name__ in ONE_PROMPT:
         raise OptionError(
             f"{type(loaded.pipe).__name__} makes one video from an image at a time. "
             "Hint: generate them one after the other."
         )
+    began = datetime.now(UTC)
     clock = _Clock(loaded.device)
     with (
         quiet_hosts(),
-        memory_hint(),
+        _memory_hint(loaded, first, len(settings)),
         _on_device(loaded.device),
         _maybe_sparse(loaded, first) as handle,
+        _maybe_cached(loaded, first) as cache,
     ):
-        if handle is not None and attach is not None:
-            attach(handle)
-        frames = _run(loaded, settings, clock, progress, cancel)
+        guard = None
+        if handle is not None:
+            guard = FiniteGuard()
+            for engine in handle.engines:
+                engine.guard = guard
+            if attach is not None:
+                attach(handle)
+        frames = _run(loaded, settings, clock, progress, cancel, guard)
         total = clock.now()
-        record = shared_record(loaded, first, handle)
+        record = shared_record(loaded, first, handle, cache)
         record["batch"] = len(settings)
+        record["began"] = began.isoformat(timespec="seconds")
         record["times"] = {
             "load": loaded.load_seconds,
             "encode_text": clock.denoise_began,
@@ -163,7 +174,7 @@ def denoise(
 
     Raises:
         OptionError: as ``generate``.
-        UnsupportedError: the GPU's memory is too small.
+        UnsupportedError: the memory is too small.
     """
     done = 0
 
@@ -176,7 +187,7 @@ def denoise(
     settings = _fit(request, loaded)
     with (
         quiet_hosts(),
-        memory_hint(),
+        _memory_hint(loaded, settings),
         _on_device(loaded.device),
         suppress(GenerationCancelled),
     ):
@@ -192,11 +203,27 @@ def decoded(
 
     Raises:
         OptionError: as ``generate``.
-        UnsupportedError: the GPU's memory is too small.
+        UnsupportedError: the memory is too small.
     """
     settings = _fit(request, loaded)
-    with quiet_hosts(), memory_hint(), _on_device(loaded.device):
+    with quiet_hosts(), _memory_hint(loaded, settings), _on_device(loaded.device):
         return _run(loaded, [settings], _Clock(loaded.device), progress, None)[0]
+
+
+def _memory_hint(
+    loaded: LoadedPipeline, request: GenerateRequest, batch: int = 1
+) -> AbstractContextManager[None]:
+    """Says, where memory runs out, what was asked for and what is about half of it."""
+    assert request.frames is not None
+    videos = f"{batch} videos of " if batch > 1 else ""
+    factor = loaded.defaults.frame_factor
+    half = request.frames // 2 // factor * factor + 1
+    fewer = "a smaller batch, " if batch > 1 else ""
+    fewer += f"{half} frames or " if half < request.frames else ""
+    return memory_hint(
+        f"{videos}{request.frames} frames of {request.width}x{request.height}",
+        f"try {fewer}a smaller size",
+    )
 
 
 @contextmanager
@@ -264,7 +291,7 @@ def _fit(request: GenerateRequest, loaded: LoadedPipeline) -> GenerateRequest:
         raise OptionError(
             f"{loaded.ref.name} makes videos between two images. Hint: add --last-image FILE."
         )
-    own = {name: getattr(loaded, name) for name in ("device", "dtype", "offload", "lora")}
+    own = {name: getattr(loaded, name) for name in ("device", "dtype", "offload", "lora", "linear")}
     request = replace(request, **own, compile=loaded.compile, model=loaded.ref.name)
     return resolve(request, loaded.defaults)
 
@@ -297,8 +324,13 @@ def _maybe_sparse(
                 "method dense runs the stock pipeline, but this one is sparse. "
                 "Hint: call remove() on its handle first."
             )
-        yield None
-        return
+        if request.dense_kernel == "stock" or (
+            request.dense_kernel == "auto"
+            and support("gluon", loaded.device, torch.bfloat16, 128) is not None
+        ):
+            # not touched at all.
+            yield None
+            return
     preset = check_preset(loaded, request)
     with sparsify(
         loaded.pipe,
@@ -310,10 +342,24 @@ def _maybe_sparse(
         dense_layers=request.dense_layers,
         dense_last_layers=request.dense_last_layers,
         reuse=request.reuse,
+        refresh=request.refresh,
         implementation=request.implementation,
+        dense_kernel=request.dense_kernel,
         **request.method_options,
     ) as handle:
         yield handle
+
+
+def _maybe_cached(
+    loaded: LoadedPipeline, request: GenerateRequest
+) -> AbstractContextManager[StepCache | None]:
+    assert request.cache is not None
+    assert request.steps is not None
+    if request.cache == "none":
+        return nullcontext()
+    assert request.dense_steps is not None
+    warmup = cache_warmup(request.dense_steps, request.steps)
+    return StepCache(loaded.pipe, request.cache, threshold=request.cache_threshold, warmup=warmup)
 
 
 def _run(
@@ -322,6 +368,7 @@ def _run(
     clock: _Clock,
     progress: Progress | None,
     cancel: Cancel | None,
+    guard: FiniteGuard | None = None,
 ) -> list[NDArray[np.uint8]]:
     pipe, first = loaded.pipe, requests[0]
     watch = _Watch(loaded.device)
@@ -329,6 +376,8 @@ def _run(
     def after_step(pipe: Any, step: int, timestep: object, tensors: Any) -> Any:
         steps = pipe.num_timesteps
         now = clock.now(wait=step == steps - 1)
+        if guard is not None:
+            _check_attention(guard, step, steps)
         watch.look(tensors.get("latents"), step, steps)
         seconds, clock.step_began, clock.denoise_ended = now - clock.step_began, now, now
         if progress is not None:
@@ -344,7 +393,7 @@ def _run(
         with (
             clock.first_forward_of(_transformers(pipe)),
             _cancellable_blocks(pipe, cancel),
-            _called_as(pipe, first, after_step) as arguments,
+            called_as(pipe, first, after_step) as arguments,
         ):
             output = pipe(
                 prompt=[request.prompt for request in requests],
@@ -353,7 +402,7 @@ def _run(
                 generator=[torch.Generator("cpu").manual_seed(r.seed) for r in requests],
                 output_type="np",
                 **arguments,
-                **_images(pipe, requests),
+                **image_arguments(pipe, requests),
             )
     except ImportError as error:
         # a package that the host wants for this very call, as LTX-2 does to compress an image.
@@ -408,109 +457,25 @@ def _cancellable_blocks(pipe: Any, cancel: Cancel | None) -> Iterator[None]:
         _remove_all(hooks)
 
 
-@contextmanager
-def _called_as(
-    pipe: Any, request: GenerateRequest, after_step: Callable[..., Any]
-) -> Iterator[dict[str, Any]]:
-    """The arguments in which pipelines differ; what they only keep inside is set for the block."""
-    takes = inspect.signature(pipe.__call__).parameters
-    # HunyuanVideo's image-to-video by concatenation gives its first four frames away.
-    condition = pipe.transformer.config.get("image_condition_type")
-    assert request.frames is not None
-    arguments: dict[str, Any] = {
-        "num_frames": request.frames + 4 if condition == "latent_concat" else request.frames
-    }
-    with ExitStack() as stack:
-        if "height" in takes:
-            arguments |= {"width": request.width, "height": request.height}
-        else:
-            # HunyuanVideo 1.5 derives a size from the shape of the image.
-            size = (request.height, request.width)
-            stack.enter_context(
-                _attribute(
-                    pipe.video_processor, "calculate_default_height_width", lambda *_, **__: size
-                )
-            )
-        if "guidance_scale" not in takes:
-            assert request.guidance is not None
-            on = request.guidance > 1
-            guider = pipe.guider.new(
-                **({"guidance_scale": request.guidance} if on else {"enabled": False})
-            )
-            stack.callback(setattr, pipe, "guider", pipe.guider)
-            pipe.guider = guider
-        elif "true_cfg_scale" in takes and not pipe.transformer.config.guidance_embeds:
-            # nor is guidance distilled into it.
-            arguments |= {"guidance_scale": 1.0, "true_cfg_scale": request.guidance}
-        else:
-            arguments["guidance_scale"] = request.guidance
-        if "frame_rate" in takes:
-            # LTX is told how fast its frames will be shown.
-            arguments["frame_rate"] = request.fps
-        if "decode_timestep" in takes and pipe.vae.config.timestep_conditioning:
-            # LTX's newer VAEs denoise a last time; these are the values of its own examples.
-            arguments |= {"decode_timestep": 0.05, "decode_noise_scale": 0.025}
-        if "callback_on_step_end" in takes:
-            arguments["callback_on_step_end"] = after_step
-        else:
-            stack.enter_context(_after_scheduler(pipe, after_step))
-        yield arguments
-
-
-@contextmanager
-def _attribute(target: Any, name: str, value: object) -> Iterator[None]:
-    """Let ``target`` alone, not its class, have ``value`` under ``name`` inside the block."""
-    vars(target)[name] = value
-    try:
-        yield
-    finally:
-        del vars(target)[name]
-
-
-@contextmanager
-def _after_scheduler(pipe: Any, after_step: Callable[..., Any]) -> Iterator[None]:
-    """Tell ``after_step`` of every step of the scheduler, for pipelines without a callback."""
-    step, done = pipe.scheduler.step, itertools.count()
-
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        latents = result[0] if isinstance(result, tuple) else result.prev_sample
-        after_step(pipe, next(done), None, {"latents": latents})
-        return result
-
-    with _attribute(pipe.scheduler, "step", stepped):
-        yield
-
-
-_SHARED_IMAGE: Final = (
-    "WanImageToVideoPipeline",
-    "HunyuanVideo15ImageToVideoPipeline",
-    "LTX2ImageToVideoPipeline",
-)
-"""Pipelines that take one image for all prompts; the others want one for each."""
-
-_ONE_PROMPT: Final = ("LTX2ImageToVideoPipeline",)
-"""Pipelines that take an image for one prompt only."""
-
-
-def _images(pipe: Any, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
-    """The first and the last frame, at the video's size."""
-    first = requests[0]
-    assert first.width is not None
-    assert first.height is not None
-    given: dict[str, Any] = {}
-    for name in ("image", "last_image"):
-        if (path := getattr(first, name)) is None:
-            continue
-        image = fit_image(read_image(path), first.width, first.height)
-        shared = type(pipe).__name__ in _SHARED_IMAGE
-        given[name] = image if shared else [image] * len(requests)
-    return given
-
-
 def _transformers(pipe: Any) -> list[Any]:
     found = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
     return [transformer for transformer in found if transformer is not None]
+
+
+def _check_attention(guard: FiniteGuard, step: int, steps: int) -> None:
+    """Raise where an attention call of the steps so far was not finite.
+
+    Raises:
+        NonFiniteError: one was, naming its layer and step.
+    """
+    call = guard.look(last=step == steps - 1)
+    if call is not None:
+        site = call.site
+        raise NonFiniteError(
+            f"attention came to NaN or infinity in layer {site.layer + 1}, step {site.step + 1} of "
+            f"{steps} ({site.branch}: {call.how}). Hint: lower the guidance, use another dtype, or "
+            "have such calls made again densely with sparsify(..., dense_fallback=True)."
+        )
 
 
 class _Watch:

@@ -19,10 +19,10 @@ from vidsparse.pipelines.adapter import (
     SparseProcessor,
     attention_modules,
     is_stock,
-    parallel_unsupported,
     transformers_of,
 )
 from vidsparse.pipelines.lookup import find_adapter
+from vidsparse.pipelines.parallel import check_parallel
 from vidsparse.presets import Preset, load_preset
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
@@ -104,8 +104,11 @@ def sparsify(
     dense_layers: int | float | None = None,
     dense_last_layers: int | float | None = None,
     reuse: int | None = None,
+    refresh: int | float | None = None,
     implementation: str = "auto",
+    dense_kernel: str = "auto",
     check_finite: bool = False,
+    dense_fallback: bool = False,
     **method_options: Any,
 ) -> SparseHandle:
     """Make the video self-attention of a diffusers pipeline sparse.
@@ -128,8 +131,17 @@ def sparsify(
         dense_layers: first transformer layers kept dense.
         dense_last_layers: last transformer layers kept dense.
         reuse: steps that a plan serves.
+        refresh: steps at which sparse layers compute everything again and keep what their plan
+            lacks, for the steps that follow to add (decimal: share rounded up; integer: count; 0:
+            none). Takes ``S * (D + 2)`` bytes for each head, layer and guidance branch.
         implementation: ``auto`` or one of ``vidsparse.kernels.IMPLEMENTATIONS``.
-        check_finite: raise when attention returns NaN or Inf, naming layer and step.
+        dense_kernel: what runs dense steps and layers: ``stock`` (the pipeline's own attention),
+            ``gluon`` (Hopper), or ``auto``: ``gluon`` where it can run and is faster, unless an
+            attention backend was set on the pipeline.
+        check_finite: raise when attention returns NaN or Inf, naming layer and step; every call is
+            waited for. ``generate`` looks between steps instead, which costs next to nothing.
+        dense_fallback: make a sparse call again densely where it returns NaN or Inf; every call is
+            waited for. The trace and the report count such calls as dense and say why.
         **method_options: the method's own options, such as ``top_p=0.9``.
 
     Returns:
@@ -137,7 +149,8 @@ def sparsify(
 
     Raises:
         UnsupportedError: the pipeline's class is not supported, it is sparse already, it runs
-            under context parallelism, or its attention processors are not diffusers' own.
+            under context parallelism other than Wan's by Ulysses, or its attention processors are
+            not diffusers' own.
         OptionError: an option is unknown, or has a value that is not valid; a preset cannot be
             read, or was made for another model, method or order.
     """
@@ -161,7 +174,7 @@ def sparsify(
         preset.check_order(order)
         method, settled = preset.make_method(**method_options), preset.schedule
     elif method is None or isinstance(method, str):
-        name = "fg-attn" if method is None else method
+        name = defaults.method if method is None else method
         method = make_method(name, **{**defaults.method_options.get(name, {}), **method_options})
     elif method_options and isinstance(method, Method):
         names = ", ".join(sorted(method_options))
@@ -170,9 +183,13 @@ def sparsify(
             "Hint: give the options when building it."
         )
 
+    if isinstance(method, Method):
+        defaults = defaults.with_method(method.name)
+
     def given(name: str, asked: Any) -> Any:
         return settled.get(name, getattr(defaults, name)) if asked is None else asked
 
+    amount = given("refresh", refresh)
     transformers = transformers_of(pipe, adapter)
     sites = [_checked_modules(transformer, adapter) for transformer in transformers]
     schedule = Schedule(
@@ -181,6 +198,7 @@ def sparsify(
         dense_layers=given("dense_layers", dense_layers),
         dense_last_layers=given("dense_last_layers", dense_last_layers),
         reuse=given("reuse", reuse),
+        refresh=method.refresh if amount is None and isinstance(method, Method) else amount or 0,
     )
     # what is no method is refused by the engine.
     own_order = method.token_order if isinstance(method, Method) else None
@@ -191,7 +209,9 @@ def sparsify(
             order=order or own_order or defaults.order,
             layers=len(modules),
             implementation=implementation,
+            dense_kernel=dense_kernel,
             check_finite=check_finite,
+            dense_fallback=dense_fallback,
         )
         for modules in sites
     )
@@ -287,8 +307,8 @@ def _checked_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, Any]
                 "one back first."
             )
         # CogVideoX's and Mochi's processors do not know of it; the transformer does.
-        if any(getattr(x, "_parallel_config", None) is not None for x in (processor, transformer)):
-            raise parallel_unsupported()
+        for holder in (processor, transformer):
+            check_parallel(getattr(holder, "_parallel_config", None), supported=adapter.parallel)
     if not found:
         raise UnsupportedError(
             f"{type(transformer).__name__} has no module named like {adapter.attention.pattern}. "

@@ -1,7 +1,8 @@
-"""Attention over video and text at once, text after video: HunyuanVideo, HunyuanVideo 1.5, Mochi.
+"""Attention over video and text at once: HunyuanVideo, HunyuanVideo 1.5, Mochi, EasyAnimate.
 
-The three differ in where rotary angles come from. Their masks hold the padding of the text, which
-the session cuts off; no mask is looked at or built here.
+They differ in where rotary angles come from; text stands after the video, in EasyAnimate before
+it. Their masks hold the padding of the text, which the session cuts off; no mask is looked at or
+built here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import SparseProcessor, rotate, video_attention
+from vidsparse.pipelines.adapter import SparseProcessor, rotate
 
 
 def _heads(
@@ -34,9 +35,14 @@ class JointSparseProcessor(SparseProcessor, ABC):
     and shares those of the video where it has none.
     """
 
+    text_first = False
+
     @abstractmethod
     def pair_angles(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the video tokens' channel pairs, ``[S, H or 1, D / 2]``."""
+
+    def _joined(self, video: Tensor, text: Tensor) -> Tensor:
+        return torch.cat([text, video] if self.text_first else [video, text], 1)
 
     def __call__(
         self,
@@ -50,19 +56,20 @@ class JointSparseProcessor(SparseProcessor, ABC):
         if encoder_hidden_states is None:
             raise self.unexpected("without text")
         video, text = hidden_states, encoder_hidden_states
-        tokens = video.shape[1]
+        first = text.shape[1] if self.text_first else 0
+        of_video = slice(first, first + video.shape[1])
         own_text = attn.add_q_proj is not None
-        x = video if own_text else torch.cat([video, text], 1)
+        x = video if own_text else self._joined(video, text)
         q, k, v = _heads(x, attn.heads, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
         if image_rotary_emb is not None:
             cos, sin = self.pair_angles(image_rotary_emb)
             if own_text:
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             else:
-                q[:, :tokens] = rotate(q[:, :tokens], cos, sin)
-                k[:, :tokens] = rotate(k[:, :tokens], cos, sin)
+                q[:, of_video] = rotate(q[:, of_video], cos, sin)
+                k[:, of_video] = rotate(k[:, of_video], cos, sin)
         if own_text:
-            of_text = _heads(
+            its = _heads(
                 text,
                 attn.heads,
                 attn.add_q_proj,
@@ -71,9 +78,10 @@ class JointSparseProcessor(SparseProcessor, ABC):
                 attn.norm_added_q,
                 attn.norm_added_k,
             )
-            q, k, v = (torch.cat(pair, 1) for pair in zip((q, k, v), of_text, strict=True))
-        out = video_attention(q, k, v, self.address).flatten(2, 3).type_as(q)
-        video, text = out[:, :tokens], out[:, tokens:]
+            q, k, v = (self._joined(*pair) for pair in zip((q, k, v), its, strict=True))
+        out = self.attend(q, k, v).flatten(2, 3).type_as(q)
+        of_text = slice(first) if self.text_first else slice(of_video.stop, None)
+        video, text = out[:, of_video], out[:, of_text]
         # a block may project the two itself, or drop the text after its last layer.
         if getattr(attn, "to_out", None) is not None:
             video = attn.to_out[1](attn.to_out[0](video))

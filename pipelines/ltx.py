@@ -18,7 +18,6 @@ from vidsparse.pipelines.adapter import (
     Layout,
     SparseProcessor,
     rotate,
-    video_attention,
 )
 from vidsparse.pipelines.families import LTX
 
@@ -46,7 +45,7 @@ class LTXSparseProcessor(SparseProcessor):
             cos, sin = (x[..., 0::2] for x in image_rotary_emb)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-        out = video_attention(q, k, v, self.address).flatten(2, 3).type_as(q)
+        out = self.attend(q, k, v).flatten(2, 3).type_as(q)
         projected: Tensor = attn.to_out[1](attn.to_out[0](out))
         return projected
 

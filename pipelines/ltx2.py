@@ -15,7 +15,6 @@ from vidsparse.pipelines.adapter import (
     Adapter,
     SparseProcessor,
     rotate,
-    video_attention,
 )
 from vidsparse.pipelines.families import LTX_2
 from vidsparse.pipelines.ltx import sizes_layout
@@ -87,7 +86,7 @@ class LTX2SparseProcessor(SparseProcessor):
         else:
             q = _rotate_heads(q, *of_q, attn.heads, attn.rope_type)
             k = _rotate_heads(k, *(of_k or of_q), attn.heads, attn.rope_type)
-        out: Tensor = video_attention(q, k, _by_head(value, attn.heads), self.address)
+        out: Tensor = self.attend(q, k, _by_head(value, attn.heads))
         return out.flatten(2, 3).type_as(q)
 
 

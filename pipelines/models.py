@@ -24,12 +24,14 @@ from vidsparse.logs import logger
 from vidsparse.pipelines.cards import CARD, GUIDER, checked_defaults, read_card, read_json
 from vidsparse.pipelines.compilation import compile_blocks, require_compiler
 from vidsparse.pipelines.families import FAMILIES, Defaults, Family, image_pipelines
+from vidsparse.pipelines.linear import LinearFacts, fuse_lora, quantize_linear
 from vidsparse.pipelines.placement import (
     DTYPES,
     OFFLOADS,
     check_choice,
     check_device,
     check_dtype,
+    check_linear,
 )
 from vidsparse.pipelines.quiet import quiet_hosts
 
@@ -39,6 +41,7 @@ MODELS: Final[Mapping[str, Path]] = MappingProxyType(
 """The bundled models, the default first, and their folders."""
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
+_MODULAR_INDEX: Final = "modular_model_index.json"
 _TRANSFORMERS: Final = ("transformer", "transformer_2")
 _LIBRARIES: Final = ("diffusers", "transformers")
 
@@ -90,7 +93,8 @@ class LoadedPipeline:
     """A pipeline on its device, with what a record of its runs must say about it.
 
     ``takes_image`` says whether it makes videos from an image or from text alone; ``weights_hash``
-    is the SHA-256 over the names and contents of its safetensors files.
+    is the SHA-256 over the names and contents of its safetensors files, as they were before linear
+    layers were put into 8 bits, of which ``linear_facts`` tells.
     """
 
     pipe: Any
@@ -103,6 +107,8 @@ class LoadedPipeline:
     takes_image: bool
     weights_hash: str
     load_seconds: float
+    linear: str = "none"
+    linear_facts: LinearFacts | None = None
 
     @property
     def defaults(self) -> Defaults:
@@ -134,6 +140,25 @@ def describe(name: str) -> dict[str, Any]:
     }
 
 
+def model_folder(model: str | os.PathLike[str]) -> Path:
+    """Where a bundled model or a folder lies; of a hub id, a folder that is not there.
+
+    Raises:
+        ModelError: no folder can have such a name.
+    """
+    name = os.fspath(model)
+    if name in MODELS:
+        return MODELS[name]
+    try:
+        folder = Path(name).expanduser()
+        # asks the system, which refuses names that are too long.
+        folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ModelError(f"{name[:60]!r} cannot be the folder of a model: {reason}") from None
+    return folder
+
+
 def resolve_model(model: str | os.PathLike[str]) -> ModelRef:
     """Find a model by bundled name, folder or hub id; reads configuration files only.
 
@@ -149,7 +174,7 @@ def resolve_model(model: str | os.PathLike[str]) -> ModelRef:
                 "Hint: reinstall vidsparse, or give --model a folder."
             )
         return _read_ref(name, "bundled", folder)
-    folder = Path(name).expanduser()
+    folder = model_folder(name)
     if folder.is_dir():
         return _read_ref(name, "folder", folder.resolve())
     if folder.exists():
@@ -172,6 +197,7 @@ def load(
     offload: str = "none",
     lora: str | None = None,
     compile: bool = False,
+    linear: str = "none",
     image: bool = False,
 ) -> LoadedPipeline:
     """Load a model onto a device, ready to generate.
@@ -184,12 +210,15 @@ def load(
         offload: ``none``, ``model`` or ``group`` (CUDA only).
         lora: a LoRA file, folder or hub id to put on the transformer.
         compile: compile the transformer's blocks when they first run.
+        linear: ``none``, or ``fp8`` or ``int8`` for the transformers' large linear layers; a LoRA
+            is then added to the weights first.
         image: load it for videos that begin with an image.
 
     Raises:
         ModelError: it is not there, or its files cannot be loaded.
         OptionError: a device or format that cannot be had, or an image the model does not take.
-        UnsupportedError: LoRA or compilation without what it needs, or too little GPU memory.
+        UnsupportedError: LoRA, compilation or 8-bit layers without what they need, or too little
+            GPU memory.
     """
     began = time.perf_counter()
     device = check_device(device)
@@ -197,6 +226,7 @@ def load(
     check_choice("offload", offload, OFFLOADS)
     if offload != "none" and device == "cpu":
         raise OptionError(f"offload {offload} needs a CUDA device. Hint: use --offload none.")
+    check_linear(linear, device, dtype)
     if compile:
         require_compiler(device)
     if lora is not None and importlib.util.find_spec("peft") is None:
@@ -211,6 +241,12 @@ def load(
         pipe = _from_folder(ref, name, folder, dtype)
         if lora is not None:
             _put_lora(pipe, lora)
+        facts = None
+        if linear != "none":
+            if lora is not None:
+                fuse_lora(pipe)
+            rest = None if offload == "none" else "cpu"
+            facts = quantize_linear(pipe, linear, device=device, rest=rest)
         _place(pipe, device, offload)
         if hasattr(pipe.vae, "enable_slicing"):
             # one video of a batch at a time: same frames, and memory does not grow with the batch.
@@ -230,6 +266,8 @@ def load(
         takes_image=image,
         weights_hash=weights_hash(folder),
         load_seconds=time.perf_counter() - began,
+        linear=linear,
+        linear_facts=facts,
     )
     logger.info("loaded %s in %.1f s on %s (%s)", ref.name, loaded.load_seconds, device, dtype)
     return loaded
@@ -259,18 +297,36 @@ def check_takes(ref: ModelRef, *, image: bool, last_image: bool = False) -> str:
     return name
 
 
+_NO_MEMORY: Final = re.compile(r"can't allocate memory|not enough memory|bad_alloc")
+
+
 @contextmanager
-def memory_hint() -> Iterator[None]:
-    """Turn a GPU that has run out of memory into a sentence that says what to do."""
+def memory_hint(what: str = "this model", smaller: str = "") -> Iterator[None]:
+    """Turn memory that has run out, a GPU's or this machine's, into a sentence with a hint.
+
+    Args:
+        what: did not fit.
+        smaller: what would take less.
+
+    Raises:
+        UnsupportedError: memory ran out.
+    """
     import torch
 
     try:
         yield
+        return
     except torch.OutOfMemoryError:
-        raise UnsupportedError(
-            "the GPU's memory is too small for this. Hint: use --offload model or group, fewer "
-            "frames, or a smaller size."
-        ) from None
+        whose, hints = "the GPU's memory", ["use --offload model or group", smaller]
+    except MemoryError:
+        whose, hints = "the memory of this machine", [smaller]
+    except RuntimeError as error:
+        # all that torch says of it on a CPU.
+        if not _NO_MEMORY.search(str(error)):
+            raise
+        whose, hints = "the memory of this machine", [smaller]
+    hint = ", or ".join(filter(None, hints))
+    raise UnsupportedError(f"{whose} is too small for {what}{f'. Hint: {hint}.' if hint else '.'}")
 
 
 def unknown_words(ref: ModelRef, prompt: str) -> list[str]:
@@ -306,11 +362,7 @@ def _file_hash(path: Path) -> str:
 
 
 def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
-    if not (folder / "model_index.json").is_file():
-        raise ModelError(
-            f"{folder} is no diffusers model: it has no model_index.json. "
-            f"Hint: supported pipelines are {_runnable()}."
-        )
+    _check_index(str(folder), folder, f"supported pipelines are {_runnable()}")
     index = read_json(folder / "model_index.json")
     pipeline_class = index.get("_class_name")
     family = next(
@@ -369,15 +421,23 @@ def _fetch_configs(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     parts = [f"{name}/config.json" for name in ("vae", *_TRANSFORMERS)]
-    names = ["model_index.json", *parts, GUIDER, CARD]
+    names = ["model_index.json", _MODULAR_INDEX, *parts, GUIDER, CARD]
     with _hub_errors(hub_id):
         folder = Path(snapshot_download(hub_id, allow_patterns=names))
-    if not (folder / "model_index.json").is_file():
-        raise ModelError(
-            f"{hub_id} is no diffusers model: it has no model_index.json. "
-            "Hint: many models have a second repository whose name ends in -Diffusers."
-        )
+    hint = "many models have a second repository whose name ends in -Diffusers"
+    _check_index(hub_id, folder, hint)
     return folder
+
+
+def _check_index(name: str, folder: Path, hint: str) -> None:
+    if (folder / "model_index.json").is_file():
+        return
+    if (folder / _MODULAR_INDEX).is_file():
+        raise ModelError(
+            f"{name} is a modular pipeline, and commands run none. "
+            "Hint: load it in Python and give it to sparsify; docs/models.md shows how."
+        )
+    raise ModelError(f"{name} is no diffusers model: it has no model_index.json. Hint: {hint}.")
 
 
 @contextmanager

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Final
 
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, UnsupportedError
 
 DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Names of the number formats, and torch's own."""
 
 OFFLOADS: Final = ("none", "model", "group")
 """Where weights rest: on the device, or on the CPU by whole models or by layers."""
+
+LINEARS: Final = ("none", "fp8", "int8")
+"""Number formats of the transformers' linear layers; ``none`` leaves them the model's own."""
+
+_FP8_CAPABILITY: Final = (8, 9)
 
 
 def check_device(device: str | None) -> str:
@@ -50,6 +56,43 @@ def check_dtype(dtype: str | None, device: str) -> str:
     if dtype is None:
         return "fp32" if device == "cpu" else "bf16"
     return dtype
+
+
+def check_linear(linear: str, device: str, dtype: str) -> None:
+    """Raise unless linear layers can be put into ``linear`` on ``device`` in a model of ``dtype``.
+
+    Raises:
+        OptionError: an unknown format, or one that ``dtype`` cannot be put into.
+        UnsupportedError: torchao is missing, or the device has no such products.
+    """
+    check_choice("linear", linear, LINEARS)
+    if linear == "none":
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise UnsupportedError(
+            f"linear {linear} needs torchao. Hint: pip install 'vidsparse[linear]'."
+        )
+    if linear != "fp8":
+        return
+    if (reason := fp8_reason(device, dtype)) is not None:
+        wrong = OptionError if "dtype" in reason else UnsupportedError
+        raise wrong(f"linear fp8 needs {reason}")
+
+
+def fp8_reason(device: str, dtype: str) -> str | None:
+    """What linear layers in fp8 need and do not have here, None where they can run."""
+    gpu = "an NVIDIA GPU of compute capability 8.9 or higher, and"
+    if device == "cpu":
+        return f"{gpu} this is a CPU. Hint: use int8, or leave --linear out."
+    import torch
+
+    has = torch.cuda.get_device_capability(device)
+    if has < _FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{gpu} {name} has {has[0]}.{has[1]}. Hint: use int8."
+    if DTYPES.get(dtype, dtype) != "bfloat16":
+        return f"dtype bf16, got {dtype}. Hint: use --dtype bf16."
+    return None
 
 
 def check_device_name(device: object) -> None:

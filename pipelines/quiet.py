@@ -6,13 +6,18 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Final
 
 from vidsparse.logs import logger
+
+# what these say when diffusers imports torchao, where it is installed: which of its own kernels do
+# not load here, and that torch will drop a function that it calls.
+LOUD: Final = ("torchao", "torch.utils._pytree")
 
 
 @contextmanager
 def quiet_hosts() -> Iterator[None]:
-    """Silence diffusers and transformers inside the block, and leave them as they were after it.
+    """Silence diffusers, transformers and torchao inside the block, and nowhere else.
 
     With our own logger at debug level nothing is silenced.
     """
@@ -25,6 +30,10 @@ def quiet_hosts() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        for name in LOUD:
+            loud = logging.getLogger(name)
+            stack.callback(loud.setLevel, loud.level)
+            loud.setLevel(logging.ERROR)
         for host in (diffusers_logging, transformers_logging):
             stack.callback(host.set_verbosity, host.get_verbosity())
             host.set_verbosity_error()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from vidsparse._version import __version__
+from vidsparse.pipelines.caching import StepCache
 from vidsparse.pipelines.handle import SparseHandle
 from vidsparse.pipelines.image import image_hash
 from vidsparse.pipelines.models import LoadedPipeline
@@ -20,15 +22,18 @@ from vidsparse.pipelines.request import GenerateRequest
 from vidsparse.presets import load_preset
 from vidsparse.work import Work
 
-_PACKAGES: Final = ("torch", "diffusers", "transformers", "triton")
+_PACKAGES: Final = ("torch", "diffusers", "transformers", "triton", "torchao")
 
 
 def shared_record(
-    loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
+    loaded: LoadedPipeline,
+    request: GenerateRequest,
+    handle: SparseHandle | None,
+    cache: StepCache | None,
 ) -> dict[str, Any]:
     """The record of a run but for its prompt and times, as JSON values.
 
-    ``handle`` is that of a sparse run, None for the stock pipeline.
+    ``handle`` is that of a sparse run, None for the stock pipeline; ``cache`` None without one.
     """
     summary = handle.summary() if handle is not None else None
     work = Work.all_dense() if summary is None else summary.work
@@ -43,6 +48,7 @@ def shared_record(
             if (path := getattr(request, name)) is not None
         },
         **provenance(loaded),
+        "linear": None if loaded.linear_facts is None else asdict(loaded.linear_facts),
         "total": work.total if work else None,
         "work": work.to_json() if work else None,
         "selected": summary.selected if summary else None,
@@ -53,8 +59,27 @@ def shared_record(
         "dense_call_share": summary.dense_call_share if summary else 1.0,
         "implementation": summary.implementation if summary else "the stock pipeline",
         "notes": list(summary.notes) if summary else [],
+        "steps": _steps(request, handle, cache),
+        "oldest_plan": handle.trace.oldest_plan() if handle is not None else None,
         "density_map": handle.trace.density_map() if handle is not None else [],
     }
+
+
+def _steps(
+    request: GenerateRequest, handle: SparseHandle | None, cache: StepCache | None
+) -> list[dict[str, Any]]:
+    """What each denoising step was, and the share of its blocks that were run."""
+    assert request.steps is not None
+    kinds = handle.trace.step_kinds() if handle is not None else {}
+    run = cache.blocks_run() if cache is not None else {}
+    return [
+        {
+            "kind": "cached" if blocks < 1 else kinds.get(step, "dense"),
+            "blocks": blocks,
+        }
+        for step in range(request.steps)
+        for blocks in (run.get(step, 1.0),)
+    ]
 
 
 def provenance(loaded: LoadedPipeline) -> dict[str, Any]:

@@ -7,27 +7,30 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.errors import OptionError
+from vidsparse.pipelines.caching import CACHES, check_cache
+from vidsparse.pipelines.cards import card_method
 from vidsparse.pipelines.families import Defaults
 from vidsparse.pipelines.image import check_image, image_hash
-from vidsparse.pipelines.models import resolve_model
+from vidsparse.pipelines.models import model_folder, resolve_model
 from vidsparse.pipelines.placement import (
     DTYPES,
+    LINEARS,
     OFFLOADS,
     check_choice,
     check_device,
     check_device_name,
     check_dtype,
+    check_linear,
 )
+from vidsparse.pipelines.speed import SPEEDS, bundle_for
 
 if TYPE_CHECKING:
     from vidsparse.methods import SparseMethod
-
-_DEFAULT_METHOD: Final = "fg-attn"
 
 MAX_PROMPT: Final = 10_000
 """Longest prompt in characters; every supported model reads far less."""
@@ -47,9 +50,9 @@ class GenerateRequest:
     """What to generate and how.
 
     ``None`` leaves a setting to the model (``order``, ``dense_steps``, ``dense_layers``,
-    ``dense_last_layers``, ``reuse``, ``steps``, ``frames``, ``width``, ``height``, ``fps``,
-    ``guidance``) or to the machine (``device``, ``dtype``); ``resolve`` fills it in, and the
-    method's options that are not given.
+    ``dense_last_layers``, ``reuse``, ``refresh``, ``steps``, ``frames``, ``width``, ``height``,
+    ``fps``, ``guidance``) or to the machine (``device``, ``dtype``); ``resolve`` fills it in, the
+    method's options that are not given, ``linear`` and ``cache`` with ``none``.
 
     Args:
         prompt: what to show, at most 10,000 characters.
@@ -57,8 +60,8 @@ class GenerateRequest:
         image: file of the video's first frame, for image-to-video.
         last_image: file of its last frame, where the model takes one.
         model: a bundled model's name, a diffusers folder, or a hub id.
-        method: a name from ``vidsparse.METHODS``; ``dense`` runs the stock pipeline untouched. Left
-            empty it becomes the preset's, or ``fg-attn``.
+        method: a name from ``vidsparse.METHODS``; ``dense`` skips nothing. Left empty it becomes
+            the preset's, the model's own, or the one whose options are given.
         method_options: the method's own numbers.
         preset: file of a calibrated method; it says the method, its numbers, the order, and frames
             and size where those are left open.
@@ -68,6 +71,8 @@ class GenerateRequest:
         dense_layers: first layers kept dense.
         dense_last_layers: last layers kept dense.
         reuse: steps that a plan serves.
+        refresh: steps at which sparse layers compute everything and keep what their plan lacks,
+            which the following steps add (decimal: share rounded up; integer: count; 0: none).
         steps: denoising steps, at most 1,000.
         frames: video frames, at most 10,000.
         width: pixels, at most 8,192.
@@ -78,9 +83,17 @@ class GenerateRequest:
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``fp32``, ``bf16`` or ``fp16``; the VAE stays in fp32.
         offload: ``none``, ``model`` or ``group``.
-        compile: compile the transformer's blocks with ``torch.compile``.
+        compile: compile the transformer's blocks with ``torch.compile``; left open it is the
+            speed's, or False.
+        linear: number format of the transformers' large linear layers: ``none`` (the model's own),
+            ``fp8`` or ``int8``.
+        speed: a bundle of what is left open: ``exact``, ``high``, ``balanced`` or ``fast``.
+        cache: diffusers' step cache: ``none``, ``first-block`` or ``taylorseer``.
+        cache_threshold: what the cache goes by: the change of the first block's residual below
+            which ``first-block`` leaves the others out; of how many steps ``taylorseer`` runs one.
         lora: a LoRA file, folder or hub id.
         implementation: ``auto`` or the kernel implementation to insist on.
+        dense_kernel: what runs dense attention: ``stock``, ``gluon`` or ``auto``, the faster.
 
     Raises:
         OptionError: a value is not valid, whatever the model.
@@ -100,6 +113,7 @@ class GenerateRequest:
     dense_layers: int | float | None = None
     dense_last_layers: int | float | None = None
     reuse: int | None = None
+    refresh: int | float | None = None
     steps: int | None = None
     frames: int | None = None
     width: int | None = None
@@ -110,9 +124,14 @@ class GenerateRequest:
     device: str | None = None
     dtype: str | None = None
     offload: str = "none"
-    compile: bool = False
+    compile: bool | None = None
+    speed: str | None = None
+    linear: str | None = None
+    cache: str | None = None
+    cache_threshold: float | None = None
     lora: str | None = None
     implementation: str = "auto"
+    dense_kernel: str = "auto"
 
     def __post_init__(self) -> None:
         _check_prompt("prompt", self.prompt)
@@ -125,6 +144,9 @@ class GenerateRequest:
         check_device_name(self.device)
         check_choice("dtype", self.dtype, (None, *DTYPES))
         check_choice("offload", self.offload, OFFLOADS)
+        check_choice("linear", self.linear, (None, *LINEARS))
+        check_choice("speed", self.speed, (None, *SPEEDS))
+        check_cache(self.cache, self.cache_threshold)
         if self.last_image is not None and self.image is None:
             raise OptionError("last_image needs image, the first frame. Hint: give both.")
         for path in (self.image, self.last_image):
@@ -137,16 +159,19 @@ class GenerateRequest:
         from vidsparse.kernels import IMPLEMENTATIONS
         from vidsparse.methods import make_method
         from vidsparse.order import check_order
+        from vidsparse.route import DENSE_KERNELS
         from vidsparse.schedule import Schedule
 
         if self.order is not None:
             check_order(self.order)
         check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
+        check_choice("dense_kernel", self.dense_kernel, DENSE_KERNELS)
         given = {f.name: getattr(self, f.name) for f in fields(Schedule)}
         Schedule(**{name: value for name, value in given.items() if value is not None})
         if self.preset is None:
             if not self.method:
-                object.__setattr__(self, "method", _DEFAULT_METHOD)
+                name = own_method(self.model, self.speed, self.method_options)
+                object.__setattr__(self, "method", name)
             method = make_method(self.method, **self.method_options)
         else:
             method = self._take_preset(self.preset)
@@ -181,6 +206,33 @@ class GenerateRequest:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prompt"}
 
 
+def own_method(model: str, speed: str | None, options: Collection[str]) -> str:
+    """The method of a request that names none.
+
+    It is ``dense`` at the speed ``exact``, else what the model's card says, or ``fg-attn`` where
+    there is no card or the model is not on this machine. Where options are given that this method
+    does not have and one other has, it is that one.
+
+    Raises:
+        ModelError: the model's card cannot be read.
+    """
+    from vidsparse.methods import METHODS
+
+    if speed == "exact":
+        return "dense"
+    own = card_method(model_folder(model))
+    if own not in METHODS:
+        # refused by that name where the method is made.
+        return own
+    able = [
+        name
+        for name, cls in METHODS.items()
+        if set(options) <= {field.name for field in cls.option_fields()}
+    ]
+    # several that could be meant are for the user to choose from.
+    return able[0] if own not in able and len(able) == 1 else own
+
+
 def check_ready(request: GenerateRequest) -> None:
     """Raise an ``OptionError`` where the method needs calibrated numbers and no preset is given."""
     from vidsparse.methods import SparseMethod, make_method
@@ -197,14 +249,16 @@ def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
 
     Raises:
         OptionError: frames or size that the model cannot make, or a device that is not there.
+        UnsupportedError: linear layers cannot run in the format asked for here.
     """
     from vidsparse.methods import make_method
     from vidsparse.presets import load_preset
 
     names = (
-        "dense_steps", "dense_layers", "dense_last_layers", "reuse", "steps", "frames",
+        "dense_steps", "dense_layers", "dense_last_layers", "reuse", "refresh", "steps", "frames",
         "fps", "guidance",
     )  # fmt: skip
+    defaults = defaults.with_method(request.method)
     values = {
         name: getattr(defaults, name) if getattr(request, name) is None else getattr(request, name)
         for name in names
@@ -213,15 +267,48 @@ def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
     _check_frames(values["frames"], defaults)
     for name in ("width", "height"):
         _check_size(name, values[name], defaults)
+    device = values["device"] = check_device(request.device)
+    dtype = values["dtype"] = check_dtype(request.dtype, device)
+    bundled = _bundled(request, defaults, values["steps"], device, dtype)
+    values |= {name: bundled[name] for name in ("linear", "compile", "cache")}
+    values |= {k: v for k, v in bundled["schedule"].items() if getattr(request, k) is None}
     if request.preset is None:
-        options = {**defaults.method_options.get(request.method, {}), **request.method_options}
+        own = defaults.method_options.get(request.method, {})
+        options = {**own, **bundled["method_options"], **request.method_options}
         method = make_method(request.method, **options)
     else:
         method = load_preset(request.preset).make_method(**request.method_options)
     values["method_options"] = method.options()
     values["order"] = request.order or method.token_order or defaults.order
-    device = check_device(request.device)
-    return replace(request, **values, device=device, dtype=check_dtype(request.dtype, device))
+    if values["refresh"] is None:
+        values["refresh"] = method.refresh
+    check_linear(values["linear"], device, dtype)
+    # a card may have named it.
+    check_cache(values["cache"], None)
+    if request.cache_threshold is None:
+        values["cache_threshold"] = CACHES[values["cache"]]
+    return replace(request, **values)
+
+
+def _bundled(
+    request: GenerateRequest, defaults: Defaults, steps: int, device: str, dtype: str
+) -> dict[str, Any]:
+    """What the request's speed says of what it leaves open, and what is so without a speed."""
+    found: dict[str, Any] = {
+        "linear": "none", "compile": False, "cache": "none", "schedule": {}, "method_options": {},
+    }  # fmt: skip
+    if request.speed is not None:
+        bundle = bundle_for(
+            request.speed, defaults, steps=steps, device=device, dtype=dtype, method=request.method
+        )
+        found = {name: getattr(bundle, name) for name in found}
+        if "topk" in request.method_options:
+            # the bundle's share of the mass and a share of tiles exclude each other.
+            found["method_options"] = {}
+    for name in ("linear", "compile", "cache"):
+        if (given := getattr(request, name)) is not None:
+            found[name] = given
+    return found
 
 
 def _size(request: GenerateRequest, defaults: Defaults) -> tuple[int, int]:
@@ -265,6 +352,8 @@ def settings_hash(request: GenerateRequest) -> str:
     if request.preset is not None:
         # what it says, not where it lies.
         settings["preset"] = load_preset(request.preset).digest
+    # what it stood for is there already.
+    del settings["speed"]
     del settings["offload"]
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -336,11 +425,12 @@ def _check_seed(seed: object) -> None:
 
 
 def _check_frames(frames: int, defaults: Defaults) -> None:
-    factor = defaults.frame_factor
-    if frames % factor != 1:
-        nearest = max(0, round((frames - 1) / factor)) * factor + 1
+    factor, rest = defaults.frame_factor, defaults.frame_rest
+    if frames % factor != rest:
+        nearest = max(0, round((frames - rest) / factor)) * factor + rest
         raise OptionError(
-            f"frames must be {factor}k+1 for {defaults.family}, got {frames}. Hint: use {nearest}."
+            f"frames must be {factor}k+{rest} for {defaults.family}, got {frames}. "
+            f"Hint: use {nearest}."
         )
 
 

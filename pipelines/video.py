@@ -9,7 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from vidsparse.errors import OptionError, OutputError
+from vidsparse.errors import OptionError, OutputError, UnsupportedError
 from vidsparse.files import partial_name, put_in_place, unwritten
 
 # x264's constant rate factor: at 14 the small clips made here look like their frames, and a two
@@ -30,24 +30,65 @@ _SAID: Final = tuple(
 )
 """How ffmpeg words the faults of a folder."""
 
+_HINT: Final = "Hint: pip install imageio-ffmpeg, or give a path in IMAGEIO_FFMPEG_EXE."
+
+
+def require_encoder() -> None:
+    """Check that ffmpeg, which writes videos, is there and can be started.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    path, quiet = _encoder(), subprocess.DEVNULL
+    try:
+        # how it ends says nothing here: what it cannot encode, it says when it is asked to.
+        subprocess.run([path, "-version"], stdin=quiet, stdout=quiet, stderr=quiet, check=False)
+    except OSError as error:
+        raise _unstartable(path, error) from None
+
+
+def _encoder() -> str:
+    """The path of ffmpeg.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    import imageio_ffmpeg
+
+    try:
+        return str(imageio_ffmpeg.get_ffmpeg_exe())
+    except RuntimeError:
+        raise UnsupportedError(f"there is no ffmpeg to write videos with. {_HINT}") from None
+
+
+def _unstartable(path: str, error: OSError) -> UnsupportedError:
+    reason = error.strerror or error
+    return UnsupportedError(
+        f"ffmpeg, which writes videos, cannot be started at {path}: {reason}. {_HINT}"
+    )
+
 
 def write_video(
     frames: NDArray[np.uint8],
     path: str | os.PathLike[str],
     fps: float,
     check: Callable[[], object] | None = None,
+    *,
+    rate_factor: int = _RATE_FACTOR,
 ) -> None:
     """Write ``frames`` ``[T, H, W, 3]`` as an H.264 mp4 that every player shows.
 
     The file appears whole or not at all: it is written beside its place under a hidden name, read
     back, put on the disk and only then moved to its place; what was there before stays until then.
     Odd sizes gain one row or column, since the format halves the colour planes. ``check`` is called
-    before every frame; what it raises ends the writing, and no file stays.
+    before every frame; what it raises ends the writing, and no file stays. ``rate_factor`` is
+    x264's: 14 looks like the frames, more is smaller and looks it.
 
     Raises:
         OptionError: frames of another shape or type, or a frame rate that is not positive.
         FolderError: the folder is gone or cannot be written to, or the disk is full.
         OutputError: the encoder failed, or the file does not hold these frames.
+        UnsupportedError: there is no encoder.
     """
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not frames.size:
         raise OptionError(
@@ -63,7 +104,7 @@ def write_video(
     try:
         # ffmpeg would say the usual faults of a folder in a sentence of its own.
         partial.touch(exist_ok=False)
-        _encode(frames, partial, fps, check)
+        _encode(frames, partial, fps, check, rate_factor)
         found = _count_frames(partial)
         if found != len(frames):
             raise OutputError(
@@ -79,46 +120,55 @@ def write_video(
 
 
 def _encode(
-    frames: NDArray[np.uint8], path: Path, fps: float, check: Callable[[], object] | None
+    frames: NDArray[np.uint8],
+    path: Path,
+    fps: float,
+    check: Callable[[], object] | None,
+    rate_factor: int,
 ) -> None:
     """Have ffmpeg write the file, and raise an ``OSError`` that says why where it did not."""
-    import imageio_ffmpeg
-
+    ffmpeg = _encoder()
     _, height, width, _ = frames.shape
     # imageio's own writer never looks at how ffmpeg ended.
-    process = subprocess.Popen(
-        [
-            imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-v", "error",
-            "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}",
-            "-r", str(Fraction(fps).limit_denominator()), "-i", "-", "-an",
-            "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", str(_RATE_FACTOR),
-            "-movflags", "+faststart", "-f", "mp4", str(path),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        # Ctrl-C is ours to handle: ffmpeg would end a file that we are about to remove.
-        process_group=0 if os.name == "posix" else -1,
-    )  # fmt: skip
+    command = [
+        ffmpeg, "-y", "-v", "error",
+        "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}",
+        "-r", str(Fraction(fps).limit_denominator()), "-i", "-", "-an",
+        "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", str(rate_factor),
+        "-movflags", "+faststart", "-f", "mp4", str(path),
+    ]  # fmt: skip
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            # Ctrl-C is ours to handle: ffmpeg would end a file that we are about to remove.
+            process_group=0 if os.name == "posix" else -1,
+        )
+    except OSError as error:
+        raise _unstartable(ffmpeg, error) from None
     assert process.stdin is not None
     assert process.stderr is not None
     with process, ThreadPoolExecutor(1) as pool:
-        said = pool.submit(process.stderr.read)
         try:
+            said = pool.submit(process.stderr.read)
             # where it ends early, its words or its status say why.
             with suppress(BrokenPipeError):
                 for frame in frames:
                     if check is not None:
                         check()
                     process.stdin.write(np.ascontiguousarray(frame).data)
-        except BaseException:
-            process.kill()
-            raise
-        finally:
             with suppress(OSError):
                 process.stdin.close()
-        words = said.result().decode(errors="replace").split("\n")
-        status = process.wait()
+            words = said.result().decode(errors="replace").split("\n")
+            status = process.wait()
+        except BaseException:
+            # at any moment: the pool waits for its words, and ffmpeg for more frames.
+            process.kill()
+            with suppress(OSError):
+                process.stdin.close()
+            raise
     if status == 0:
         return
     lines = [line.strip() for line in words if line.strip()]
@@ -134,6 +184,24 @@ def _ended(status: int) -> str:
     if status > 0:
         return f"ended with exit code {status}"
     return f"was ended by {signal.Signals(-status).name} ({signal.strsignal(-status)})"
+
+
+def read_video(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
+    """The frames of a video file, ``[T, H, W, 3]``.
+
+    Raises:
+        OutputError: it cannot be read.
+    """
+    import imageio_ffmpeg
+
+    reader = imageio_ffmpeg.read_frames(os.fspath(path), pix_fmt="rgb24")
+    try:
+        with closing(reader):
+            width, height = next(reader)["size"]
+            data = b"".join(reader)
+    except (OSError, RuntimeError, StopIteration) as error:
+        raise OutputError(f"the video {path} cannot be read: {error}") from None
+    return np.frombuffer(data, np.uint8).reshape(-1, height, width, 3)
 
 
 def _count_frames(path: Path) -> int:

@@ -2,7 +2,8 @@
 
 Images are further channels of the latent, so that image- and first-last-frame-to-video, the two
 experts of 2.2 and its per-token timesteps all look the same here. VACE has control blocks beside
-the main ones, ``vace_blocks.N.attn1``; their layers are numbered after those.
+the main ones, ``vace_blocks.N.attn1``; their layers are numbered after those. Wan-Animate and
+ChronoEdit have these blocks in transformers of their own, Lucy Edit in Wan's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from vidsparse.pipelines.adapter import (
     SparseProcessor,
     latent_grid,
     rotate,
-    video_attention,
 )
 from vidsparse.pipelines.families import WAN
 
@@ -27,13 +27,19 @@ from vidsparse.pipelines.families import WAN
 class WanSparseProcessor(SparseProcessor):
     """Stands in for diffusers' ``WanAttnProcessor`` in self-attention; same call signature."""
 
+    def rotated(self, x: Tensor, rotary: Any) -> Tensor:
+        """``x`` ``[B, S, H, D]`` by the angles that the family's transformer passes."""
+        # every angle stands there twice, once for each channel of a pair.
+        cos, sin = (angles[..., 0::2] for angles in rotary)
+        return rotate(x, cos, sin)
+
     def __call__(
         self,
         attn: Any,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        rotary_emb: tuple[Tensor, Tensor] | None = None,
+        rotary_emb: Any = None,
     ) -> Tensor:
         """Self-attention of ``hidden_states`` ``[B, S, C]``."""
         if encoder_hidden_states is not None or attention_mask is not None:
@@ -42,20 +48,21 @@ class WanSparseProcessor(SparseProcessor):
             q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
             q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        q = attn.norm_q(q).unflatten(2, (attn.heads, -1))
-        k = attn.norm_k(k).unflatten(2, (attn.heads, -1))
-        v = v.unflatten(2, (attn.heads, -1))
+        if attn.norm_q is not None:
+            q, k = attn.norm_q(q), attn.norm_k(k)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
         if rotary_emb is not None:
-            # every angle stands there twice, once for each channel of a pair.
-            cos, sin = (x[..., 0::2] for x in rotary_emb)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = video_attention(q, k, v, self.address).flatten(2, 3).type_as(q)
+            q, k = self.rotated(q, rotary_emb), self.rotated(k, rotary_emb)
+        out = self.attend(q, k, v).flatten(2, 3).type_as(q)
         projected: Tensor = attn.to_out[1](attn.to_out[0](out))
         return projected
 
 
 def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
-    """Tokens of the latent ``[B, C, T, H, W]``; VACE's control blocks see the same ones."""
+    """Tokens of the latent ``[B, C, T, H, W]``; VACE's control blocks see the same ones.
+
+    Wan-Animate's first frame is the reference. ChronoEdit may drop its middle frames half-way.
+    """
     grid = latent_grid(arguments.get("hidden_states"), transformer.config.patch_size)
     return None if grid is None else Layout(grid)
 
@@ -68,4 +75,5 @@ ADAPTER: Final = Adapter(
     processor=WanSparseProcessor,
     layout=_layout,
     branches=("conditional", "unconditional"),
+    parallel=True,
 )

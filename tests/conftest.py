@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# a busy machine is no failure of a test.
+settings.register_profile("vidsparse", deadline=None)
+settings.load_profile("vidsparse")
 
 # what one worker of pytest-xdist takes in memory is a gigabyte, and more of them than this wait for
 # the longest tests.
@@ -28,6 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         # Triton looks once, when a kernel is defined.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        from interpreter import pause_tracing, reduce_by_slices
+
+        reduce_by_slices()
+        pause_tracing()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -90,7 +101,7 @@ def ffmpeg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     import imageio_ffmpeg
 
     if os.name != "posix":
-        pytest.skip("a shell script stands in for ffmpeg")
+        pytest.skip("needs a POSIX shell: a script stands before ffmpeg")
     monkeypatch.setenv("FFMPEG", imageio_ffmpeg.get_ffmpeg_exe())
 
     def replace(script: str) -> None:
@@ -115,7 +126,7 @@ def kernel(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """A kernel of attention that this GPU can run."""
     from kernel_cases import skip_without
 
-    from vidsparse.kernels.dispatch import _LOADERS
+    from vidsparse.kernels.dispatch import _KNOWN
 
     skip_without(request.param)
-    return _LOADERS[request.param]()
+    return _KNOWN[request.param].load()

@@ -75,6 +75,11 @@ def values_of(form: Any, **changes: Any) -> dict[str, Any]:
     return {**values, "prompt": "a red ball", **changes}
 
 
+def once_chosen(form: Any, method: str, **changes: Any) -> dict[str, Any]:
+    """As ``values_of``, once a method was chosen, which brings its own schedule."""
+    return {**values_of(form), **form.values_of(command_line(method=method)), **changes}
+
+
 def command_line(**changes: Any) -> GenerateRequest:
     """The request that the command line makes of no options but ``changes``."""
     options: dict[str, Any] = {
@@ -82,8 +87,9 @@ def command_line(**changes: Any) -> GenerateRequest:
         "negative_prompt": "", "preset": None, "image": None, "last_image": None, "seed": 0,
         "fps": None, "lora": None, "method": "fg-attn",
         "order": None, "dense_steps": None, "dense_last_steps": 0, "dense_layers": None,
-        "dense_last_layers": None, "reuse": None, "device": "cpu", "dtype": None, "offload": "none",
-        "compile": False, "implementation": "auto",
+        "dense_last_layers": None, "reuse": None, "refresh": None, "device": "cpu", "dtype": None,
+        "offload": "none",
+        "compile": False, "implementation": "auto", "speed": None,
     }  # fmt: skip
     request = build_request("a red ball", {**options, **changes})
     return resolve(request, resolve_model("shapes").defaults)

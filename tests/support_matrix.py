@@ -1,8 +1,8 @@
 """What is tested together with what, and the page that says so.
 
-``test_combinations.py`` runs every cell of this table: what is not in ``LIMITS`` must work beside
-sparse attention, and what is must fail just as the reason says. So the page is as true as the
-tests. Write it anew after a change with
+``test_combinations.py`` (for ``--cache`` ``test_caching.py``) runs every cell of this table: what
+is not in ``LIMITS`` must work beside sparse attention, and what is must fail just as the reason
+says. So the page is as true as the tests. Write it anew after a change with
 
     python tests/support_matrix.py docs/support.md
 """
@@ -19,12 +19,17 @@ from vidsparse.pipelines.families import FAMILIES
 
 VARIANTS: Final = {
     "Wan": "wan",
+    "SkyReels-V2": "skyreels-v2",
+    "AnyFlow": "anyflow",
     "HunyuanVideo": "hunyuan",
     "HunyuanVideo 1.5": "hunyuan15",
     "CogVideoX": "cogvideox",
     "Mochi": "mochi",
+    "Allegro": "allegro",
+    "EasyAnimate": "easyanimate",
     "LTX-Video": "ltx",
     "LTX-2": "ltx2",
+    "MiniMax-H3": "minimax",
 }
 """The variant of each family that combinations are tried on, by the family's name."""
 
@@ -34,9 +39,14 @@ COMBINATIONS: Final = {
     "lora": "LoRA: load, scale, fuse, unload",
     "layerwise-casting": "`enable_layerwise_casting` with fp8 weights",
     "torchao": "torchao int8 weights",
+    "linear": "`--linear int8`",
+    "linear-offload": "the same with group offload, by block and by leaf, and model offload",
+    "linear-compile": "the same with regional compilation",
     "group-offload": "`enable_group_offload`, by block and by leaf",
     "model-offload": "model offload (accelerate's hooks)",
     "vae-tiling": "VAE tiling",
+    "first-block": "`--cache first-block`",
+    "taylorseer": "`--cache taylorseer`",
     "first-block-cache": "`FirstBlockCacheConfig`",
     "mag-cache": "`MagCacheConfig`",
     "fuse-qkv": "`fuse_qkv_projections`, before and after",
@@ -66,26 +76,58 @@ _NO_WHOLE_GRAPH: Final = Limit(
     "Data-dependent branching",
 )
 _NO_BLOCKS: Final = Limit("diffusers' step caches do not know these blocks", "not registered")
+_NO_CACHE: Final = Limit(
+    "refused: diffusers' cache is not to be had here, does not know these blocks, or would leave "
+    "the audio out",
+    "does not know the blocks",
+    host=False,
+)
 _NOT_OFFERED: Final = Limit("diffusers does not offer it here", "has no attribute")
 _CROSS_WIDTHS: Final = Limit(
     "diffusers' own fusing fails on cross-attention between video and audio",
     "Sizes of tensors must match",
 )
+_NO_SIGNATURE: Final = Limit(
+    "diffusers' own loop asks the wrapper for the transformer's parameters; compile it in place, "
+    "`pipe.transformer.compile(fullgraph=True)`, or its blocks",
+    "failed to bind arguments",
+)
 _PARALLEL: Final = Limit(
-    "refused: each process would hold only a part of the tokens",
+    "refused: each process would hold only a part of the tokens; Wan runs by Ulysses",
     "context parallelism",
     host=False,
 )
 
+_CACHES: Final = ("first-block-cache", "mag-cache")
+
 LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("compile", "hunyuan15"): _NO_WHOLE_GRAPH,
+    ("compile", "minimax"): _NO_SIGNATURE,
+    ("first-block", "skyreels-v2"): _NO_CACHE,
+    ("first-block", "hunyuan15"): _NO_CACHE,
+    ("first-block", "ltx2"): _NO_CACHE,
+    ("first-block", "minimax"): _NO_CACHE,
+    ("taylorseer", "ltx2"): _NO_CACHE,
+    ("taylorseer", "minimax"): _NO_CACHE,
     ("first-block-cache", "hunyuan15"): _NO_BLOCKS,
     ("first-block-cache", "ltx2"): _NO_BLOCKS,
+    ("first-block-cache", "minimax"): _NO_BLOCKS,
     ("mag-cache", "hunyuan15"): _NO_BLOCKS,
     ("mag-cache", "ltx2"): _NO_BLOCKS,
+    ("mag-cache", "minimax"): _NO_BLOCKS,
+    ("first-block-cache", "skyreels-v2"): _NO_BLOCKS,
+    ("mag-cache", "skyreels-v2"): _NO_BLOCKS,
+    **{("first-block", one): _NO_CACHE for one in ("anyflow", "allegro", "easyanimate")},
+    **{("taylorseer", one): _NO_CACHE for one in ("anyflow", "allegro", "easyanimate")},
+    ("first-block-cache", "allegro"): _NO_BLOCKS,
+    ("mag-cache", "allegro"): _NO_BLOCKS,
+    **{(cache, one): _NOT_OFFERED for cache in _CACHES for one in ("anyflow", "easyanimate")},
+    **{("lora", one): _NOT_OFFERED for one in ("allegro", "easyanimate")},
+    **{("fuse-qkv", one): _NOT_OFFERED for one in ("anyflow", "allegro", "easyanimate")},
     ("fuse-qkv", "mochi"): _NOT_OFFERED,
     ("fuse-qkv", "ltx2"): _CROSS_WIDTHS,
-    **{("context-parallel", variant): _PARALLEL for variant in VARIANTS.values()},
+    # Wan runs by Ulysses: test_parallel.py.
+    **{("context-parallel", one): _PARALLEL for one in VARIANTS.values() if one != "wan"},
 }
 """Cells that do not work."""
 
@@ -119,7 +161,9 @@ def page() -> str:
         "Any other pipeline is refused, and the error names these. For every family: batches of",
         "prompts of different lengths, guidance on and off, sizes whose token grid has odd sides,",
         "and a second run. A full mask is held to twice the stock transformer's rounding error,",
-        "and removal must restore every processor object and every bit of the video.",
+        "and removal must restore every processor object and every bit of the video. MiniMax-H3",
+        "takes one prompt a call and has no guidance, so its transformer alone runs in batches;",
+        "`tests/test_modular.py` runs the other families' modular pipelines.",
         "",
         "## Combinations",
         "",

@@ -46,6 +46,7 @@ def _ablate(model: Path, folder: Path, *options: str) -> Result:
     return CliRunner().invoke(main, ["ablate", str(prompts), *arguments])
 
 
+@pytest.mark.slow
 def test_rows_are_measured_once_and_put_into_the_page(tiny_model: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE, encoding="utf-8")

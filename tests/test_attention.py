@@ -40,7 +40,7 @@ def engine_of(method: str = "fg-attn", *, layers: int = 1, **options: Any) -> At
         for name in ("dense_steps", "dense_last_steps", "dense_layers", "reuse")
         if name in options
     }
-    keep = ("order", "implementation", "check_finite")
+    keep = ("order", "implementation", "check_finite", "dense_fallback")
     own = {name: options.pop(name) for name in keep if name in options}
     return AttentionEngine(
         make_method(method, **options),
@@ -203,6 +203,21 @@ def test_a_grid_that_does_not_match_runs_dense_and_says_so() -> None:
     summary = engine.trace.summary()
     assert summary.notes == (cell.action,)
     assert cell.action in str(summary)
+
+
+def test_a_call_that_the_host_keeps_dense_is_the_hosts_own_and_says_why() -> None:
+    engine = engine_of(top_p=0.4)
+    engine.begin_run(1)
+    q, k, v = qkv()
+    dense = CountedDense()
+    out = engine.attend(q, k, v, site(), dense, dense_because="it has a mask")
+    assert len(dense.calls) == 1
+    assert torch.equal(out, F.scaled_dot_product_attention(q, k, v))
+    (cell,) = engine.trace.cells
+    assert cell.action == "dense: it has a mask"
+    work = engine.trace.summary().work
+    assert work is not None
+    assert work.dense_fallback == work.total == 1.0
 
 
 # ---- plans over a run ----

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner, Result
+from quick import slow_but
 
 from vidsparse.apps.bench import model_rows, model_settings, model_shapes
 from vidsparse.apps.bench.model_forward import (
@@ -114,6 +115,21 @@ TINY: dict[str, dict[str, Any]] = {
         "audio_in_channels": 8,
         "audio_out_channels": 8,
     },
+    "minimax-h3": {
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "hidden_size": 24,
+        "num_layers": 3,
+        "num_refiner_layers": 1,
+        "ffn_dim": 32,
+        "in_channels": 4,
+        "audio_in_channels": 8,
+        "text_dim": 16,
+        "freq_dim": 16,
+        "time_embed_hidden_dim": 16,
+        "time_embed_dim": 16,
+        "rope_freq_dim": 2,
+    },
 }
 
 
@@ -140,11 +156,13 @@ def measured(file: Path, *arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("family", TINY)
+@pytest.mark.parametrize("family", slow_but(["wan-1.3b"], TINY))
 @pytest.mark.usefixtures("tiny")
 def test_every_family_is_measured_by_the_command(family: str, tmp_path: Path) -> None:
     shape = MODEL_SHAPES[family]
-    small = ["--size", "256x192", "--frames", str(2 * shape.frame_factor + 1), "--layers", "1"]
+    frames = 2 * shape.frame_factor + shape.frame_rest
+    assert shape.frames_of(shape.latent(256, 192, frames).latent_frames) == frames
+    small = ["--size", "256x192", "--frames", str(frames), "--layers", "1"]
     (row,) = measured(tmp_path / "rows.json", "--family", family, *small)
     assert set(row) >= PUBLISHED
     assert (row["family"], row["layers"], row["warmup"]) == (family, 1, shape.warmup)
@@ -199,11 +217,15 @@ def test_rows_are_shown_as_a_table(tmp_path: Path) -> None:
     assert len([line for line in other.output.splitlines() if line.startswith("|")]) == 2
 
 
+# not run on a GPU yet.
+UNMEASURED = {"minimax-h3"}
+
+
 @pytest.mark.parametrize("tile", ["16x16", "32x32"])
 def test_published_rows_are_of_whole_models_at_their_density(tile: str) -> None:
     file = Path(__file__).parents[1] / "docs" / "benchmarks" / "models-h200.json"
     rows = [row for row in json.loads(file.read_text())["rows"] if row["tile"] == tile]
-    assert {row["family"] for row in rows} == set(MODEL_SHAPES)
+    assert {row["family"] for row in rows} == set(MODEL_SHAPES) - UNMEASURED
     for row in rows:
         shape = MODEL_SHAPES[row["family"]]
         assert row["layers"] == shape.full_layers()
@@ -264,7 +286,7 @@ def test_a_step_is_projected_by_its_kernel_alone() -> None:
 
 
 def test_the_careful_reading_is_the_slower_one() -> None:
-    for family in MODEL_SHAPES:
+    for family in MODEL_SHAPES.keys() - UNMEASURED:
         row = published(family, "16x16")
         assert row.computed_if_selected is not None
         assert row.computed_if_selected > row.computed
@@ -340,6 +362,7 @@ def test_published_sizes_give_the_published_lengths() -> None:
         "mochi": (28, 60, 106),
         "cogvideox-5b": (13, 60, 90),
         "ltx-2": (16, 32, 48),
+        "minimax-h3": (37, 48, 84),
     }
 
 
@@ -352,6 +375,8 @@ def test_published_sizes_give_the_published_lengths() -> None:
         ("mochi", 10.0),
         ("cogvideox-5b", 5.57),
         ("ltx-2", 18.9),
+        # 61.7 GiB, which is what diffusers says of it.
+        ("minimax-h3", 33.1),
     ],
 )
 def test_models_have_the_published_number_of_weights(name: str, billions: float) -> None:

@@ -180,7 +180,9 @@ def killing(after: int) -> Callable[[str, int, int], None]:
     return progress
 
 
-@pytest.mark.parametrize("after", [1, 6, 11, 17, 22])
+@pytest.mark.parametrize(
+    "after", [6, *(pytest.param(calls, marks=pytest.mark.slow) for calls in (1, 11, 17, 22))]
+)
 def test_a_killed_calibration_goes_on(
     after: int, loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +228,18 @@ def test_the_progress_of_other_settings_is_not_taken_up(
     monkeypatch.setattr(calibrating, "denoise", counted)
     calibrate(loaded, a_request("sale", seed=5), PROMPTS, tmp_path / "p")
     assert runs == PROMPTS
+
+
+def test_what_a_killed_calibration_left_half_written_is_removed_and_nothing_else(
+    loaded: LoadedPipeline, tmp_path: Path
+) -> None:
+    parts = [".p.json.0123abcd.tmp", ".p.progress.safetensors.abcd0123.tmp"]
+    others = [".q.json.0123abcd.tmp", ".p.json.notes.tmp", ".pp.json.0123abcd.tmp"]
+    for name in parts + others:
+        (tmp_path / name).write_bytes(b"half")
+    calibrate(loaded, a_request("sale"), PROMPTS[:1], tmp_path / "p")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"p.json", "p.safetensors", *others}
 
 
 def test_calls_are_not_kept(loaded: LoadedPipeline, tmp_path: Path) -> None:

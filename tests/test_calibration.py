@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from budget import random_qkv
 from numpy.typing import NDArray
+from quick import slow_but
 from torch import Tensor
 
 import vidsparse
@@ -163,8 +164,8 @@ def test_steps_are_spread_over_the_window() -> None:
 # ---- spargeattn ----
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
-@pytest.mark.parametrize("gate_rows", [32, 64])
+@pytest.mark.parametrize("quantize", slow_but(["none"], ["none", "int8"]))
+@pytest.mark.parametrize("gate_rows", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_spargeattn_keeps_least_under_its_bounds(gate_rows: int, quantize: str) -> None:
     calls = [call(seed) for seed in range(3)]
     method = SpargeAttn(gate_rows=gate_rows, quantize=quantize)

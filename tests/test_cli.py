@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,10 +21,14 @@ from click.testing import CliRunner, Result
 from filelock import FileLock
 
 from vidsparse.apps.cli import main
+from vidsparse.apps.commands.compare import compare
 from vidsparse.apps.runs.prompts import SLUG_CHARACTERS, slug
+from vidsparse.apps.terminal.console import Terminal
+from vidsparse.methods import METHODS
 from vidsparse.pipelines import generate as generating
 from vidsparse.pipelines import models as modelling
 from vidsparse.pipelines.generate import Generated
+from vidsparse.pipelines.video import read_video
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -182,7 +187,8 @@ def test_every_option_of_the_issue_is_there() -> None:
     flags = (
         "--model --method --top-p --tile --order --dense-steps --dense-last-steps --dense-layers "
         "--dense-last-layers --reuse --merge --steps --frames --size --fps --guidance "
-        "--negative-prompt --seed --device --dtype --offload --compile --lora --implementation "
+        "--negative-prompt --seed --device --dtype --offload --speed --linear --cache "
+        "--cache-threshold --compile --lora --implementation "
         "--out --overwrite --tau --theta --verbose --quiet"
     )
     assert [flag for flag in flags.split() if flag not in text] == []
@@ -195,7 +201,6 @@ def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, ou
     assert _videos(out) == [f"{name}.mp4" for name in names]
     (folder,) = out.iterdir()
     assert folder.name.startswith("two-fg-attn-")
-    from videos import read_video
 
     for name, prompt in zip(names, PROMPTS.split("\n")[2:], strict=False):
         record = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
@@ -627,13 +632,21 @@ def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) ->
         ("--dense-steps 1.5", "dense_steps"),
         ("--dense-steps few", "neither a count"),
         ("--reuse 0", "reuse"),
+        ("--refresh 1.5", "refresh"),
         ("--device tpu", "cpu, cuda"),
         ("--dtype fp64", "fp32"),
         ("--dtype fp16", "fp32 or bf16"),
         ("--offload disk", "none, model, group"),
+        ("--linear int4", "none, fp8, int8"),
+        ("--linear fp8 --device cpu", "compute capability 8.9"),
+        ("--cache teacache", "none, first-block, taylorseer"),
+        ("--cache-threshold 0.1", "without a cache"),
+        ("--speed ludicrous", "exact, high, balanced, fast"),
         ("--implementation magic", "auto"),
         ("--nonsense", "No such option"),
         ("--model nowhere", "there is no model"),
+        ("--model ~nobody-here/model", "cannot be the folder of a model"),
+        (f"--model {'x' * 5000}", "cannot be the folder of a model: File name too long"),
     ],
 )
 def test_bad_options(generate: Run, out: Path, options: str, words: str) -> None:
@@ -721,6 +734,7 @@ def test_exit_code_of_the_process(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_ctrl_c_keeps_finished_videos_and_leaves_no_partial_file(
     tiny_model: Path, tmp_path: Path
@@ -758,6 +772,7 @@ def test_ctrl_c_keeps_finished_videos_and_leaves_no_partial_file(
     assert 0 <= len(list(folder.glob("*.json"))) - stdout.count(".mp4") <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGTERM")
 def test_sigterm_ends_as_ctrl_c_does(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "many.txt").write_text("a red circle\n" * 200, encoding="utf-8")
@@ -783,6 +798,7 @@ def test_sigterm_ends_as_ctrl_c_does(tiny_model: Path, tmp_path: Path) -> None:
     assert [name for name in hidden if name != ".vidsparse.lock"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_results_that_cannot_be_printed_cost_no_video(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_text(PROMPTS, encoding="utf-8")
@@ -803,6 +819,7 @@ def test_results_that_cannot_be_printed_cost_no_video(tiny_model: Path, tmp_path
     assert len(list(tmp_path.glob("o/*/*.mp4"))) == 2
 
 
+@pytest.mark.slow
 def test_letters_that_the_terminal_does_not_know_cost_no_video(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -883,6 +900,72 @@ def test_doctor_without_a_model_says_so_and_fails(bundled: Path) -> None:
     assert "Problem: the files of the bundled model" in done.output
 
 
+def test_json_is_all_that_goes_to_standard_output(generate: Run, machine: _Machine) -> None:
+    done = generate("--json")
+    assert done.exit_code == 0
+    answer = json.loads(done.stdout)
+    assert [each["state"] for each in answer["videos"]] == ["made", "made"]
+    for each in answer["videos"]:
+        assert Path(each["video"]).is_file()
+        assert Path(each["record"]).is_file()
+    again = json.loads(generate("--json").stdout)
+    assert [each["state"] for each in again["videos"]] == ["kept", "kept"]
+    assert again["folder"] == answer["folder"]
+
+
+def test_json_says_which_prompt_failed(generate: Run, machine: _Machine) -> None:
+    machine.fail_on = "blue"
+    done = generate("--json")
+    assert done.exit_code == 1
+    assert [each["state"] for each in json.loads(done.stdout)["videos"]] == ["made", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("doctor", {"sections", "problems"}),
+        ("models", {"bundled", "families"}),
+    ],
+)
+def test_what_lists_things_has_a_json_form(bundled: Path, command: str, names: set[str]) -> None:
+    done = CliRunner().invoke(main, [command, "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout).keys() == names
+
+
+def test_methods_in_json_name_every_option() -> None:
+    document = json.loads(CliRunner().invoke(main, ["methods", "--json"]).stdout)
+    assert [each["name"] for each in document] == list(METHODS)
+    options = {each["name"]: {one["flag"] for one in each["options"]} for each in document}
+    assert "--top-p" in options["fg-attn"]
+
+
+def test_generate_says_which_command_shows_what_it_cost(
+    generate: Run, machine: _Machine, prompts: Path
+) -> None:
+    said = generate("--top-p", "0.3", "--overwrite").stderr
+    (line,) = [line for line in said.splitlines() if line.startswith("Next")]
+    command = shlex.split(line.partition(": ")[2])
+    assert command[:3] == ["vidsparse", "compare", str(prompts)]
+    assert command[command.index("--top-p") + 1] == "0.3"
+    assert "--overwrite" not in command
+    # it can be given as it stands.
+    compare.make_context("compare", command[2:], obj=Terminal())
+    assert "Next" not in generate("--method", "dense").stderr
+
+
+def test_shells_complete_commands_and_options() -> None:
+    asked = {"COMP_WORDS": "vidsparse generate --spe", "COMP_CWORD": "2"}
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("vidsparse"))],
+        env={**os.environ, **asked, "_VIDSPARSE_COMPLETE": "bash_complete"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["plain,--speed"]
+
+
 def test_methods_lists_papers_and_defaults() -> None:
     done = CliRunner().invoke(main, ["methods"])
     assert done.exit_code == 0
@@ -895,3 +978,15 @@ def test_models_lists_words_prompts_and_families(bundled: Path) -> None:
     assert done.exit_code == 0, done.output
     for words in ("draws moving shapes", "red, circle", "a red circle", "WanPipeline", "CC0"):
         assert words in done.output
+
+
+@pytest.mark.slow
+def test_libraries_say_nothing_while_a_model_is_loaded(tiny_model: Path) -> None:
+    # a process of its own: they speak when they are first imported.
+    code = (
+        "import sys; from vidsparse.pipelines.models import load; load(sys.argv[1], device='cpu')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_model)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

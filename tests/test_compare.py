@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from videos import read_video
 
 from vidsparse.apps.cli import main
 from vidsparse.apps.runs.comparison import Comparison
+from vidsparse.pipelines.video import read_video
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,7 +94,10 @@ def test_a_killed_compare_goes_on_where_it_was(
     assert continued["density_map"] == again["density_map"]
 
 
-@pytest.mark.parametrize("damage", ["video", "record", "batch"])
+@pytest.mark.parametrize(
+    "damage",
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("video", "record")), "batch"],
+)
 def test_a_killed_compare_trusts_nothing_that_changed(
     damage: str, tiny_model: Path, prompts: Path, watched: tuple[list[int], set[int]]
 ) -> None:
@@ -194,3 +198,22 @@ def test_bad_options_write_nothing(
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (prompts.parent / "o").exists()
+
+
+def test_compare_s_answer_in_json_is_its_summary(tiny_model: Path, prompts: Path) -> None:
+    done = _compare(tiny_model, prompts, "--json")
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert answer["summary"] == _document(prompts)["summary"]
+    assert [Path(each).name for each in answer["files"]] == [
+        "report.html", "report.md", "report.json",
+    ]  # fmt: skip
+
+
+def test_compare_says_which_side_ran_when_and_how_sure_the_speed_is(
+    tiny_model: Path, prompts: Path
+) -> None:
+    printed = _compare(tiny_model, prompts).stdout
+    # a tiny pipeline's runs are far too short.
+    assert re.search(r"speed +no ratio: too short to time; a ratio takes 2 prompts of 3 s", printed)
+    assert re.search(r"timed +dense, then sparse, in turns; .* began at \d\d:\d\d:\d\d", printed)

@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 # dozens of kernels for one generation: other work on the machine is no failure of theirs.
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-# the oldest stands for all where time is short.
-GENERATIONS = [80, *(pytest.param(cc, marks=pytest.mark.slow) for cc in (89, 90, 100))]
+# 89 is 80 with fp8, which the later ones have as well; `compile_ahead.py 89` compiles it.
+GENERATIONS = [80, 90, 100]
 every_generation = pytest.mark.parametrize("compiled", GENERATIONS, indirect=True)
-hopper = pytest.mark.parametrize("compiled", GENERATIONS[2:3], indirect=True)
+hopper = pytest.mark.parametrize("compiled", [90], indirect=True)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def test_gluon_compiles_ahead_of_time_for_hopper_and_overlaps_its_products(
     found = re.findall(
         r"^sm_90 gluon D=128 (.*): .* (\d+) waits, (\d+) exponentials", compiled.text, re.M
     )
-    assert len(found) == 19
+    # of the attention kernel, each line.
+    assert len(found) == len(re.findall(r"^sm_90 gluon D=128", compiled.text, re.M)) == 21
     for name, waits, overlapped in found:
         # one wait after each product of each consumer, and the softmax between the two. With a gate
         # there is a wait more, where the second product is skipped.

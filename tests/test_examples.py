@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from quick import slow_but
 from tiny_families import TINY
 from tiny_parts import IMAGE
-from videos import read_video
+
+from vidsparse.pipelines.video import read_video
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -22,6 +24,7 @@ SMALL = ["--frames", "9", "--width", "64", "--height", "64", "--steps", "3", "--
 # the tiny pipeline a script runs on, and its video's frames where they are not 9.
 OF_A_FAMILY = {
     "wan": ("wan", 9),
+    "skyreels_v2": ("skyreels-v2", 9),
     "hunyuan_video": ("hunyuan", 9),
     "hunyuan_video15": ("hunyuan15", 9),
     "cogvideox": ("cogvideox", 9),
@@ -57,7 +60,7 @@ def test_every_example_is_run_here() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*OF_A_FAMILY, *others}
 
 
-@pytest.mark.parametrize("name", OF_A_FAMILY)
+@pytest.mark.parametrize("name", slow_but(["wan", "own_loop"], OF_A_FAMILY))
 def test_a_video_of_each_family(run: Run, tmp_path: Path, name: str) -> None:
     variant, frames = OF_A_FAMILY[name]
     printed = run(

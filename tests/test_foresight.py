@@ -332,7 +332,7 @@ def test_what_kernels_choose_is_as_good(text: int, rows: int) -> None:
     assert errors[0] == pytest.approx(errors[1], rel=0.05 if rows < 128 else 0.1)
 
 
-@listed(kernel_cases())
+@listed(kernel_cases(), quick=8)
 def test_kernels(body: Callable[[], None]) -> None:
     body()
 

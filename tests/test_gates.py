@@ -18,6 +18,7 @@ from budget import (
     stock,
     truth,
 )
+from quick import slow_but
 from torch import Tensor
 
 from vidsparse.kernels import AbsoluteGate, RelativeGate, quantize_qk, sparse_attention
@@ -103,7 +104,11 @@ def tile_thresholds(work: Work) -> Tensor:
 
 
 TILES = [(128, 64), (64, 16), (16, 128), (32, 1), (32, 32)]
-PIECES = [(32, 64), (64, 64), (128, 64), (64, 128), (128, 128)]
+PIECES = [
+    (32, 64), pytest.param(64, 64, marks=pytest.mark.slow),
+    pytest.param(128, 64, marks=pytest.mark.slow), (64, 128),
+    pytest.param(128, 128, marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 @pytest.fixture(params=list(KERNELS))
@@ -221,7 +226,7 @@ def test_thresholds_are_on_the_scores_that_the_caller_knows(kernel: Any, quantiz
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize("rows", slow_but([64], [32, 64]))
 def test_low_precision_stays_in_the_budget(kernel: Any, rows: int, dtype: torch.dtype) -> None:
     q, k, v = clustered_qkv(500, 64, dtype, batch=2)
     work = random_work(500, (64, 16), batch=2, share=0.6)
@@ -368,8 +373,14 @@ def test_auto_takes_the_fastest_for_gates_too(monkeypatch: pytest.MonkeyPatch) -
     from vidsparse.kernels import dispatch
 
     for name in ("gluon", "triton"):
-        monkeypatch.setitem(dispatch._REASONS, name, lambda *_: None)
+        monkeypatch.setitem(
+            dispatch._KNOWN, name, dispatch._KNOWN[name]._replace(reason=lambda *_: None)
+        )
     gate = RelativeGate(-4.0)
     assert dispatch.choose("auto", "cpu", torch.bfloat16, 128, gate=gate) == "gluon"
-    monkeypatch.setitem(dispatch._REASONS, "gluon", lambda *_: "has no such gate")
+    monkeypatch.setitem(
+        dispatch._KNOWN,
+        "gluon",
+        dispatch._KNOWN["gluon"]._replace(reason=lambda *_: "has no such gate"),
+    )
     assert dispatch.choose("auto", "cpu", torch.bfloat16, 128, gate=gate) == "triton"

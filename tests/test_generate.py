@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from tiny_pipelines import WORDS, save_tiny_wan, tiny_wan
-from videos import read_video
 
 from vidsparse.errors import (
     FolderError,
@@ -37,7 +37,8 @@ from vidsparse.pipelines.generate import (
 from vidsparse.pipelines.models import LoadedPipeline, describe, load, resolve_model, unknown_words
 from vidsparse.pipelines.placement import check_device
 from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
-from vidsparse.pipelines.video import write_video
+from vidsparse.pipelines.speed import measured
+from vidsparse.pipelines.video import read_video, require_encoder, write_video
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,15 +115,17 @@ def rewrite_index(folder: Path, **changes: Any) -> None:
         ({"method": "magic"}, "unknown method 'magic'. Hint: choose from fg-attn"),
         ({"method_options": {"top_p": 0}}, r"top_p must lie in \(0, 1\], got 0"),
         ({"method_options": {"top_p": 1.01}}, "top_p must lie in"),
-        ({"method_options": {"tau": 0.5}}, "fg-attn has no option 'tau': it belongs to sparge"),
+        ({"method_options": {"tau": 0.5}}, "foresight has no option 'tau': it belongs to sparge"),
         ({"method_options": {"tile": "17x16"}}, "tile"),
         ({"order": "zigzag"}, "unknown token order 'zigzag'"),
         ({"dense_steps": -1}, "dense_steps"),
         ({"dense_layers": 1.5}, "dense_layers"),
         ({"reuse": 0}, "reuse"),
+        ({"refresh": -1}, "refresh"),
         ({"device": "tpu"}, "unknown device 'tpu'. Hint: use cpu, cuda"),
         ({"dtype": "fp8"}, "unknown dtype 'fp8'. Hint: choose from fp32, bf16, fp16"),
         ({"offload": "disk"}, "unknown offload 'disk'. Hint: choose from none, model, group"),
+        ({"linear": "int4"}, "unknown linear 'int4'. Hint: choose from none, fp8, int8"),
         ({"implementation": "magic"}, "unknown implementation 'magic'"),
     ],
 )
@@ -174,8 +177,8 @@ def test_half_precision_is_refused_on_the_cpu() -> None:
 
 
 def test_equal_options_are_equal_requests_however_written() -> None:
-    short = a_request(method_options={"tile": "16x16"})
-    assert short == a_request(method_options={"tile": (16, 16)})
+    short = a_request(method="fg-attn", method_options={"tile": "16x16"})
+    assert short == a_request(method="fg-attn", method_options={"tile": (16, 16)})
     complete = a_request(method_options={"tile": (16, 16), "top_p": 0.9})
     assert resolve(short, WAN.defaults) == resolve(complete, WAN.defaults)
     assert json.loads(json.dumps(short.options()))["method_options"]["tile"] == "16x16"
@@ -255,6 +258,12 @@ def test_a_folder_without_index_names_the_supported_pipelines(tmp_path: Path) ->
         resolve_model(tmp_path)
 
 
+def test_a_modular_pipeline_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "modular_model_index.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"modular pipeline, and commands run none. Hint"):
+        resolve_model(tmp_path)
+
+
 def test_another_pipeline_names_the_supported_ones(copied: Path) -> None:
     rewrite_index(copied, _class_name="StableDiffusionPipeline")
     with pytest.raises(ModelError, match=r"StableDiffusionPipeline, which cannot .* WanPipeline"):
@@ -270,6 +279,8 @@ def test_code_that_comes_with_a_model_is_refused(copied: Path) -> None:
 ODD: tuple[Any, ...] = (
     *(None, True, -1, 0, 2.5, 1e300, 10**400, "", "x", [], {}, [[]], [None], ["x"], [{}]),
     *({"fg-attn": 1}, {"fg-attn": {"tile": []}}, {"fg-attn": {"merge": []}}, [1, 0, 0]),
+    *({"fg-attn": {"dense_steps": "x"}}, {"fast": {"schedule": 1}}, {"high": {"psnr": "x"}}),
+    *({"fast": {"schedule": {"refresh": []}}}, {"fast": {"cache": 1}}, {"slow": {}}),
 )
 
 
@@ -285,6 +296,7 @@ def test_files_of_a_model_with_odd_types_are_refused_in_one_sentence(
         (
             *whole,
             *("size", "frames", "steps", "fps", "dense_steps", "reuse", "method_options"),
+            *("method", "schedules", "speeds"),
             *("sample_frames", "target_size", "patch_size", "scale_factor_spatial", "license"),
         )
     )
@@ -294,7 +306,9 @@ def test_files_of_a_model_with_odd_types_are_refused_in_one_sentence(
             path.write_text(json.dumps({**whole, name: odd}))
             try:
                 ref = resolve_model(copied)
-                resolve(a_request(), ref.defaults)
+                for speed in (None, "high", "fast"):
+                    resolve(a_request(model=str(copied), speed=speed), ref.defaults)
+                    measured(ref.name, speed or "high", ref.defaults)
                 unknown_words(ref, "a red circle")
                 describe(str(copied))
             except VidsparseError as error:
@@ -572,15 +586,17 @@ def test_a_request_for_another_device_or_format_is_refused(loaded: LoadedPipelin
 
 
 def test_the_record_says_how_the_video_was_made(loaded: LoadedPipeline) -> None:
-    made = generate(loaded, a_request(prompt="a red dragon", dense_steps=1))
+    asked = {"method": "fg-attn", "dense_steps": 1}
+    made = generate(loaded, a_request(prompt="a red dragon", **asked))
     record = made.record
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["options"] == {
-        **a_request(dense_steps=1).options(),
+        **a_request(**asked).options(),
         "method_options": make_method("fg-attn").options(),
         "dense_layers": 0,
         "dense_last_layers": 0,
         "reuse": 1,
+        "refresh": 0,
         "model": loaded.ref.name,
         "order": "columnmajor",
         "frames": 5,
@@ -591,7 +607,12 @@ def test_the_record_says_how_the_video_was_made(loaded: LoadedPipeline) -> None:
         "fps": 8,
         "device": "cpu",
         "dtype": "fp32",
+        "linear": "none",
+        "cache": "none",
+        "compile": False,
     }
+    assert record["linear"] is None
+    assert [step["kind"] for step in record["steps"]] == ["dense", "sparse", "sparse"]
     assert record["scheduler"]["class"] == "UniPCMultistepScheduler"
     assert record["model"]["weights_hash"] == loaded.weights_hash
     assert record["unknown_words"] == ["dragon"]
@@ -805,12 +826,38 @@ def test_an_encoder_that_fails_is_an_error_and_keeps_the_old_file(
     assert [p.name for p in path.parent.iterdir()] == ["clip.mp4"]
 
 
+def test_an_encoder_that_cannot_be_started_is_no_fault_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path / "nowhere"))
+    for use in (require_encoder, lambda: write_video(ramp(5, 64, 64), tmp_path / "clip.mp4", 8)):
+        with pytest.raises(UnsupportedError, match=r"cannot be started at .*nowhere: No such"):
+            use()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_is_a_fault_of_the_folder(
     tmp_path: Path, ffmpeg: Callable[[str], None]
 ) -> None:
     ffmpeg("echo 'muxing: No space left on device' >&2; exit 228")
     with pytest.raises(FolderError, match="No space left on device"):
         write_video(ramp(5, 64, 64), tmp_path / "clip.mp4", fps=8)
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_at_any_moment_of_the_writing_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = ThreadPoolExecutor.submit
+
+    def interrupted(self: ThreadPoolExecutor, *args: Any) -> Any:
+        submit(self, *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_video(ramp(5, 64, 64), tmp_path / "clip.mp4", fps=8)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_check_that_raises_ends_the_writing_and_leaves_nothing(tmp_path: Path) -> None:

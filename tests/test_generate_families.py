@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from PIL import Image
+from quick import slow_but
 from tiny_families import (
     TINY,
     cogvideox,
@@ -35,7 +36,19 @@ from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FROM_TEXT = ["hunyuan", "hunyuan15", "cogvideox-dpm", "cogvideox1.5", "mochi", "ltx", "ltx2"]
+FROM_TEXT = [
+    "skyreels-v2",
+    "anyflow",
+    "hunyuan",
+    "hunyuan15",
+    "cogvideox-dpm",
+    "cogvideox1.5",
+    "mochi",
+    "allegro",
+    "easyanimate",
+    "ltx",
+    "ltx2",
+]
 
 BUILDERS: dict[str, Callable[[], Any]] = {
     **{name: tiny.build for name, tiny in TINY.items()},
@@ -48,6 +61,7 @@ FROM_IMAGE = [
     "wan-image",
     "wan-two-experts",
     "wan-ti2v",
+    "skyreels-v2-image",
     "hunyuan-image",
     "hunyuan-image-concat",
     "hunyuan15-image",
@@ -93,9 +107,8 @@ def image(tmp_path: Path) -> str:
 
 
 def a_request(**changes: Any) -> GenerateRequest:
-    return GenerateRequest(
-        **{"prompt": "a red circle", "frames": 9, "width": 64, "height": 64, "steps": 3, **changes}
-    )
+    small = {"frames": 9, "width": 64, "height": 64, "steps": 3}
+    return GenerateRequest(**{"prompt": "a red circle", "method": "fg-attn", **small, **changes})
 
 
 def processors_of(loaded: LoadedPipeline) -> list[Any]:
@@ -119,7 +132,7 @@ def check_made(loaded: LoadedPipeline, request: GenerateRequest, frames: int) ->
     return made.record
 
 
-@pytest.mark.parametrize("name", FROM_TEXT)
+@pytest.mark.parametrize("name", slow_but(["wan", "hunyuan"], FROM_TEXT))
 def test_videos_from_text(opened: Opened, name: str) -> None:
     frames = TINY[name].size[0]
     loaded = opened(name)
@@ -131,7 +144,7 @@ def test_videos_from_text(opened: Opened, name: str) -> None:
     assert "step" not in vars(loaded.pipe.scheduler)
 
 
-@pytest.mark.parametrize("name", FROM_IMAGE)
+@pytest.mark.parametrize("name", slow_but(["wan-image", "hunyuan-image"], FROM_IMAGE))
 def test_videos_from_an_image(opened: Opened, name: str, image: str) -> None:
     loaded = opened(name, image=True)
     assert loaded.takes_image
@@ -383,12 +396,40 @@ def test_a_card_may_bring_sparse_settings(folders: Callable[[str], Path], tmp_pa
     assert {name: getattr(request, name) for name in card} == card
 
 
+def test_the_method_of_a_request_is_the_card_s_or_the_one_whose_options_are_given(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    TINY["wan"].build().save_pretrained(tmp_path)
+    card = {"method": "foresight", "schedules": {"foresight": {"dense_steps": 1, "refresh": 2}}}
+    (tmp_path / "vidsparse.json").write_text(json.dumps(card))
+
+    def made(model: Path | str, **options: Any) -> GenerateRequest:
+        return GenerateRequest(prompt="", model=str(model), device="cpu", **options)
+
+    defaults = resolve_model(tmp_path).defaults
+    one = resolve(made(tmp_path), defaults)
+    assert (one.method, one.dense_steps, one.refresh) == ("foresight", 1, 2)
+    # its schedule is for that method alone.
+    other = resolve(made(tmp_path, method="spargeattn"), defaults)
+    assert (other.method, other.dense_steps, other.refresh) == ("spargeattn", 0.24, 0)
+    assert made(tmp_path, method_options={"top_p": 0.5}).method == "fg-attn"
+    assert made(tmp_path, speed="exact").method == "dense"
+    assert made(folders("wan")).method == made("owner/model").method == "fg-attn"
+    # of several that have it one must be chosen.
+    with pytest.raises(OptionError, match="foresight has no option 'tau': it belongs to sparge"):
+        made(tmp_path, method_options={"tau": 0.5})
+    card["method"] = "nearest"
+    (tmp_path / "vidsparse.json").write_text(json.dumps(card))
+    with pytest.raises(OptionError, match="unknown method 'nearest'"):
+        made(tmp_path)
+
+
 def test_a_family_may_set_options_of_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     from vidsparse.pipelines import wan
 
     defaults = replace(wan.WAN.defaults, method_options={"fg-attn": {"top_p": 0.5}}, dense_layers=1)
     defaults = replace(defaults, dense_last_layers=1, reuse=2)
-    request = resolve(GenerateRequest(prompt=""), defaults)
+    request = resolve(GenerateRequest(prompt="", method="fg-attn"), defaults)
     assert request.method_options["top_p"] == 0.5
     assert (request.dense_layers, request.dense_last_layers, request.reuse) == (1, 1, 2)
     other = resolve(GenerateRequest(prompt="", method_options={"top_p": 0.7}), defaults)
@@ -409,7 +450,7 @@ def test_a_family_may_set_options_of_methods(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_familys_own_settings_are_valid(family: Any) -> None:
-    request = resolve(GenerateRequest(prompt=""), family.defaults)
+    request = resolve(GenerateRequest(prompt="", method=family.defaults.method), family.defaults)
     assert request.options()["method_options"]["tile"] == "16x16"
     assert family.defaults.source
 

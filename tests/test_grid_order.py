@@ -37,7 +37,7 @@ def steps(path: list[tuple[int, int, int]]) -> list[int]:
     ]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(grid=grids, name=st.sampled_from(ORDERS))
 def test_undo_after_apply_is_exact(grid: TokenGrid, name: str) -> None:
     x = torch.randn(2, 2, grid.tokens, 3)
@@ -46,7 +46,7 @@ def test_undo_after_apply_is_exact(grid: TokenGrid, name: str) -> None:
     assert torch.equal(order.apply(order.undo(x)), x)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(grid=grids, name=st.sampled_from(ORDERS))
 def test_text_stands_last_in_its_own_order(grid: TokenGrid, name: str) -> None:
     start = 0 if grid.text_first else grid.video

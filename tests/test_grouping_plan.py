@@ -83,7 +83,7 @@ def test_every_tile_stands_in_exactly_one_block(tiles: int, per_block: int, merg
         assert -1 not in head[:tiles]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tiles=st.integers(1, 20),
     keys=st.integers(1, 12),

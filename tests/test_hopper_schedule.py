@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 
 # the first example imports the kernel.
-@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 200), st.integers(0, 600))
 def test_a_cut_tail_is_what_full_rounds_leave(blocks: int, programs: int, steps: int) -> None:
     from vidsparse.kernels.attention.hopper.schedule import MOST_PARTS, split_tail

@@ -147,6 +147,7 @@ print(json.dumps([kernels.__file__, light, reason, leaked]))
     assert leaked == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / "kernels").is_dir(), reason="not a checkout")
 def test_diffusers_imports_with_the_checkout_as_current_folder() -> None:
     pytest.importorskip("diffusers")

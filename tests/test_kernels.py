@@ -383,11 +383,11 @@ def test_an_implementation_asked_for_is_never_replaced(monkeypatch: pytest.Monke
     called = []
     for name in ("torch", "reference"):
 
-        def loader(name: str = name) -> object:
+        def loader(name: str = name) -> Any:
             called.append(name)
             return KERNELS[name]
 
-        monkeypatch.setitem(dispatch._LOADERS, name, loader)
+        monkeypatch.setitem(dispatch._KNOWN, name, dispatch._KNOWN[name]._replace(load=loader))
     for name in ("reference", "torch", "auto"):
         sparse_attention(q, k, v, *work.tensors, tile=work.tile, implementation=name)
     assert called == ["reference", "torch", "torch"]

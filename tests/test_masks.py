@@ -115,7 +115,7 @@ def slow_top_p(weights: list[int], top_p: Fraction) -> list[bool]:
     return kept
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     weights=st.lists(st.integers(0, 20), min_size=1, max_size=24),
     numerator=st.integers(1, 63),

@@ -1,16 +1,9 @@
-"""The page in a real browser: Chromium, driven by Playwright, on the bundled small model.
-
-The browser is VIDSPARSE_CHROMIUM, or the first of ``chromium`` and ``google-chrome`` on the path.
-"""
+"""The page in a real browser: Chromium, driven by Playwright, on the bundled small model."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,33 +13,24 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 pytest.importorskip("playwright", reason="playwright drives the browser")
 
-from page_server import free_port
+import gradio
+from page_browser import MARKS, commanded
+from page_server import served
+from page_visitor import PATIENCE, SMALL, Visitor
 from playwright import sync_api as playwright
-from videos import read_video
 
+from vidsparse.apps.page.build import SHARED_FROM
 from vidsparse.methods import METHODS
 from vidsparse.pipelines.calibrate import calibrate
 from vidsparse.pipelines.models import load
 from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.pipelines.video import read_video
 
-CHROMIUM = os.environ.get("VIDSPARSE_CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: set VIDSPARSE_CHROMIUM to one"),
-    pytest.mark.timeout(600),
-]
+pytest_plugins = ["page_browser"]
+pytestmark = MARKS
 
-PATIENCE = 180_000
 # from the start, so slowly that a key pressed after the look at the first frame meets it.
 SLOWLY = "(video) => { video.playbackRate = 0.1; video.currentTime = 0; }"
-SMALL = {"Steps": 3, "Frames (4k+1)": 5, "Width": 64, "Height": 64}
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("browser") / "out"
 
 
 @pytest.fixture(scope="module")
@@ -65,93 +49,126 @@ def preset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(out: Path, preset: Path) -> Iterator[str]:
-    """The page as the command serves it."""
-    command = [sys.executable, "-m", "vidsparse", "ui", "--port", str(free_port())]
-    with subprocess.Popen(
-        [*command, "--out", str(out), "--max-steps", "400", "--preset", str(preset.parent)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().split()[1]
-        finally:
-            process.terminate()
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        # no sandbox: continuous integration runs as root, and the only page is our own.
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        playwright.expect.set_options(timeout=PATIENCE)
-        yield browser
-        browser.close()
-
-
-class Visitor:
-    """A browser window of its own, and everything it asked for or complained of."""
-
-    def __init__(self, chromium: Any, url: str, **options: Any) -> None:
-        self.context = chromium.new_context(accept_downloads=True, **options)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(PATIENCE)
-        self.asked: list[str] = []
-        self.errors: list[str] = []
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", self._hear)
-        self.page.goto(url)
-        self.page.wait_for_selector("#generate")
-        for label, value in SMALL.items():
-            self.set(label, value)
-
-    def _hear(self, said: Any) -> None:
-        # what the page's own policy forbids it is missed by somebody.
-        if "Content Security Policy" in said.text:
-            self.errors.append(said.text)
-
-    def set(self, label: str, value: object) -> None:
-        field = self.page.get_by_label(label, exact=True)
-        field.fill(str(value))
-        field.press("Tab")
-
-    def prompt(self, text: str) -> None:
-        self.page.fill("#prompt textarea", text)
-
-    def tab(self, name: str) -> None:
-        self.page.get_by_role("tab", name=name).click()
-
-    def see(self, area: str, text: str) -> None:
-        playwright.expect(self.page.locator(area)).to_contain_text(text)
-
-    def calls(self) -> int:
-        """How often the page has called a function of the server's."""
-        return sum(url.split("?")[0].endswith("/queue/join") for url in self.asked)
-
-    def value(self, script: str) -> Any:
-        return self.page.evaluate(script)
-
-
-@pytest.fixture
-def visit(chromium: Any, url: str) -> Iterator[Any]:
-    opened: list[Visitor] = []
-
-    def open_page(**options: Any) -> Visitor:
-        opened.append(Visitor(chromium, url, **options))
-        return opened[-1]
-
-    yield open_page
-    for visitor in opened:
-        visitor.context.close()
-        assert visitor.errors == []
+    with commanded(out, "--preset", str(preset.parent)) as address:
+        yield address
 
 
 def _download(visitor: Visitor, link: Any) -> Path:
     with visitor.page.expect_download() as waiting:
         link.click()
     return Path(waiting.value.path())
+
+
+def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
+    visitor = visit(by_hand=False, viewport={"width": 1440, "height": 900})
+    page = visitor.page
+    # a finished comparison, in step, with what it cost.
+    page.wait_for_selector("#opening vs-viewer[data-ready]")
+    playwright.expect(page.locator("#opening vs-viewer canvas").first).to_be_in_viewport()
+    for words in ("the same video, dense and sparse", "PSNR", "Attention computed", "Denoising"):
+        visitor.see("#opening", words)
+    assert page.locator("#opening vs-heat rect[data-step]").count() > 100
+    playwright.expect(page.locator("#cancel-generate")).to_be_disabled()
+
+    # what the model is and knows; words that it does not know are marked as they are typed.
+    visitor.see("#model-card", "33 frames of 256x256 in 20 steps")
+    calls = visitor.calls()
+    marks = page.locator("#model-card mark")
+    playwright.expect(marks).to_have_count(0)
+    page.locator("#prompt textarea").fill("A red cat")
+    playwright.expect(marks).to_have_text(["cat"])
+    page.locator("#prompt textarea").fill("a red ball")
+    playwright.expect(marks).to_have_count(0)
+    assert visitor.calls() == calls
+
+    # one control for quality and speed, in the command line's words; the numbers follow it.
+    visitor.see("#speed-facts", "high: foresight (share 0.08)")
+    visitor.see("#speed-facts", "37.4 dB on shapes")
+    share = page.get_by_label("share", exact=True)
+    playwright.expect(share).to_be_hidden()
+    page.get_by_label("balanced", exact=True).check()
+    visitor.see("#speed-facts", "balanced: foresight (share 0.09)")
+    page.get_by_role("button", name="By hand").click()
+    playwright.expect(share).to_have_value("0.09")
+    visitor.set("share", 0.06)
+    playwright.expect(page.get_by_label("by hand", exact=True)).to_be_checked()
+    page.get_by_label("exact", exact=True).check()
+    playwright.expect(page.locator("#method input")).to_have_value("Dense attention (dense)")
+
+    # a video of one's own takes the place of the comparison.
+    page.click("#generate")
+    visitor.see("#generate-status", "Your video is ready")
+    playwright.expect(page.locator("#opening vs-viewer")).to_have_count(0)
+
+
+def test_settings_outlive_a_reload_and_ctrl_enter_runs(visit: Any) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.prompt("a small blue ring that orbits")
+    visitor.set("Seed", 11)
+    visitor.set("share", 0.06)
+    page.reload()
+    playwright.expect(page.locator("#prompt textarea")).to_have_value(
+        "a small blue ring that orbits"
+    )
+    page.get_by_role("button", name="By hand").click()
+    for label, value in {"Seed": "11", "share": "0.06", **SMALL}.items():
+        playwright.expect(page.get_by_label(label, exact=True)).to_have_value(str(value))
+    playwright.expect(page.get_by_label("by hand", exact=True)).to_be_checked()
+    page.locator("#prompt textarea").press("Control+Enter")
+    visitor.see("#generate-status", "Your video is ready")
+    visitor.see("#generate-facts", "seed 11")
+
+    # an error is said once, and what is shown from before steps back.
+    visitor.set("Width", 63)
+    page.locator("#prompt textarea").press("Control+Enter")
+    visitor.see("#generate-status [role=alert]", "width must be a multiple of")
+    playwright.expect(page.get_by_text("width must be a multiple of")).to_have_count(1)
+    shade = page.locator("#generate-facts").evaluate("(facts) => getComputedStyle(facts).filter")
+    assert shade == "grayscale(1)"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(visit: Any, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    visitor = visit(color_scheme=scheme, viewport={"width": 1440, "height": 900})
+    fold = "(away) => document.querySelector('vs-fold').fold(away)"
+
+    def look(state: str) -> None:
+        for width in (1440, 760, 390):
+            visitor.page.set_viewport_size({"width": width, "height": 900})
+            # as a result leaves the form there; the opening shows it open.
+            visitor.page.evaluate(fold, state != "opening" and width <= 900)
+            found = axe.run(visitor.page).response["violations"]
+            serious = [
+                (each["id"], node["target"], node.get("failureSummary"))
+                for each in found
+                if each["impact"] in ("serious", "critical")
+                for node in each["nodes"]
+            ]
+            assert serious == [], (state, width)
+        visitor.page.evaluate(fold, False)
+        visitor.page.set_viewport_size({"width": 1440, "height": 900})
+
+    visitor.page.wait_for_selector("#opening vs-viewer[data-ready]")
+    look("opening")
+    visitor.page.click("#generate")
+    visitor.see("#generate-status", "Your video is ready")
+    look("a video")
+    visitor.tab("Compare")
+    visitor.page.click("#compare")
+    visitor.see("#compare-status", "Both videos are ready")
+    visitor.page.locator("#heat vs-heat rect[data-step='1'][data-layer='2']").click()
+    look("a comparison")
+    visitor.tab("Report")
+    visitor.page.click("#report")
+    visitor.see("#report-status", "The report is ready")
+    look("a report")
+    visitor.tab("Generate")
+    visitor.set("Width", 63)
+    visitor.page.click("#generate")
+    visitor.see("#generate-status [role=alert]", "width must be a multiple of")
+    look("an error")
 
 
 def test_generate_shows_a_video_its_cost_and_how_to_get_it_again(visit: Any) -> None:
@@ -168,20 +185,20 @@ def test_generate_shows_a_video_its_cost_and_how_to_get_it_again(visit: Any) -> 
     # a dense one beside it gives the speed of the next.
     visitor.page.click("#method input")
     visitor.page.get_by_role("option", name="Dense attention").click()
-    playwright.expect(visitor.page.get_by_label("top p", exact=True)).to_be_hidden()
+    playwright.expect(visitor.page.get_by_label("share", exact=True)).to_be_hidden()
     visitor.set("Seed", 5)
     visitor.page.click("#generate")
-    visitor.see("#generate-facts", "this is the dense run")
+    visitor.see("#generate-facts", "seed 5")
 
     # the history leads back to the first, with all its settings.
     tiles = visitor.page.locator("#history button.thumbnail-item")
     playwright.expect(tiles).to_have_count(2)
     tiles.nth(1).click()
-    visitor.see("#generate-facts", "last dense run took")
+    visitor.see("#generate-facts", "seed 4")
     visitor.page.click("#use-settings")
     playwright.expect(visitor.page.get_by_label("Seed", exact=True)).to_have_value("4")
-    playwright.expect(visitor.page.locator("#method input")).to_have_value("FG-Attn (fg-attn)")
-    playwright.expect(visitor.page.get_by_label("top p", exact=True)).to_be_visible()
+    playwright.expect(visitor.page.locator("#method input")).to_have_value("Foresight (foresight)")
+    playwright.expect(visitor.page.get_by_label("share", exact=True)).to_be_visible()
 
     page = visitor.page
     video = _download(visitor, page.get_by_role("link", name="Download video"))
@@ -200,7 +217,7 @@ def test_a_preset_settles_what_it_was_calibrated_for(visit: Any) -> None:
     page.get_by_role("option", name="small-bsfa").click()
     playwright.expect(page.locator("#method input")).to_have_value("BSFA (bsfa)")
     visitor.see("#preset", "settles tile 128x64, rowmajor order, 5 frames of 64x64")
-    for label in ("tile", "Frames (4k+1)", "Width", "Height", "top p"):
+    for label in ("tile", "Frames (4k+1)", "Width", "Height", "share"):
         playwright.expect(field(label)).to_be_hidden()
     playwright.expect(field("keep")).to_be_visible()
     page.click("#generate")
@@ -215,7 +232,7 @@ def test_a_preset_settles_what_it_was_calibrated_for(visit: Any) -> None:
     # a method that does nothing without a preset leaves with it, and comes back with it.
     page.click("#preset input")
     page.get_by_role("option", name="none: numbers by hand").click()
-    playwright.expect(page.locator("#method input")).to_have_value("FG-Attn (fg-attn)")
+    playwright.expect(page.locator("#method input")).to_have_value("Foresight (foresight)")
     playwright.expect(field("Width")).to_be_visible()
     page.click("#use-settings")
     playwright.expect(page.locator("#method input")).to_have_value("BSFA (bsfa)")
@@ -243,60 +260,66 @@ def test_cancel_stops_within_a_step_and_the_device_is_free(visit: Any) -> None:
 
 def test_compare_plays_in_step_and_shows_where_attention_was_sparse(visit: Any) -> None:
     visitor = visit()
-    visitor.set("top p", 0.5)
+    # its plans serve two steps and its tiles are cut in raster order, unlike the model's own.
+    visitor.page.click("#method input")
+    visitor.page.get_by_role("option", name="FG-Attn").click()
+    visitor.set("top_p", 0.5)
     visitor.tab("Compare")
     visitor.page.click("#compare")
     visitor.see("#compare-status", "Both videos are ready")
-    visitor.page.wait_for_selector("vs-viewer[data-ready]")
+    visitor.page.wait_for_selector("#viewer vs-viewer[data-ready]")
     for text in ("PSNR", "SSIM", "Flicker", "Attention computed"):
         visitor.see("#compare-facts", text)
 
     # the slider goes to a frame, by keyboard as well, and the plots follow.
-    slider = visitor.page.locator("vs-viewer .seek")
+    slider = visitor.page.locator("#viewer vs-viewer .seek")
     slider.focus()
     slider.press("Home")
-    playwright.expect(visitor.page.locator("vs-viewer .play")).to_have_text("Play")
-    visitor.see("vs-viewer .counter", "frame 1 / 5")
+    playwright.expect(visitor.page.locator("#viewer vs-viewer .play")).to_have_text("Play")
+    visitor.see("#viewer vs-viewer .counter", "frame 1 / 5")
     for _ in range(3):
         slider.press("ArrowRight")
-    visitor.see("vs-viewer .counter", "frame 4 / 5")
-    labels = visitor.value("JSON.parse(document.querySelector('.vs-plot.psnr').dataset.labels)")
-    visitor.see(".vs-plot.psnr .value", labels[3])
-    assert visitor.value("document.querySelector('.vs-plot.ssim .cursor').style.left") == "75%"
+    visitor.see("#viewer vs-viewer .counter", "frame 4 / 5")
+    labels = visitor.value(
+        "JSON.parse(document.querySelector('#viewer .vs-plot.psnr').dataset.labels)"
+    )
+    visitor.see("#viewer .vs-plot.psnr .value", labels[3])
+    assert (
+        visitor.value("document.querySelector('#viewer .vs-plot.ssim .cursor').style.left") == "75%"
+    )
 
     # the difference view multiplies.
-    gain = visitor.page.locator("vs-viewer .times-slider")
+    gain = visitor.page.locator("#viewer vs-viewer .times-slider")
     gain.focus()
     gain.press("End")
-    visitor.see("vs-viewer figcaption .times", "8")
-    filters = visitor.value(
-        "[...document.querySelectorAll('vs-viewer .stack canvas')].map((each) => each.style.filter)"
+    visitor.see("#viewer vs-viewer figcaption .times", "8")
+    filters = visitor.page.locator("#viewer .stack canvas").evaluate_all(
+        "(canvases) => canvases.map((each) => each.style.filter)"
     )
     assert filters == ["brightness(8)", "brightness(1)"]
     painted = visitor.value(
-        """() => [...document.querySelectorAll('vs-viewer canvas')].map((canvas) =>
+        """() => [...document.querySelectorAll('#viewer vs-viewer canvas')].map((canvas) =>
              canvas.getContext('2d').getImageData(0, 0, 64, 64).data.some((value, place) =>
                place % 4 < 3 && value > 8))"""
     )
     assert painted == [True, True, painted[2], True]
 
     # a cell of the map, by click and by keys; its heads; and a look inside.
-    visitor.page.locator("vs-heat rect[data-step='1'][data-layer='2']").click()
-    visitor.see("vs-heat .heads", "step 2, layer 3")
-    playwright.expect(visitor.page.locator("vs-heat .head")).to_have_count(4)
-    visitor.page.locator("vs-heat svg").press("ArrowRight")
-    visitor.see("vs-heat .heads", "step 3, layer 3")
+    visitor.page.locator("#heat vs-heat rect[data-step='1'][data-layer='2']").click()
+    visitor.see("#heat vs-heat .heads", "step 2, layer 3")
+    playwright.expect(visitor.page.locator("#heat vs-heat .head")).to_have_count(4)
+    visitor.page.locator("#heat vs-heat svg").press("ArrowRight")
+    visitor.see("#heat vs-heat .heads", "step 3, layer 3")
     step = visitor.page.get_by_label("Step", exact=True)
     playwright.expect(step).to_have_value("3")
     # no answer of the server's can come late: it is not asked.
     calls = visitor.calls()
     assert calls > 0
     for key, now in (("Left", "2"), ("Left", "1"), ("Right", "2"), ("Right", "3")):
-        visitor.page.locator("vs-heat svg").press(f"Arrow{key}")
+        visitor.page.locator("#heat vs-heat svg").press(f"Arrow{key}")
         playwright.expect(step).to_have_value(now)
     assert visitor.calls() == calls
     visitor.page.click("#record-cell")
-    # the bundled model's plans serve two steps.
     visitor.see("#cell-status", "Recorded step 2, whose plan serves step 3")
     visitor.see("#cell", "step 2, layer 3, head 1")
     before = visitor.page.locator("#cell img").first.get_attribute("src")
@@ -313,13 +336,13 @@ def test_a_key_stops_the_video_also_where_the_slider_is_there_already(visit: Any
     visitor.tab("Compare")
     visitor.page.click("#compare")
     visitor.see("#compare-status", "Both videos are ready")
-    button = visitor.page.locator("vs-viewer .play")
+    button = visitor.page.locator("#viewer vs-viewer .play")
     playwright.expect(button).to_have_text("Pause")
-    visitor.value(f"({SLOWLY})(document.querySelector('vs-viewer').video)")
-    visitor.see("vs-viewer .counter", "frame 1 / 5")
-    visitor.page.locator("vs-viewer .seek").press("Home")
+    visitor.value(f"({SLOWLY})(document.querySelector('#viewer vs-viewer').video)")
+    visitor.see("#viewer vs-viewer .counter", "frame 1 / 5")
+    visitor.page.locator("#viewer vs-viewer .seek").press("Home")
     playwright.expect(button).to_have_text("Play")
-    visitor.see("vs-viewer .counter", "frame 1 / 5")
+    visitor.see("#viewer vs-viewer .counter", "frame 1 / 5")
 
 
 def test_the_viewer_s_panels_are_the_two_videos_and_their_difference(visit: Any, out: Path) -> None:
@@ -327,7 +350,7 @@ def test_the_viewer_s_panels_are_the_two_videos_and_their_difference(visit: Any,
     visitor.tab("Compare")
     visitor.page.click("#compare")
     visitor.see("#compare-status", "Both videos are ready")
-    source = visitor.page.locator("vs-viewer").get_attribute("data-src")
+    source = visitor.page.locator("#viewer vs-viewer").get_attribute("data-src")
     path = Path(re.sub(r"^gradio_api/file=", "", source))
     assert path.is_relative_to(out.resolve())
     panels = read_video(path).astype(int)
@@ -341,8 +364,10 @@ def test_the_viewer_s_panels_are_the_two_videos_and_their_difference(visit: Any,
 
 
 def test_report_exports_the_command_line_s_page(visit: Any, tmp_path: Path) -> None:
-    visitor = visit()
+    visitor = visit(viewport={"width": 1440, "height": 900})
     visitor.tab("Report")
+    playwright.expect(visitor.page.locator("#over")).to_be_hidden()
+    playwright.expect(visitor.page.locator("#cancel-report")).to_be_disabled()
     prompts = tmp_path / "two.txt"
     prompts.write_text("# two\na small blue ring\na large red ball\n", encoding="utf-8")
     visitor.page.set_input_files("#prompt-file, input[type=file][accept='.txt']", str(prompts))
@@ -350,18 +375,31 @@ def test_report_exports_the_command_line_s_page(visit: Any, tmp_path: Path) -> N
         "a small blue ring\na large red ball"
     )
     visitor.page.click("#vary input")
-    visitor.page.get_by_role("option", name="top_p").click()
-    visitor.page.fill("#over :is(input, textarea)", "0.3, 0.9")
+    visitor.page.get_by_role("option", name="share").click()
+    visitor.page.fill("#over :is(input, textarea)", "0.1, 0.6")
     visitor.page.click("#report")
+    playwright.expect(visitor.page.locator("#cancel-report")).to_be_enabled()
+    # how far it is, for those who look elsewhere and those who listen.
+    playwright.expect(visitor.page).to_have_title(re.compile(r"^\d+ % .* - vidsparse$"))
+    visitor.see("#report-status", "prompt 2 of 2, setting 1 of 2")
     visitor.see("#report-status", "The report is ready")
+    playwright.expect(visitor.page).to_have_title("The report is ready - vidsparse")
+    playwright.expect(visitor.page.locator("#vs-live")).to_have_text("The report is ready")
+    playwright.expect(visitor.page.locator("#cancel-report")).to_be_disabled()
+    for area in ("table", "summary"):
+        visitor.see(f"#report-{area} caption", "foresight on shapes, 5 frames of 64x64 in 3 steps")
+        table = visitor.page.locator(f"#report-{area} .vs-scroll")
+        assert table.evaluate("(table) => table.scrollWidth - table.clientWidth") <= 0
+    # a ratio of runs of a second each would be noise.
+    visitor.see("#report-summary", "too short to time")
     playwright.expect(visitor.page.locator("#report-table tbody tr")).to_have_count(4)
     playwright.expect(visitor.page.locator("#report-summary tbody tr")).to_have_count(2)
     playwright.expect(visitor.page.locator("#report-curve .dot.mean")).to_have_count(2)
-    link = visitor.page.get_by_role("link", name="report.html (top_p 0.3)")
+    link = visitor.page.get_by_role("link", name="Download the report, one page")
     page = _download(visitor, link)
     text = page.read_text("utf-8")
-    assert text.count("data:video/mp4;base64,") == 2
-    assert "Dense against sparse: FG-Attn on shapes" in text
+    assert text.count("data:video/mp4;base64,") == 4
+    assert "Dense against sparse: Foresight on shapes" in text
 
     # and it works from a file, by keys: its first video stands still on the frame asked for.
     visitor.page.goto(page.rename(tmp_path / "report.html").as_uri())
@@ -383,7 +421,7 @@ def test_report_exports_the_command_line_s_page(visit: Any, tmp_path: Path) -> N
         ("a " * 6000, {}, "at most 10,000 characters"),
         ("a ball", {"Width": 63}, "width must be a multiple of"),
         ("a ball", {"Steps": 401}, "steps can be at most 400 on this page"),
-        ("a ball", {"top p": 2}, "top_p must lie in"),
+        ("a ball", {"share": 2}, "share must lie in"),
     ],
 )
 def test_bad_input_is_said_clearly_and_nothing_runs(
@@ -406,6 +444,59 @@ def test_a_prompt_is_text_and_never_markup(visit: Any) -> None:
     visitor.see("#generate-status", "Your video is ready")
     visitor.see("#generate-facts", "<img src=x onerror=")
     assert visitor.value("window.broken") is None
+
+
+def test_markup_that_slips_into_the_page_runs_no_script(visit: Any) -> None:
+    visitor = visit()
+    slip = """() => {
+      const place = document.querySelector('#generate-status');
+      place.insertAdjacentHTML('beforeend', '<img src="data:," onerror="window.broken = 1">');
+      const script = document.createElement('script');
+      script.textContent = 'window.broken = 2';
+      place.append(script);
+    }"""
+    visitor.value(slip)
+    playwright.expect(visitor.page.locator("#generate-status img")).to_have_count(1)
+    visitor.page.wait_for_timeout(300)
+    assert visitor.value("window.broken") is None
+    # the two are reported from different places of the browser, in either order
+    refused = [("event handler" in said, "inline script" in said) for said in visitor.errors]
+    assert sorted(refused) == [(False, True), (True, False)]
+    visitor.errors.clear()
+
+
+def test_a_shared_page_works_with_gradio_s_scripts_from_outside(
+    chromium: Any, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the tunnel alone is left out; the page is the one that its public address shows.
+    public = "https://0123456789abcdef.gradio.live"
+    monkeypatch.setattr("gradio.networking.setup_tunnel", lambda *_, **__: public)
+    files = Path(gradio.__file__).parent / "templates" / "frontend"
+
+    def from_outside(route: Any) -> None:
+        file = files / route.request.url.partition(f"/{gradio.__version__}/")[2]
+        if file.is_file():
+            route.fulfill(path=file, headers={"Access-Control-Allow-Origin": "*"})
+        else:
+            route.abort()
+
+    serving = {"share": True, "auth": ("anna", "secret")}
+    said: list[str] = []
+    with served(("shapes",), out / "shared", serving=serving) as (_, url):
+        context = chromium.new_context()
+        context.route(f"{SHARED_FROM}/**", from_outside)
+        page = context.new_page()
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("console", lambda line: said.append(line.text))
+        page.goto(url)
+        page.get_by_label("username").fill("anna")
+        page.get_by_label("password").fill("secret")
+        page.get_by_role("button", name="Login").click()
+        page.locator("#generate").wait_for(timeout=PATIENCE)
+        for tab in ("Compare", "Report", "Generate"):
+            page.get_by_role("tab", name=tab).click()
+        context.close()
+    assert [line for line in said if "Content Security Policy" in line] == []
 
 
 def test_two_visitors_share_the_device_and_nothing_else(visit: Any) -> None:
@@ -472,25 +563,34 @@ def test_tab_leaves_no_list_open(visit: Any) -> None:
     page.keyboard.press("Tab")
     playwright.expect(options).to_have_count(0)
     page.locator("#method input").focus()
-    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")
-    playwright.expect(page.locator("#method input")).to_have_value("SpargeAttn (spargeattn)")
+    playwright.expect(page.locator("#method input")).to_have_value("Sol-Attn (sol-attn)")
     playwright.expect(page.get_by_label("tau", exact=True)).to_be_visible()
 
 
-def test_on_a_narrow_screen_the_buttons_are_always_in_reach(visit: Any) -> None:
-    visitor = visit(viewport={"width": 390, "height": 844})
+@pytest.mark.parametrize("width", [390, 760])
+def test_on_a_narrow_screen_the_buttons_are_in_reach_and_the_result_in_view(
+    visit: Any, width: int
+) -> None:
+    visitor = visit(viewport={"width": width, "height": 844})
+    page = visitor.page
     visitor.value("scrollTo(0, 0)")
     for tab, button in (("Compare", "#compare"), ("Report", "#report"), ("Generate", "#generate")):
         visitor.tab(tab)
         for top in (0, 100_000):
             visitor.value(f"scrollTo(0, {top})")
-            playwright.expect(visitor.page.locator(button)).to_be_in_viewport(ratio=1)
+            playwright.expect(page.locator(button)).to_be_in_viewport(ratio=1)
     # what was started is shown where one looks.
     visitor.value("scrollTo(0, 0)")
-    visitor.page.click("#generate")
-    playwright.expect(visitor.page.locator("#generate-status")).to_be_in_viewport()
+    page.click("#generate")
+    playwright.expect(page.locator("#generate-status")).to_be_in_viewport()
     visitor.see("#generate-status", "Your video is ready")
+    # the form makes room for the result, and comes back when it is asked for.
+    playwright.expect(page.locator("#prompt")).to_be_hidden()
+    playwright.expect(page.locator("#video")).to_be_in_viewport()
+    page.get_by_role("button", name="Settings", exact=True).click()
+    playwright.expect(page.locator("#prompt")).to_be_visible()
 
 
 def test_a_narrow_screen_scrolls_down_and_never_sideways(visit: Any) -> None:

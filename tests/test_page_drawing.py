@@ -29,8 +29,22 @@ def test_the_status_says_where_a_job_is() -> None:
         base, state="running", step=3, steps=8, done=0.375, elapsed=2.0, left=100.0
     )
     page = draw.status(running, warnings=["careful"])
-    for words in ("Dense", "step 3 / 8", "about 2 min left", 'aria-valuenow="38"', "careful"):
+    for words in (
+        "Dense",
+        "step 3 / 8",
+        "2 s so far",
+        "about 2 min left",
+        'aria-valuenow="38"',
+        "careful",
+    ):
         assert words in page
+    placed = dataclasses.replace(running, place="prompt 2 of 5, setting 3 of 4")
+    assert "prompt 2 of 5, setting 3 of 4 · step 3 / 8" in draw.status(placed)
+    # loading has no steps, and its bar no value.
+    loading = draw.status(dataclasses.replace(running, phase="loading shapes", steps=0, done=0.0))
+    assert "Loading shapes" in loading
+    assert "vs-bar busy" in loading
+    assert "aria-valuenow" not in loading
     stopping = dataclasses.replace(running, stopping=True)
     assert "Stopping after this step" in draw.status(stopping)
     decoding = draw.status(dataclasses.replace(stopping, step=8))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_host import METHODS_OFFERED, command_line, form_of, host_of, values_of
+from page_host import METHODS_OFFERED, command_line, form_of, host_of, once_chosen, values_of
 from PIL import Image
 
 from vidsparse.apps.page.host import Limits
@@ -16,6 +16,8 @@ from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve
+from vidsparse.pipelines.speed import SPEEDS
+from vidsparse.pipelines.video import read_video
 
 
 def test_limits_below_one_are_refused() -> None:
@@ -48,13 +50,16 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("method", METHODS_OFFERED)
 def test_the_untouched_form_makes_the_command_line_s_request(form: Any, method: str) -> None:
-    request, warnings = form.request(values_of(form, method=method))
+    (model,) = form.host.models
+    # the page puts the method's own schedule there when it is chosen.
+    schedule = form.schedule_of(model, method)
+    request, warnings = form.request(values_of(form, method=method, **schedule))
     assert request == command_line(method=method)
     assert warnings == []
 
 
 def test_every_option_of_every_method_has_a_control(form: Any) -> None:
-    from vidsparse.apps.page.form import parameter
+    from vidsparse.apps.page.values import parameter
 
     assert list(form.groups) == METHODS_OFFERED
     for name in METHODS_OFFERED:
@@ -85,12 +90,13 @@ def test_the_form_reads_what_the_browser_sends(form: Any) -> None:
     changes = {
         "seed": 7.0, "steps": 5, "frames": 9, "width": 64, "height": 128.0, "guidance": 2,
         "dense_steps": "2", "dense_last_layers": "0.5", "order": "hilbert", "reuse": 2,
-        "fg_attn_top_p": 1, "fg_attn_tile": "32x8", "fg_attn_merge": "xor", "spargeattn_tau": 7,
+        "refresh": "0.2", "fg_attn_top_p": 1, "fg_attn_tile": "32x8", "fg_attn_merge": "xor",
+        "spargeattn_tau": 7,
     }  # fmt: skip
-    request, _ = form.request(values_of(form, **changes))
+    request, _ = form.request(once_chosen(form, "fg-attn", **changes))
     assert request == command_line(
         seed=7, steps=5, frames=9, size=(64, 128), guidance=2, dense_steps=2,
-        dense_last_layers=0.5, order="hilbert", reuse=2, method_option_top_p="1",
+        dense_last_layers=0.5, order="hilbert", reuse=2, refresh=0.2, method_option_top_p="1",
         method_option_tile="32x8", method_option_merge="xor",
     )  # fmt: skip
 
@@ -105,6 +111,9 @@ def test_the_settings_of_a_request_make_it_again(form: Any) -> None:
     assert again == request
 
 
+FG = {"method": "fg-attn"}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -114,9 +123,9 @@ def test_the_settings_of_a_request_make_it_again(form: Any) -> None:
         ({"model": "/etc/passwd"}, "this page has no model"),
         ({"method": "magic"}, "unknown method"),
         ({"method": ["fg-attn"]}, "unknown method"),
-        ({"fg_attn_top_p": 0}, "top_p must lie in"),
-        ({"fg_attn_top_p": "much"}, "top_p cannot be 'much'"),
-        ({"fg_attn_tile": "7x7"}, "tile must be MxN"),
+        ({**FG, "fg_attn_top_p": 0}, "top_p must lie in"),
+        ({**FG, "fg_attn_top_p": "much"}, "top_p cannot be 'much'"),
+        ({**FG, "fg_attn_tile": "7x7"}, "tile must be MxN"),
         ({"frames": 10}, "Hint: use 9"),
         ({"frames": 53}, "at most 49 on this page"),
         ({"width": 1024}, "at most 512 on this page"),
@@ -138,8 +147,8 @@ def test_the_settings_of_a_request_make_it_again(form: Any) -> None:
         ({"negative_prompt": "\udfff"}, "negative prompt holds half of a character"),
         ({"dense_steps": "\ud800"}, "dense steps holds half of a character"),
         ({"dense_steps": [1]}, "must be a count"),
-        ({"fg_attn_top_p": [0.5]}, "top_p cannot be"),
-        ({"fg_attn_top_p": 10**400}, "top_p"),
+        ({**FG, "fg_attn_top_p": [0.5]}, "top_p cannot be"),
+        ({**FG, "fg_attn_top_p": 10**400}, "top_p"),
         ({"steps": float("nan")}, "must be a number"),
         ({"steps": "5"}, "must be a number"),
         ({"seed": -1}, "seed must be"),
@@ -224,7 +233,12 @@ def test_the_model_s_own_settings_of_a_method_are_shown(tmp_path: Path) -> None:
     shapes = resolve_model("shapes")
     own = {"fg-attn": {"top_p": 0.7, "tile": "32x32"}}
     defaults = dataclasses.replace(
-        shapes.defaults, method_options=own, dense_steps=3, dense_layers=1, frames=81
+        shapes.defaults,
+        method="fg-attn",
+        method_options=own,
+        dense_steps=3,
+        dense_layers=1,
+        frames=81,
     )
     host = host_of(tmp_path, frames=50)
     host = dataclasses.replace(host, models=(dataclasses.replace(shapes, defaults=defaults),))
@@ -233,3 +247,74 @@ def test_the_model_s_own_settings_of_a_method_are_shown(tmp_path: Path) -> None:
     assert (request.method_options["top_p"], request.method_options["tile"]) == (0.7, "32x32")
     # as many as the host allows, and no size that the model cannot make.
     assert (request.dense_steps, request.dense_layers, request.frames) == (3, 1, 49)
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_a_speed_is_the_command_line_s(form: Any, speed: str) -> None:
+    from vidsparse.apps.page.speeds import speed_of, values_of_speed
+
+    (model,) = form.host.models
+    values = values_of(form, **values_of_speed(form, model, speed))
+    request, _ = form.request(values)
+    # the page names the numbers, not the bundle.
+    asked = command_line(speed=speed, method=None)
+    assert request == dataclasses.replace(asked, speed=None)
+    assert speed_of(form, model, form.values_of(request)) == speed
+
+
+def test_numbers_by_hand_are_no_speed(form: Any) -> None:
+    from vidsparse.apps.page.speeds import speed_of, speed_text
+
+    (model,) = form.host.models
+    request, _ = form.request(values_of(form, foresight_share=0.07))
+    assert speed_of(form, model, form.values_of(request)) == ""
+    assert "By hand" in speed_text(form, model, "")
+
+
+def test_what_a_speed_stands_for_is_said_without_what_the_page_leaves_out(form: Any) -> None:
+    from vidsparse.apps.page.speeds import speed_text
+
+    text = speed_text(form, form.host.models[0], "fast")
+    assert (
+        "foresight (share 0.09), refresh 0.1, linear none, not compiled, cache taylorseer" in text
+    )
+    assert "was not measured on this model" in text
+
+
+def test_the_opening_comparison_ships_with_the_package_and_is_drawn_whole() -> None:
+    from vidsparse.apps.page import draw
+    from vidsparse.apps.page.opening import FOLDER, PROMPT, opening
+
+    pair = opening()
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 600_000
+    panels, request = read_video(pair.panels), pair.sparse.request
+    assert request.height is not None
+    assert request.width is not None
+    assert panels.shape == (request.frames, 2 * request.height, 2 * request.width, 3)
+    assert len(pair.quality.frames) == request.frames
+    assert 20 < (pair.quality.psnr or 0) < 60
+    assert len(pair.timed) >= 2
+    page = draw.opening(pair)
+    for words in (PROMPT, "data:video/mp4;base64,", "PSNR", "vs-heat", "threads"):
+        assert words in page
+
+
+def test_named_sizes_fit_the_model_and_the_host(tmp_path: Path) -> None:
+    from vidsparse.apps.page.sizes import lengths_of, sizes_of
+
+    shapes = resolve_model("shapes")
+    own, wide = shapes.defaults, dataclasses.replace(shapes.defaults, width=832, height=480)
+    wan = dataclasses.replace(shapes, defaults=dataclasses.replace(wide, size_factor=16))
+    # what is far larger than a model was made for is left out, and so is what the host forbids.
+    assert list(sizes_of(shapes, Limits())) == ["usual", "landscape", "portrait"]
+    assert sizes_of(wan, Limits()) == {
+        "usual": (832, 480), "720p": (1280, 720), "square": (624, 624), "portrait": (480, 832),
+    }  # fmt: skip
+    assert "720p" not in sizes_of(wan, Limits(side=1000))
+    for model in (shapes, wan):
+        unit = model.defaults.size_factor
+        for size in sizes_of(model, Limits()).values():
+            assert [side % unit for side in size] == [0, 0]
+    lengths = lengths_of(shapes, Limits())
+    assert lengths == {"usual": own.frames, "half": 17, "twice": 65}
+    assert list(lengths_of(shapes, Limits(frames=own.frames))) == ["usual", "half"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_host import command_line, form_of, host_of, save_preset, values_of
+from page_host import command_line, form_of, host_of, once_chosen, save_preset, values_of
 from page_jobs import queue_of
 
 from vidsparse.apps.page.host import HostPreset, Limits, read_presets
@@ -80,11 +80,11 @@ def test_bsfa_is_offered_once_there_is_a_preset_for_it(calibrated: Any, form: An
 def test_a_chosen_preset_makes_the_command_line_s_request(
     calibrated: Any, presets: Path, name: str
 ) -> None:
-    (chosen,) = [each for each in calibrated.host.presets if each.name == name]
+    (made,) = [each for each in calibrated.host.presets if each.name == name]
     values = {
-        "method": chosen.preset.method, "preset": name, **calibrated.values_of_preset(chosen),
+        "preset": name, **calibrated.values_of_preset(made),
     }  # fmt: skip
-    request, _ = calibrated.request(values_of(calibrated, **values))
+    request, _ = calibrated.request(once_chosen(calibrated, made.preset.method, **values))
     assert request == command_line(method=None, preset=str(presets / f"{name}.json"))
     again, _ = calibrated.request({**values_of(calibrated), **calibrated.values_of(request)})
     assert again == request
@@ -156,7 +156,36 @@ def test_only_what_may_change_is_shown_beside_a_preset(presets: Path, tmp_path: 
 
     # and none of it is left when the preset is.
     updates = choices.choose_preset("shapes", "bsfa", "")
-    assert updates[form.controls["method"]]["value"] == "fg-attn"
-    assert shown(updates, f"{settled} fg_attn_top_p fg_attn_tile") == [True] * 6
+    assert updates[form.controls["method"]]["value"] == "foresight"
+    assert shown(updates, f"{settled} foresight_share foresight_tile") == [True] * 6
     assert not updates[form.groups["bsfa"]]["visible"]
+    desk.queue.close()
+
+
+def test_another_method_brings_its_schedule_unless_one_was_written_by_hand(tmp_path: Path) -> None:
+    import gradio as gr
+
+    from vidsparse.apps.page.choices import Choices
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.form import Form
+    from vidsparse.apps.page.report_tab import ReportTab
+    from vidsparse.pipelines.families import SCHEDULED
+
+    desk = Desk(host_of(tmp_path), queue_of(), Visits(tmp_path))
+    with gr.Blocks():
+        form = Form(desk.host)
+        choices = Choices(desk, form, ReportTab(desk, form))
+    first = {name: form.controls[name].value for name in SCHEDULED}
+
+    def put(schedule: dict[str, Any]) -> dict[str, Any]:
+        updates = choices.choose_method("shapes", "fg-attn", "", schedule)
+        of = {name: updates.get(form.controls[name], {}) for name in SCHEDULED}
+        return {name: update["value"] for name, update in of.items() if "value" in update}
+
+    own = {
+        "dense_steps": "0.24", "dense_layers": "1", "dense_last_layers": "1", "reuse": 2,
+        "refresh": "",
+    }  # fmt: skip
+    assert put(first) == own
+    assert put({**first, "dense_steps": "5"}) == {}
     desk.queue.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from page_jobs import wait
 from vidsparse.apps.page.queue import Job, JobQueue
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.speedup import TimedPair
 
 
 @pytest.fixture(scope="module")
@@ -110,4 +113,67 @@ def test_two_devices_never_load_at_once(monkeypatch: Any) -> None:
     queue = JobQueue([(name, Workbench(name)) for name in ("cuda:0", "cuda:1")], waiting=4)
     jobs = [queue.submit(Job(lambda bench, job: bench.load("shapes"))) for _ in range(2)]
     assert [str(job.error) for job in jobs if wait(job)] == ["enough"] * 2
+    queue.close()
+
+
+def test_a_dense_video_kept_from_another_job_says_when_it_was_made(
+    bench: Any, tmp_path: Path
+) -> None:
+    from vidsparse.apps.page import draw, tasks
+
+    queue = JobQueue([("cpu", bench)], waiting=4)
+    request = dataclasses.replace(_tiny_request(bench), prompt="a green circle", seed=3)
+
+    def run(work: Any) -> Any:
+        job: Job[Any, Any] = queue.submit(Job(work))
+        assert wait(job).state == "done", job.error
+        return job.result
+
+    first = run(tasks.compare(request, tmp_path / "0001-it"))
+    assert first.timed[0].kept is None
+    second = run(tasks.compare(request, tmp_path / "0002-it"))
+    (pair,) = second.timed
+    assert re.fullmatch(r"\d\d:\d\d", pair.kept or "")
+    assert f"dense kept from {pair.kept}" in draw.pair_facts(second)
+    # a tiny video's times are noise, however often they are taken.
+    timed = run(tasks.time_in_turns(second))
+    assert [each.kept for each in timed.timed] == [None] * tasks.TURNS
+    assert "too short to time" in draw.pair_facts(timed)
+    assert not re.search(r"<b>[\d.]+x</b>", draw.pair_facts(first) + draw.pair_facts(timed))
+    long = tuple(TimedPair(dense=8.0, sparse=each) for each in (4.0, 3.2))
+    assert "<b>2.22x</b>" in draw.pair_facts(dataclasses.replace(timed, timed=long))
+    queue.close()
+
+
+def test_a_report_s_dense_video_is_of_the_same_job_for_every_setting(
+    bench: Any, tmp_path: Path
+) -> None:
+    from vidsparse.apps.page import tasks
+
+    queue = JobQueue([("cpu", bench)], waiting=4)
+    request = dataclasses.replace(_tiny_request(bench), seed=5)
+    settings = [
+        (f"top_p {value}", dataclasses.replace(request, method_options={"top_p": value}))
+        for value in (0.3, 0.9)
+    ]
+    places: set[str] = set()
+    said: list[str] = []
+
+    def announce(label: str, found: Any) -> None:
+        said.append(label)
+        places.add(job.snapshot().place)
+
+    work = tasks.report(settings, ["a red circle", "a blue circle"], tmp_path / "r", announce)
+    job: Job[Any, Any] = Job(work, parts=12)
+    assert wait(queue.submit(job)).state == "done", job.error
+    assert said == ["top_p 0.3", "top_p 0.9"] * 2
+    assert "prompt 2 of 2, setting 1 of 2" in places
+    for _, report in job.result.reports:
+        assert [each.kept for each in report.comparisons] == [None, None]
+    # and once more: now the dense videos are an earlier job's.
+    again: Job[Any, Any] = Job(
+        tasks.report(settings[:1], ["a red circle"], tmp_path / "again", lambda *_: None)
+    )
+    assert wait(queue.submit(again)).state == "done", again.error
+    assert again.result.reports[0][1].speedup.why.startswith("dense kept from")
     queue.close()

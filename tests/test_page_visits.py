@@ -1,53 +1,86 @@
-"""Visits: their folders, their clips and their jobs."""
+"""Visits: their folders, what they keep, and what they have running."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 from vidsparse.apps.page import visits as module
+from vidsparse.apps.page.errands import Errand, Place
+from vidsparse.apps.page.gallery import Gallery
 from vidsparse.apps.page.queue import Job
-from vidsparse.apps.page.visits import MOST_CLIPS, Visit, Visits
+from vidsparse.apps.page.returns import cookie_name, key_in
+from vidsparse.apps.page.visits import Visits
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve
 
-
-@dataclasses.dataclass(frozen=True)
-class _Clip:
-    request: GenerateRequest
-    record: dict[str, Any]
+KEY = "k" * 43
 
 
-def _clip(method: str, seconds: float, **changes: Any) -> Any:
+def _errand(tab: str = "generate") -> Errand:
+    job: Job[Any, Any] = Job(lambda bench, job: None)
+    return Errand(place=Place(tab, None, None), job=job, done="Done", show=lambda _: {})
+
+
+def _keep(folder: Path, number: int, prompt: str, method: str = "dense", **changes: Any) -> Path:
+    """Put a video's files into a folder, as far as they are looked at."""
     request = resolve(
-        GenerateRequest(prompt="a", method=method, device="cpu", **changes),
+        GenerateRequest(prompt=prompt, method=method, device="cpu", seed=number),
         resolve_model("shapes").defaults,
     )
-    return _Clip(request, {"times": {"denoise": seconds}})
+    record = {
+        "prompt": prompt,
+        "options": request.options(),
+        "computed": None if method == "dense" else 0.5,
+        "total": 0.62,
+        "times": {"total": 1.5},
+        **changes,
+    }
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{number:04d}-video.json"
+    path.write_text(json.dumps(record), encoding="utf-8")
+    os.utime(path, (number, number))
+    for suffix in (".mp4", ".jpg"):
+        path.with_suffix(suffix).touch()
+    return path
 
 
-def test_speed_is_against_the_last_dense_run_that_had_the_same_to_do(tmp_path: Path) -> None:
-    visit = Visit(folder=tmp_path)
-    asked = _clip("fg-attn", 1.0, steps=5).request
-    assert visit.dense_seconds(asked) is None
-    for clip in (
-        _clip("dense", 4.0, steps=5),
-        _clip("dense", 3.0, steps=5, seed=9),
-        _clip("dense", 8.0, steps=10),
-        _clip("dense", 2.0, steps=5, guidance=1.0),
-        _clip("fg-attn", 1.0, steps=5),
-    ):
-        visit.remember(clip)
-    assert visit.dense_seconds(asked) == 3.0
+def test_a_gallery_is_what_lies_in_its_folder_the_latest_first(tmp_path: Path) -> None:
+    gallery = Gallery(tmp_path / "visit")
+    assert gallery.find() == []
+    first = _keep(tmp_path / "visit", 1, "a red ball", "fg-attn")
+    _keep(tmp_path / "visit", 2, "a blue ring")
+    assert [each.prompt for each in gallery.find()] == ["a blue ring", "a red ball"]
+    found = gallery.find()[1]
+    assert (found.seed, found.total, found.seconds) == (1, 0.62, 1.5)
+    clip = gallery.clip(found)
+    assert clip is not None
+    assert clip.request.seed == 1
+    first.unlink()
+    assert gallery.clip(found) is None
+    assert [each.prompt for each in gallery.find()] == ["a blue ring"]
 
 
-def test_a_visit_remembers_the_latest_and_forgets_the_oldest(tmp_path: Path) -> None:
-    visit = Visit(folder=tmp_path)
-    for number in range(MOST_CLIPS + 5):
-        visit.remember(_clip("dense", number))
-    assert len(visit.clips) == MOST_CLIPS
-    assert visit.clips[0].record["times"]["denoise"] == MOST_CLIPS + 4
+def test_a_search_is_for_words_of_prompts_and_methods(tmp_path: Path) -> None:
+    _keep(tmp_path, 1, "a Red ball", "fg-attn")
+    _keep(tmp_path, 2, "a red ring")
+    gallery = Gallery(tmp_path)
+    for search, seeds in (
+        ("red", [2, 1]), ("RING red", [2]), ("fg-attn", [1]), ("dense ball", []), (" ", [2, 1]),
+    ):  # fmt: skip
+        assert [each.seed for each in gallery.find(search)] == seeds, search
+
+
+def test_what_is_no_record_of_a_video_is_passed_over(tmp_path: Path) -> None:
+    fine = _keep(tmp_path, 1, "a red ball")
+    _keep(tmp_path, 2, "no video").with_suffix(".mp4").unlink()
+    _keep(tmp_path, 3, "of another version", options={"unheard": 1})
+    _keep(tmp_path, 4, "half", times={})
+    for number, text in ((5, "[]"), (6, "{"), (7, '{"prompt": 1}')):
+        _keep(tmp_path, number, "b").write_text(text, encoding="utf-8")
+    assert [each.record for each in Gallery(tmp_path).find()] == [fine]
 
 
 def test_visits_do_not_share_anything_and_their_folders_cannot_be_told(tmp_path: Path) -> None:
@@ -57,10 +90,37 @@ def test_visits_do_not_share_anything_and_their_folders_cannot_be_told(tmp_path:
     assert one.folder != two.folder
     for visit in (one, two):
         assert visit.folder.parent == tmp_path
+        assert not visit.returns
     stem = one.next_stem("../../up & away")
     assert stem.parent == one.folder
     assert stem.name == "0001-up-away"
     assert one.next_stem("").name == "0002-prompt"
+
+
+def test_a_key_finds_its_visit_again_and_its_folder_does_not_tell_it(tmp_path: Path) -> None:
+    visits = Visits(tmp_path)
+    visit = visits.of("a session", KEY)
+    assert visits.of("another", KEY) is visit
+    assert visits.of("another", "x" * 43) is not visit
+    # a session of that name is no key.
+    assert visits.of(KEY) is not visit
+    assert KEY not in str(visit.folder)
+    visits.end("a session")
+    assert visits.of("a session", KEY) is visit
+    # a page that is started again finds the folder, and goes on counting.
+    _keep(visit.folder, 7, "a red ball")
+    again = Visits(tmp_path).of("later", KEY)
+    assert again.folder == visit.folder
+    assert again.next_stem("b").name == "0008-b"
+    assert [each.prompt for each in again.gallery.find()] == ["a red ball"]
+
+
+def test_a_key_is_read_from_one_cookie_and_nothing_else_is_one(tmp_path: Path) -> None:
+    name = cookie_name(tmp_path)
+    assert name != cookie_name(tmp_path / "other")
+    assert key_in(f"a=b; {name}={KEY}; c=d", name) == KEY
+    for cookies in ("", f"{name}=short", f"other={KEY}", f"{name}=../{KEY[3:]}", ";;=,\x00"):
+        assert key_in(cookies, name) is None
 
 
 def test_a_visit_that_made_nothing_has_no_folder(tmp_path: Path) -> None:
@@ -69,26 +129,39 @@ def test_a_visit_that_made_nothing_has_no_folder(tmp_path: Path) -> None:
     assert not visit.folder.exists()
 
 
+def test_of_what_ended_a_tab_remembers_the_last(tmp_path: Path) -> None:
+    visit = Visits(tmp_path).of("a")
+    errands = [_errand() for _ in range(4)]
+    for errand in errands:
+        visit.add(errand)
+    visit.add(_errand("compare"))
+    for errand in errands[:3]:
+        errand.job.cancel()
+    assert visit.open("generate") == [errands[3]]
+    assert visit.last("generate") is errands[2]
+    visit.add(_errand())
+    assert visit.errands["generate"][:2] == errands[2:]
+    assert (len(visit.open()), visit.last("compare")) == (3, None)
+
+
 def test_new_visits_push_out_none_that_has_something_running(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(module, "MOST_VISITS", 3)
-    visits = Visits(tmp_path)
-    job: Job[Any, Any] = Job(lambda bench, job: None)
+    visits, errand = Visits(tmp_path), _errand()
     busy = visits.of("busy")
-    busy.jobs["generate"] = [job]
+    busy.add(errand)
     for number in range(10):
         visits.of(str(number))
     assert visits.of("busy") is busy
-    assert not job.stopping()
+    assert not errand.job.stopping()
     assert len(visits._visits) == 3
 
 
 def test_the_end_of_a_visit_stops_its_jobs(tmp_path: Path) -> None:
-    visits = Visits(tmp_path)
-    job: Job[Any, Any] = Job(lambda bench, job: None)
-    visits.of("a").jobs["generate"] = [job]
+    visits, errand = Visits(tmp_path), _errand()
+    visits.of("a").add(errand)
     visits.end("b")
-    assert not job.stopping()
+    assert not errand.job.stopping()
     visits.end("a")
-    assert job.stopping()
+    assert errand.job.stopping()

@@ -254,6 +254,12 @@ def test_a_missing_file_says_what_a_preset_is(tmp_path: Path, missing: str) -> N
         load_preset(tmp_path / "p")
 
 
+@pytest.mark.parametrize("name", ["half \ud800", "zero \x00"])
+def test_what_can_be_no_file_s_name_is_no_preset(name: str) -> None:
+    with pytest.raises(vidsparse.OptionError, match="a preset is a file's name, got"):
+        load_preset(name)
+
+
 def test_a_failed_write_keeps_the_old_preset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def test_rows_are_written_resumed_drawn_and_tabled(tiny_model: Path, tmp_path: P
     assert list(row)[: len(PROMISED)] == PROMISED
     assert row["options"] == {
         "top_p": 0.5, "topk": None, "tile": "16x16", "merge": "xor", "means": None,
-        "order": "hilbert", "reuse": 1, "dense_ends": 0, "dense_steps": 0.24,
+        "order": "hilbert", "reuse": 1, "refresh": 0, "dense_ends": 0, "dense_steps": 0.24,
     }  # fmt: skip
     assert (row["method"], row["size"], row["prompts"]) == ("fg-attn", "128x128", 2)
     assert row["commit"] == "c0ffee"
@@ -162,6 +162,7 @@ def test_methods_are_compared_at_equal_selected_density(tiny_model: Path, tmp_pa
     assert _rows(tmp_path) == rows
 
 
+@pytest.mark.slow
 def test_a_plan_that_serves_two_steps_is_another_row(tiny_model: Path, tmp_path: Path) -> None:
     done = _quality(tiny_model, tmp_path, "--study", "defaults", "--limit-rows", "2")
     assert done.exit_code == 0, done.output

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vidsparse.apps.runs.report_page import SideBySide, nice_ticks, render
+from vidsparse.apps.runs.curve import nice_ticks
+from vidsparse.apps.runs.report_page import ReportedSetting, SideBySide, render
 from vidsparse.metrics import compare_videos
 from vidsparse.report import (
     Promise,
@@ -72,7 +73,8 @@ def _report(kinds: str = "ds", frames: int = 4) -> Report:
 
 def _page(report: Report) -> str:
     videos = [SideBySide(mp4=b"not really", width=48, height=16) for _ in report.comparisons]
-    return render(report, videos, model="shapes", method_title="FG-Attn", fps=16, gain=4)
+    one = ReportedSetting(label="fg-attn", report=report, videos=videos)
+    return render([one], model="shapes", method_title="FG-Attn", fps=16, gain=4)
 
 
 def _strict(text: str) -> dict[str, Any]:
@@ -120,8 +122,40 @@ def test_means_and_deviations_are_over_prompts() -> None:
     values = [each.quality.psnr or 0.0 for each in report.comparisons]
     assert report.psnr.mean == pytest.approx(np.mean(values))
     assert report.psnr.std == pytest.approx(np.std(values, ddof=1))
-    assert report.speedup("denoise") == pytest.approx(2.0)
-    assert report.speedup("load") is None
+
+
+def test_a_speed_is_said_with_its_range_or_not_at_all() -> None:
+    report = _report("dd")
+    assert report.speedup.why == "too short to time"
+    assert "times as fast" not in headline(report)
+    assert "| speed, dense over sparse | too short to time |" in report.to_markdown()
+    assert "too short to time: 4.00 s dense, 2.00 s sparse" in _page(report)
+    assert _strict(report.to_json_text())["summary"]["denoise_speedup"] is None
+
+    long = [
+        replace(each, dense=_facts(dense, None), sparse=_facts(4.0, 0.4))
+        for each, dense in zip(report.comparisons, (8.0, 10.0), strict=True)
+    ]
+    timed = replace(report, comparisons=long)
+    assert "denoising 2.25 times as fast (2.00 to 2.50 over 2 pairs)" in headline(timed)
+    assert "<b>2.25x</b>" in _page(timed)
+    assert _strict(timed.to_json_text())["summary"]["denoise_speedup"] == 2.25
+    kept = replace(timed, comparisons=[long[0], replace(long[1], kept="14:05")])
+    assert "times as fast" not in headline(kept)
+    assert "dense kept from 14:05" in _page(kept)
+
+
+def test_prompts_of_one_batch_are_one_timed_pair() -> None:
+    report = _report("dd")
+    together = [
+        replace(
+            each,
+            dense=_facts(8.0, None),
+            sparse=replace(_facts(4.0, 0.4), record={"batch": 2}),
+        )
+        for each in report.comparisons
+    ]
+    assert replace(report, comparisons=together).speedup.why == "timed once"
 
 
 def test_markdown_says_the_same_and_survives_a_hostile_prompt() -> None:

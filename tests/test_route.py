@@ -13,7 +13,7 @@ from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels import dispatch
 from vidsparse.kernels.attention.gates import Gate
-from vidsparse.methods import FgAttn, Sale, SpargeAttn, SparseMethod, XAttention
+from vidsparse.methods import Bsfa, FgAttn, Sale, SpargeAttn, SparseMethod, XAttention
 from vidsparse.route import Route, find_route
 
 
@@ -34,6 +34,7 @@ def test_on_a_cpu_torch_does_all_of_it(method: SparseMethod) -> None:
     assert route_of(method) == Route(
         implementation="torch",
         quantize=None,
+        gates=True,
         selection="select",
         reorders=False,
         lists=False,
@@ -84,11 +85,26 @@ def test_the_gate_and_the_8_bit_format_are_known_beforehand(
         asked.append((None if gate is None else gate.keys, quantize))
         return "cannot"
 
-    monkeypatch.setitem(dispatch._REASONS, "gluon", reason)
+    monkeypatch.setitem(dispatch._KNOWN, "gluon", dispatch._KNOWN["gluon"]._replace(reason=reason))
     route_of(SpargeAttn(lambda_=-6.0, quantize="fp8"))
     route_of(SpargeAttn(quantize="none"))
     route_of(FgAttn(), quantize="int8")
     assert asked == [(64, "fp8"), (None, None), (None, "int8")]
+
+
+def test_a_gate_that_costs_time_is_left_out_unless_its_kernel_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gated = SpargeAttn(lambda_=-6.0)
+    assert route_of(gated).gates
+    can = dispatch._KNOWN["gluon"]._replace(reason=lambda *call: None)
+    monkeypatch.setitem(dispatch._KNOWN, "gluon", can)
+    assert route_of(gated).implementation == "gluon"
+    assert not route_of(gated).gates
+    assert route_of(gated, implementation="gluon").gates
+    assert route_of(gated, implementation="torch").gates
+    # its gate is what this method computes less by.
+    assert route_of(Bsfa()).gates
 
 
 def test_an_implementation_that_cannot_run_is_said() -> None:

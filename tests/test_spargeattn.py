@@ -166,7 +166,9 @@ def test_8_bits_pay_where_the_kernel_that_runs_has_them(monkeypatch: pytest.Monk
             def answering(*call: Any, name: str = name) -> str | None:
                 return reason(name, call[4])
 
-            monkeypatch.setitem(dispatch._REASONS, name, answering)
+            monkeypatch.setitem(
+                dispatch._KNOWN, name, dispatch._KNOWN[name]._replace(reason=answering)
+            )
 
     def answer(implementation: str = "auto", head_dim: int = 128) -> str | None:
         return eight_bits_that_pay(implementation, "cpu", torch.float16, head_dim)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import copy
 import filecmp
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from counting_backend import CountingBackend
+from quick import slow_but
 from tiny_pipelines import latents_of, tiny_transformer, tiny_wan
 from torch import Tensor, nn
 
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.methods import make_method
 from vidsparse.pipelines import is_sparse, restore, sparsify
+from vidsparse.pipelines.compilation import compile_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -607,10 +611,75 @@ def test_a_built_method_is_taken_as_it_is() -> None:
         assert handle.method is method
 
 
-def test_a_sparse_pipeline_refuses_to_be_copied() -> None:
+def test_a_sparse_pipeline_refuses_to_be_copied_or_saved_whole(tmp_path: Path) -> None:
     pipe = tiny_wan()
-    with sparsify(pipe), pytest.raises(UnsupportedError, match="cannot be copied"):
-        copy.deepcopy(pipe.transformer)
+    with sparsify(pipe):
+        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(UnsupportedError, match="cannot be copied or saved whole"):
+                copied(pipe.transformer)
+        with pytest.raises(UnsupportedError, match="cannot be copied or saved whole"):
+            torch.save(pipe.transformer, tmp_path / "whole.pt")
+        block = pipe.transformer.blocks[0]
+        for part in (block, block.attn1.processor):
+            save = partial(torch.save, f=tmp_path / "part.pt")
+            takes: list[Any] = [copy.deepcopy, pickle.dumps, save]
+            for take in takes:
+                with pytest.raises(UnsupportedError, match="processor cannot be copied or saved"):
+                    take(part)
+        # weights alone can be.
+        torch.save(pipe.transformer.state_dict(), tmp_path / "weights.pt")
+        pipe.transformer.save_pretrained(tmp_path / "model")
+    copy.deepcopy(pipe.transformer)
+    torch.save(pipe.transformer, tmp_path / "whole.pt")
+
+
+def gradients(transformer: Any) -> dict[str, torch.Tensor | None]:
+    """Of a transformer's sum, by parameter; forwards and backwards with gradients on."""
+    transformer.zero_grad()
+    with torch.enable_grad():
+        out = transformer(**transformer_inputs(5, 32, 32))[0]
+        torch.autograd.backward(out.sum())
+    return {name: p.grad for name, p in transformer.named_parameters()}
+
+
+def test_dense_steps_have_their_gradients_and_sparse_ones_say_no_in_the_forward() -> None:
+    pipe = tiny_wan()
+    stock = gradients(pipe.transformer)
+    assert any(grad is not None and bool(grad.any()) for grad in stock.values())
+    for options in ({"method": "dense"}, {"dense_steps": 1.0}):
+        with sparsify(pipe, **options):
+            ours = gradients(pipe.transformer)
+        for name, grad in stock.items():
+            torch.testing.assert_close(ours[name], grad, rtol=1e-5, atol=1e-6)
+    with sparsify(pipe, dense_steps=0):
+        with pytest.raises(UnsupportedError, match="for inference only, and gradients are asked"):
+            gradients(pipe.transformer)
+        assert all(p.grad is None for p in pipe.transformer.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("implementation", ["auto", "reference"])
+def test_a_compiled_block_says_so_too(implementation: str) -> None:
+    pipe = tiny_wan()
+    with sparsify(pipe, dense_steps=0, implementation=implementation):
+        compile_blocks(pipe, backend="eager")
+        with pytest.raises(Exception, match="for inference only, and gradients are asked"):
+            gradients(pipe.transformer)
+        assert all(p.grad is None for p in pipe.transformer.parameters())
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("backend", slow_but(["aot_eager"], ["aot_eager", "inductor"]))
+def test_dense_steps_have_their_gradients_compiled_too(backend: str) -> None:
+    stock = gradients(tiny_wan().transformer)
+    pipe = tiny_wan()
+    with sparsify(pipe, dense_steps=1.0) as handle:
+        compile_blocks(pipe, backend=backend)
+        ours = gradients(pipe.transformer)
+        assert handle.summary().dense_call_share == 1.0
+    for name, grad in stock.items():
+        torch.testing.assert_close(ours[name], grad, rtol=1e-4, atol=1e-5)
 
 
 def test_a_transformer_that_outlives_its_pipeline_says_so() -> None:
@@ -638,7 +707,7 @@ def test_a_scheduler_without_steps_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("how", ["whole", "in place", "blocks"])
+@pytest.mark.parametrize("how", slow_but(["blocks", "whole"], ["whole", "in place", "blocks"]))
 def test_a_full_graph_serves_all_layers_steps_and_branches(how: str) -> None:
     pipe, backend = tiny_wan(layers=4), CountingBackend()
     stock = latents_of(pipe)

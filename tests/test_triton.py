@@ -98,7 +98,7 @@ def keys_far_above(keys: int, rows: int, above: float) -> None:
         check_kernel(triton_kernel(), q, k, v * size, work)
 
 
-@listed(interpreted_cases(), only="cpu", quick=2)
+@listed(interpreted_cases(), only="cpu", quick=5)
 def test_interpreted(body: Callable[[], None]) -> None:
     body()
 
@@ -252,11 +252,11 @@ class TestOnGpu:
     def test_the_other_implementations_stay_in_the_budget_too(
         self, implementation: str, dtype: torch.dtype
     ) -> None:
-        from vidsparse.kernels.dispatch import _LOADERS
+        from vidsparse.kernels.dispatch import _KNOWN
 
         q, k, v = (x.cuda() for x in random_qkv(500, 64, dtype))
         work = random_work(500, (16, 16)).to("cuda")
-        check_kernel(_LOADERS[implementation](), q, k, v, work)
+        check_kernel(_KNOWN[implementation].load(), q, k, v, work)
 
     def test_large_scores_do_not_overflow(self, kernel: Kernel) -> None:
         q, k, v = (x.cuda() for x in random_qkv(300, 128, torch.bfloat16, spread=20))

@@ -133,7 +133,7 @@ def interpreted_gates() -> Iterator[Case]:
     yield "absolute gate that skips all but the kept", all_but_kept
 
 
-@listed(interpreted_gates(), only="cpu", quick=2)
+@listed(interpreted_gates(), only="cpu", quick=5)
 def test_interpreted(body: Callable[[], None]) -> None:
     body()
 

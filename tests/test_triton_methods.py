@@ -322,7 +322,7 @@ def cases(device: str) -> Iterator[Case]:
     yield from plan_cases(device)
 
 
-@listed(cases(DEVICE), quick=4)
+@listed(cases(DEVICE), quick=8)
 def test_cases(body: Callable[[], None]) -> None:
     body()
 

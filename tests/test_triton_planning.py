@@ -422,7 +422,7 @@ def cases(device: str) -> Iterator[Case]:
     yield from engine_cases(device)
 
 
-@listed(cases(DEVICE), quick=4)
+@listed(cases(DEVICE), quick=12)
 def test_cases(body: Callable[[], None]) -> None:
     body()
 

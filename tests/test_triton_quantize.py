@@ -141,7 +141,7 @@ def check_rounding(
     assert bool((exact - middle)[off].abs().le(1e-5 + 1e-5 * middle[off].abs()).all())
 
 
-@listed(interpreted_quantized(), only="cpu")
+@listed(interpreted_quantized(), only="cpu", quick=3)
 def test_interpreted(body: Callable[[], None]) -> None:
     body()
 

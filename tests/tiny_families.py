@@ -6,8 +6,6 @@ HunyuanVideo's image-to-video) are left out, and the call gives their embeddings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import diffusers
@@ -20,10 +18,13 @@ from tiny_hunyuan import (
     hunyuan_video15,
     skyreels,
 )
+from tiny_minimax import MINIMAX_EMBEDS, minimax_h3, modular_output
 from tiny_parts import (
     IMAGE,
     LAST_IMAGE,
+    TWO,
     VOCABULARY,
+    Tiny,
     flow_scheduler,
     ready,
     sharpen,
@@ -31,38 +32,7 @@ from tiny_parts import (
     word_tokenizer,
 )
 from tiny_pipelines import tiny_tokenizer, tiny_transformer, tiny_wan
-
-ONE = ("conditional",)
-TWO = ("conditional", "unconditional")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiny:
-    """One variant of a family.
-
-    Args:
-        build: makes the pipeline.
-        call: arguments beside those in ``latents``; a callable is asked for its value, with the
-            number of prompts.
-        size: frames, height, width in pixels.
-        odd: another size, whose token grid has odd sides.
-        guided: the guidance argument, or None where the pipeline holds its guidance itself.
-        branches: transformer forwards in a step, guided; batched guidance is one.
-        exact: dense calls are the stock ones bit for bit; otherwise padding is cut, not masked.
-        batch: the pipeline takes several prompts.
-        without: arguments that the pipeline does not take.
-    """
-
-    build: Callable[[], Any]
-    call: Mapping[str, Any] = field(default_factory=dict)
-    size: tuple[int, int, int] = (9, 64, 64)
-    odd: tuple[int, int, int] = (13, 80, 48)
-    guided: str | None = "guidance_scale"
-    branches: tuple[str, ...] = ONE
-    exact: bool = True
-    batch: bool = True
-    without: tuple[str, ...] = ()
-
+from tiny_relatives import RELATIVES, clip_tower, cogvideox_vae
 
 # Wan
 
@@ -70,17 +40,7 @@ class Tiny:
 def wan_image_to_video(*, last: bool = False) -> Any:
     parts = tiny_wan().components
     torch.manual_seed(0)
-    vision = transformers.CLIPVisionModel(
-        transformers.CLIPVisionConfig(
-            hidden_size=8,
-            projection_dim=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=8,
-            patch_size=4,
-            intermediate_size=16,
-        )
-    ).eval()
+    tower = clip_tower("CLIPVisionModel")
     # noise, mask and first frame side by side: 4 channels each.
     transformer = tiny_transformer(
         in_channels=12,
@@ -93,8 +53,7 @@ def wan_image_to_video(*, last: bool = False) -> Any:
         diffusers.WanImageToVideoPipeline(
             **{name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")},
             transformer=transformer,
-            image_encoder=vision,
-            image_processor=transformers.CLIPImageProcessor(crop_size=8, size={"shortest_edge": 8}),
+            **tower,
         )
     )
 
@@ -172,15 +131,7 @@ def cogvideox(
         # its angles are cut from a grid of the largest size.
         sizes |= {"sample_width": 16, "sample_height": 16}
         sizes |= {"patch_size_t": 2, "patch_bias": False, "ofs_embed_dim": 8 if image else None}
-    vae = diffusers.AutoencoderKLCogVideoX(
-        block_out_channels=(8, 8, 8, 8),
-        latent_channels=4,
-        layers_per_block=1,
-        norm_num_groups=2,
-        # half of it is a tile, and tiles overlap by whole latents.
-        sample_height=96,
-        sample_width=80,
-    ).eval()
+    vae = cogvideox_vae()
     scheduler = diffusers.CogVideoXDPMScheduler if dpm else diffusers.CogVideoXDDIMScheduler
     transformer = diffusers.CogVideoXTransformer3DModel(**{**sizes, **changes}).eval()
     return ready(
@@ -384,6 +335,15 @@ _PLAIN_LTX2 = {"stg_scale": 0.0, "audio_stg_scale": 0.0, "modality_scale": 1.0} 
     "audio_modality_scale": 1.0
 }
 
+# five seconds at least, beside whose sound a smaller video would be a handful of tokens.
+_MINIMAX: dict[str, Any] = {
+    "size": (124, 128, 128),
+    "odd": (141, 96, 160),
+    "guided": None,
+    "batch": False,
+    "without": ("prompt",),
+}
+
 TINY: dict[str, Tiny] = {
     "wan": Tiny(branches=TWO, build=tiny_wan, call={"max_sequence_length": 16}),
     "wan-image": Tiny(
@@ -416,6 +376,7 @@ TINY: dict[str, Tiny] = {
         call={"image": lambda n: IMAGE, "max_sequence_length": 16},
     ),
     "wan-vace": Tiny(branches=TWO, build=wan_vace, call={"max_sequence_length": 16}, batch=False),
+    **RELATIVES,
     "hunyuan": Tiny(build=hunyuan_video, call={"max_sequence_length": 32}, exact=False),
     "hunyuan-image": Tiny(
         build=lambda: hunyuan_image_to_video("token_replace"), call=HUNYUAN_EMBEDS, exact=False
@@ -529,6 +490,16 @@ TINY: dict[str, Tiny] = {
         },
         odd=(17, 96, 160),
     ),
+    "minimax": Tiny(build=minimax_h3, call=MINIMAX_EMBEDS, **_MINIMAX),
+    "minimax-keyframes": Tiny(
+        build=lambda: minimax_h3("fl2va"),
+        call={
+            "image": lambda n: IMAGE,
+            "last_image": lambda n: LAST_IMAGE,
+            **MINIMAX_EMBEDS,
+        },
+        **_MINIMAX,
+    ),
 }
 """Every variant under test."""
 
@@ -564,9 +535,12 @@ def latents(
         del call[key]
     if tiny.guided:
         call[tiny.guided] = guidance
-    elif guidance != pipe.guider.guidance_scale:
+    elif hasattr(pipe, "guider") and guidance != pipe.guider.guidance_scale:
         pipe.guider = pipe.guider.new(guidance_scale=guidance)
     for key, value in tiny.call.items():
         call[key] = value(len(prompts)) if callable(value) else value
-    output: torch.Tensor = pipe(**{**call, **changes}).frames
+    call |= changes
+    if isinstance(pipe, diffusers.ModularPipeline):
+        return modular_output(pipe, call)
+    output: torch.Tensor = pipe(**call).frames
     return output

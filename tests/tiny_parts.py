@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import diffusers
@@ -84,3 +86,36 @@ def prompt_mask(prompts: int, length: int, *counts: int) -> torch.Tensor:
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+ONE = ("conditional",)
+TWO = ("conditional", "unconditional")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """One variant of a family.
+
+    Args:
+        build: makes the pipeline.
+        call: arguments beside those in ``latents``; a callable is asked for its value, with the
+            number of prompts.
+        size: frames, height, width in pixels.
+        odd: another size, whose token grid has odd sides.
+        guided: the guidance argument, or None where the pipeline holds its guidance itself, or
+            has none.
+        branches: transformer forwards in a step, guided; batched guidance is one.
+        exact: dense calls are the stock ones bit for bit; otherwise padding is cut, not masked.
+        batch: the pipeline takes several prompts.
+        without: arguments that the pipeline does not take.
+    """
+
+    build: Callable[[], Any]
+    call: Mapping[str, Any] = field(default_factory=dict)
+    size: tuple[int, int, int] = (9, 64, 64)
+    odd: tuple[int, int, int] = (13, 80, 48)
+    guided: str | None = "guidance_scale"
+    branches: tuple[str, ...] = ONE
+    exact: bool = True
+    batch: bool = True
+    without: tuple[str, ...] = ()

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vidsparse.errors import OptionError, VidsparseError
+from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
+from vidsparse.finite import FiniteGuard
 from vidsparse.grid import TokenGrid
-from vidsparse.kernels.dispatch import sparse_attention
+from vidsparse.kernels.dispatch import dense_attention, sparse_attention
 from vidsparse.methods import METHODS, Method, SparseMethod
 from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import Ordered, key_means, order_and_plan
-from vidsparse.route import Route, check_implementation, find_route
+from vidsparse.remainder import Remainder, likeness, remainder_bytes
+from vidsparse.route import (
+    Route,
+    check_dense_kernel,
+    check_implementation,
+    dense_by_kernel,
+    find_route,
+)
 from vidsparse.schedule import Action, Schedule
 from vidsparse.selection_costs import selection_cost
 from vidsparse.site import CallSite
@@ -29,11 +37,46 @@ if TYPE_CHECKING:
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+FELL_BACK = "dense: the sparse call came to NaN or infinity"
+"""The action of a call that ``dense_fallback`` made again; both are in its time."""
+
+INFERENCE_ONLY = (
+    "sparse attention is for inference only, and gradients are asked for. "
+    "Hint: torch.no_grad(), or remove() the handle to train."
+)
+
+# of a GPU's memory, for what a forward takes at its largest.
+_LEFT_FREE: Final = 0.1
+
 Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
 """Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
 
 # layer, branch, and all else that a plan depends on: grid, batch, heads, device.
 PlanKey = tuple[int, str, TokenGrid, int, int, torch.device]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A plan, the step that made it, the last step it served and how many it has served.
+
+    ``remainder`` is what its own step lacked, where that is added in the steps it serves.
+    """
+
+    plan: SparsePlan
+    made: int
+    last: int
+    served: int = 1
+    remainder: Remainder | None = None
+
+    def serves(self, step: int, reuse: int) -> bool:
+        """Whether it may serve ``step``: it ages by steps that are run, not by those left out."""
+        return step > self.made and (step == self.last or self.served < reuse)
+
+    def use(self, step: int) -> SparsePlan:
+        """Take it for ``step``."""
+        self.served += step != self.last
+        self.last = step
+        return self.plan
 
 
 class AttentionEngine:
@@ -45,12 +88,16 @@ class AttentionEngine:
         order: name of the token order.
         layers: transformer layers that will call.
         implementation: kernel implementation or ``auto``.
+        dense_kernel: what runs dense calls: ``stock`` (the pipeline's own attention), ``gluon``, or
+            ``auto``, the faster of them.
         check_finite: check every output for NaN and Inf and raise, naming layer and step.
+        dense_fallback: make a sparse call again densely where its output holds NaN or Inf.
         trace: where calls are recorded; a new one is made at every ``begin_run``.
 
     Attributes:
         router: ``find_route``. A benchmark may ask it for another 8-bit format.
         planner: ``order_and_plan``. A benchmark may replace the plan that it returns.
+        guard: takes in every output, to be asked between steps whether all were finite.
         kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
 
     Raises:
@@ -66,7 +113,9 @@ class AttentionEngine:
         order: str = "hilbert",
         layers: int,
         implementation: str = "auto",
+        dense_kernel: str = "auto",
         check_finite: bool = False,
+        dense_fallback: bool = False,
         trace: Trace | None = None,
     ) -> None:
         if not isinstance(method, Method):
@@ -77,6 +126,7 @@ class AttentionEngine:
             )
         check_order(order)
         check_implementation(implementation)
+        check_dense_kernel(dense_kernel)
         if isinstance(method, SparseMethod):
             method.check_numbers()
         self.method = method
@@ -84,7 +134,10 @@ class AttentionEngine:
         self.order = order
         self.layers = layers
         self.implementation = implementation
+        self.dense_kernel = dense_kernel
         self.check_finite = check_finite
+        self.dense_fallback = dense_fallback
+        self.guard: FiniteGuard | None = None
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
         self.observer: Observer | None = None
@@ -92,31 +145,52 @@ class AttentionEngine:
         self.planner: Callable[..., Ordered] = order_and_plan
         self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
         self.probe: CellProbe | None = None
-        self._plans: dict[PlanKey, SparsePlan] = {}
+        self._plans: dict[PlanKey, _Kept] = {}
+        # the schedule without refreshes, where there is no room for what they keep.
+        self._plain: Schedule | None = None
         self._routes: dict[tuple[Hashable, ...], Route] = {}
+        self._dense: dict[tuple[Hashable, ...], bool] = {}
         self._costs: dict[tuple[torch.device, torch.dtype, int], SelectionCost | None] = {}
 
     def begin_run(self, steps: int) -> None:
         """Start a run of ``steps`` denoising steps: new trace, no plans kept."""
         self.steps = steps
         self.trace = Trace()
-        self._plans.clear()
+        self.forget()
+        self._plain = None
         self._routes.clear()
+        self._dense.clear()
         self._costs.clear()
 
+    def forget(self) -> None:
+        """Let go of plans and of what was kept beside them, which may be gigabytes."""
+        self._plans.clear()
+
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, dense: DenseAttention | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        site: CallSite,
+        dense: DenseAttention | None = None,
+        *,
+        keep_dense: bool = False,
+        dense_because: str | None = None,
     ) -> Tensor:
         """Attention of one layer at one step: ``q``, ``k``, ``v`` ``[B, H, S, D]``, any strides.
 
-        ``dense`` is the pipeline's own attention on the same shapes; PyTorch's by default. A grid
-        that does not have S tokens runs dense, and the trace says so.
+        ``dense`` is the pipeline's own attention on the same shapes; PyTorch's by default. With
+        ``keep_dense`` it is what the user has chosen, and runs all dense calls unless another
+        kernel was asked for by name. A grid that does not have S tokens runs dense, and the trace
+        says so; a host that cannot have this call sparse says why in ``dense_because``, and it
+        runs by ``dense`` whatever else was asked for.
 
         Returns:
             The output ``[B, H, S, D]`` in the dtype and token order of ``q``.
 
         Raises:
-            UnsupportedError: the implementation asked for cannot run on these tensors.
+            UnsupportedError: the implementation asked for cannot run on these tensors, or gradients
+                are asked for and the call is sparse.
             VidsparseError: ``check_finite`` found NaN or Inf.
         """
         if self.observer is not None:
@@ -124,14 +198,32 @@ class AttentionEngine:
         if isinstance(self.method, SparseMethod) and self.method.numbers is not None:
             # said in the first step, though it may be a dense one.
             self.method.numbers.check(site, q.shape[1])
-        action = self._action(q, site)
+        action = self._action(q, site) if dense_because is None else f"dense: {dense_because}"
         pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
         cell = Cell(site.step, site.layer, site.branch, action, "dense", pairs)
         with self.trace.timed(cell, q.device):
-            if action in (Action.REPLAN.value, Action.REUSE.value):
+            sparse = action in (Action.REPLAN.value, Action.REUSE.value)
+            if sparse:
                 out = self._sparse(q, k, v, site, cell)
-            else:
-                out = (dense or F.scaled_dot_product_attention)(q, k, v)
+                self._add_remainder(out, q, site)
+            if sparse and self.dense_fallback and not bool(out.isfinite().all()):
+                cell.action, cell.implementation = FELL_BACK, "dense"
+                cell.selected = cell.computed = cell.skipped = None
+                # whatever made it is not to be used again.
+                self._plans.pop(_plan_key(q, site), None)
+                sparse = False
+            if not sparse:
+                # a mask, for one, is nothing that another kernel knows of.
+                keep_dense = dense_because is not None or (
+                    keep_dense and self.dense_kernel == "auto"
+                )
+                asked = "stock" if keep_dense else self.dense_kernel
+                out = self._run_dense(q, k, v, dense or F.scaled_dot_product_attention, asked, cell)
+            if action == Action.REFRESH.value:
+                planned = self._sparse(q, k, v, site, cell)
+                self._plans[_plan_key(q, site)].remainder = Remainder.of(out, planned)
+        if self.guard is not None:
+            self.guard.watch(out, site, f"{cell.action}, {cell.implementation}")
         if self.check_finite and not bool(out.isfinite().all()):
             raise VidsparseError(
                 f"attention returned NaN or Inf in layer {site.layer} at step {site.step} "
@@ -142,7 +234,11 @@ class AttentionEngine:
     def _action(self, q: Tensor, site: CallSite) -> str:
         if not isinstance(self.method, SparseMethod):
             return Action.DENSE.value
-        action = self.schedule.decide(site.step, self.steps, site.layer, self.layers)
+        schedule = self._plain or self.schedule
+        action = schedule.decide(site.step, self.steps, site.layer, self.layers)
+        if action is Action.REFRESH and not self._has_room(q, site):
+            schedule = self._plain = replace(self.schedule, refresh=0)
+            action = schedule.decide(site.step, self.steps, site.layer, self.layers)
         if action is Action.DENSE:
             return action.value
         if site.grid.tokens != q.shape[2]:
@@ -152,27 +248,53 @@ class AttentionEngine:
                 f"does not match {q.shape[2]} tokens"
             )
         # without a plan made for just such a call, planning anew is always right.
-        return action.value if _plan_key(q, site) in self._plans else Action.REPLAN.value
+        kept = self._plans.get(_plan_key(q, site))
+        if schedule.refresh and action is not Action.REFRESH:
+            # a step cache may have left the refresh out, and a second transformer may have come in
+            # after it.
+            due = schedule.refresh_before(site.step, self.steps)
+            assert due is not None
+            fresh = kept is not None and kept.remainder is not None and kept.made >= due
+            return Action.REUSE.value if fresh else Action.REFRESH.value
+        if action is Action.REFRESH:
+            return action.value
+        again = kept is not None and kept.serves(site.step, self.schedule.reuse)
+        return Action.REUSE.value if again else Action.REPLAN.value
+
+    def _run_dense(
+        self, q: Tensor, k: Tensor, v: Tensor, stock: DenseAttention, asked: str, cell: Cell
+    ) -> Tensor:
+        key = asked, q.device, _working_dtype(q), q.shape[2:], wants_gradient(q, k, v)
+        if key not in self._dense:
+            self._dense[key] = dense_by_kernel(q, k, v, asked, _working_dtype(q))
+        if not self._dense[key]:
+            return stock(q, k, v)
+        cell.implementation = "gluon"
+        return dense_attention(*_autocast(q, k, v), chosen=True)[0].to(q.dtype)
 
     def _sparse(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, cell: Cell) -> Tensor:
         assert isinstance(self.method, SparseMethod)
-        asked, kind = q.dtype, q.device.type
-        if torch.is_autocast_enabled(kind):
-            # as autocast does for stock attention; planning and kernels choose their own precision.
-            q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+        asked = q.dtype
+        q, k, v = _autocast(q, k, v)
         route = self._route(q, k, v)
+        # said here, before any gradient is written. the definition has one, except through 8 bits.
+        if route.implementation != "reference" and wants_gradient(q, k, v):
+            raise UnsupportedError(INFERENCE_ONLY)
         cell.implementation = route.implementation
         order = token_order(self.order, site.grid, q.device)
         key = _plan_key(q, site)
         layout = q
-        if cell.action == Action.REPLAN.value:
+        if cell.action != Action.REUSE.value:
             made = self._planned(q, k, v, site, order, route)
             cell.selection = self._selection_cost(q)
-            if self.schedule.reuse > 1:
-                self._plans[key] = made.plan
+            cell.plan_step = site.step
+            if self.schedule.reuse > 1 or cell.action == Action.REFRESH.value:
+                self._plans[key] = _Kept(made.plan, site.step, site.step)
         else:
             q, k = (order.apply(x, by_kernel=route.reorders) for x in (q, k))
-            made = Ordered(q, k, self._plans[key])
+            kept = self._plans[key]
+            cell.plan_step = kept.made
+            made = Ordered(q, k, kept.use(site.step))
         q, k, plan = made.q, made.k, made.plan
         v = order.apply(v, by_kernel=route.reorders) if made.v is None else made.v
         means, size = None, self.method.means
@@ -183,7 +305,7 @@ class AttentionEngine:
             )
         kv_index = plan.list_keys(by_kernel=route.lists)
         # a gate is of this very step, also where the plan is not.
-        gate = self.method.gate(q, site, plan, kv_index)
+        gate = self.method.gate(q, site, plan, kv_index) if route.gates else None
         assert gate is None or gate.keys == self.method.gate_keys
         skipped = None if gate is None else torch.empty_like(plan.kv_count)
         out, _ = self.kernel(
@@ -212,6 +334,32 @@ class AttentionEngine:
         # the copies in order are as large as what the caller holds: not to be kept beside another.
         del q, k, v, made, kv_index, gate, means
         return order.undo(out, like=layout, by_kernel=route.reorders).to(asked)
+
+    def _has_room(self, q: Tensor, site: CallSite) -> bool:
+        """Whether what refreshes keep for all layers and branches fits into the GPU's memory."""
+        if not q.is_cuda or any(kept.remainder is not None for kept in self._plans.values()):
+            return True
+        before = {cell.branch for cell in self.trace.cells if cell.step < site.step}
+        needed = remainder_bytes(q) * self.layers * (len(before) or 2)
+        free, all_of_it = torch.cuda.mem_get_info(q.device)
+        held = torch.cuda.memory_reserved(q.device) - torch.cuda.memory_allocated(q.device)
+        room = free + held - all_of_it * _LEFT_FREE
+        if needed > room:
+            self.trace.notes.append(
+                f"refreshes would keep {needed / 2**30:.1f} GiB and there is room for "
+                f"{max(0, room) / 2**30:.1f}: nothing was kept"
+            )
+        return needed <= room
+
+    def _add_remainder(self, out: Tensor, q: Tensor, site: CallSite) -> None:
+        """Add to ``out``, in place, what its plan lacked where it was made."""
+        kept = self._plans.get(_plan_key(q, site))
+        if kept is None or kept.remainder is None:
+            return
+        kept.remainder.add_to(out, likeness(site.step - kept.made, self.steps))
+        if site.step + 1 not in self.schedule.sparse_window(self.steps):
+            # nothing follows that it serves, but a decoder that wants the memory.
+            kept.remainder = None
 
     def _route(self, q: Tensor, k: Tensor, v: Tensor) -> Route:
         # found once a run for all calls alike: asking the device takes time of the host's.
@@ -243,6 +391,19 @@ class AttentionEngine:
         values = order.apply(v, by_kernel=route.reorders) if made.v is None else made.v
         self.probe.take(self.method, made.q, made.k, values, site, self.order, shares)
         return made
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As autocast does for stock attention; planning and kernels choose their own precision."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = _working_dtype(q)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _working_dtype(q: Tensor) -> torch.dtype:
+    kind = q.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
 
 
 def _plan_key(q: Tensor, site: CallSite) -> PlanKey:

@@ -73,11 +73,17 @@ def put_in_place(partial: Path, path: Path) -> None:
     os.replace(partial, path)
 
 
-def clear_partial(folder: Path) -> None:
-    """Remove what killed runs left half written in ``folder``; nobody else may be writing there."""
+def clear_partial(folder: Path, *names: str) -> None:
+    """Remove what killed runs left half written in ``folder``; nobody else may be writing there.
+
+    Args:
+        folder: where to look.
+        names: of the files whose partial ones are removed; all files' where none is given.
+    """
+    begun = tuple(f".{name}." for name in names)
     with suppress(OSError):
         for path in list(folder.iterdir()):
-            if _PARTIAL.fullmatch(path.name):
+            if _PARTIAL.fullmatch(path.name) and (not names or path.name.startswith(begun)):
                 with suppress(OSError):
                     path.unlink()
 

@@ -305,6 +305,9 @@ def _read(path: Path) -> bytes:
         ) from None
     except OSError as error:
         raise OptionError(f"the preset file {path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        # a zero byte, or half a character.
+        raise OptionError(f"a preset is a file's name, got {os.fspath(path)!r}") from None
 
 
 def _schedule(value: Any) -> dict[str, int | float]:
@@ -314,7 +317,8 @@ def _schedule(value: Any) -> dict[str, int | float]:
         ValueError: an amount that is none.
     """
     given = dict(value)
-    if not given.keys() <= {"dense_steps", "dense_layers", "dense_last_layers", "reuse"}:
+    settled = {"dense_steps", "dense_layers", "dense_last_layers", "reuse", "refresh"}
+    if not given.keys() <= settled:
         raise ValueError(f"schedule has {', '.join(given)}")
     Schedule(**given)
     return given

@@ -28,6 +28,7 @@ import numpy as np
 
 from vidsparse.markdown import markdown_table
 from vidsparse.metrics import SSIM_WINDOW, Spread, VideoQuality, spread
+from vidsparse.speedup import FEWEST, SHORT, Speedup, TimedPair
 from vidsparse.work import Work
 
 FORMAT = "vidsparse-report/1"
@@ -44,11 +45,14 @@ CONVENTIONS: Mapping[str, str] = {
     "total": "share of the query-key pairs of all video self-attention calls of a run that were "
     "computed: dense steps and dense layers count in full, sparse calls by their computed share; "
     "speed follows this one",
-    "work": "where those pairs were computed: dense_steps, dense_layers, dense_fallback and sparse "
-    "add up to total; selection is what choosing them cost beside that, as a share of the run's "
-    "dense attention, null where it was not measured",
+    "work": "where those pairs were computed: dense_steps, dense_layers, dense_fallback, refresh "
+    "(all pairs, and a plan's beside them) and sparse add up to total; selection is what choosing "
+    "them cost beside that, as a share of the run's dense attention, null where not measured",
     "selected": "share of tiles that the method chose, over the sparse calls only",
     "computed": "share of query-key pairs that the kernel multiplied, over the sparse calls only",
+    "speedup": "denoising seconds of all dense runs over those of all sparse runs, with the range "
+    f"over pairs; null unless at least {FEWEST} pairs were timed, dense and sparse in turns, with "
+    f"{SHORT:.0f} s or more a run",
 }
 
 
@@ -88,6 +92,8 @@ class PromptComparison:
         quality: the sparse video against the dense one.
         dense: facts of the dense run.
         sparse: facts of the sparse run.
+        kept: when the dense run was made, as a reader reads it, if it was kept from an earlier
+            job; None where it ran for this one.
     """
 
     number: int
@@ -96,6 +102,7 @@ class PromptComparison:
     quality: VideoQuality
     dense: RunFacts
     sparse: RunFacts
+    kept: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,10 +196,26 @@ class Report:
         runs: list[RunFacts] = [getattr(each, side) for each in self.comparisons]
         return spread([run.seconds.get(phase) for run in runs]).mean
 
-    def speedup(self, phase: str) -> float | None:
-        """Dense seconds over sparse seconds in ``phase``, None where either is unknown."""
-        dense, sparse = self.seconds("dense", phase), self.seconds("sparse", phase)
-        return dense / sparse if dense and sparse else None
+    @property
+    def speedup(self) -> Speedup:
+        """How much faster the sparse side denoised, where the times can tell.
+
+        The prompts of a batch run at once and are one pair.
+        """
+        pairs, at = [], 0
+        while at < len(self.comparisons):
+            each = self.comparisons[at]
+            batch = int(each.sparse.record.get("batch", 1))
+            dense, sparse = (run.seconds.get("denoise") for run in (each.dense, each.sparse))
+            pairs.append(
+                TimedPair(
+                    dense=None if dense is None else dense * batch,
+                    sparse=None if sparse is None else sparse * batch,
+                    kept=each.kept,
+                )
+            )
+            at += batch
+        return Speedup.of(pairs)
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON-able values; see the module text for the format."""
@@ -220,7 +243,8 @@ class Report:
                     side: {phase: self.seconds(side, phase) for phase in phases}
                     for side in ("dense", "sparse")
                 },
-                "denoise_speedup": self.speedup("denoise"),
+                "denoise_speedup": self.speedup.ratio,
+                "speedup": self.speedup.to_json(),
             },
             "density_map": [list(row) for row in self.density_map],
             "prompts": [_prompt_json(each) for each in self.comparisons],
@@ -248,6 +272,7 @@ class Report:
             f"{format_share(self.computed)}",
             "share of steps that ran dense": format_share(self.dense_step_share),
             "denoising, dense / sparse": " / ".join(seconds),
+            "speed, dense over sparse": str(self.speedup),
         }
         lines = ["# Dense against sparse", "", headline(self), ""]
         lines += [markdown_table(("measure", "mean ± std over prompts"), measures.items()), ""]
@@ -323,16 +348,16 @@ def headline(report: Report) -> str:
     parts = [quality]
     if report.work is not None:
         parts.append(f"computing {format_total(report.work)} of attention in the whole run")
-    speedup = report.speedup("denoise")
-    if speedup is not None:
-        parts.append(f"denoising {speedup:.2f} times as fast")
+    speedup = report.speedup
+    if speedup.ratio is not None:
+        parts.append(f"denoising {speedup.ratio:.2f} times as fast ({speedup.range})")
     return ", ".join(parts) + "."
 
 
 def plain_text(value: Any) -> str:
     """A setting's value as people read it."""
     value = finite_json(value)
-    if value is None:
+    if value is None or value == "":
         return "-"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.kernels.attention.gates import RelativeGate
-from vidsparse.kernels.dispatch import IMPLEMENTATIONS, choose, eight_bits_that_pay
+from vidsparse.kernels.dispatch import (
+    IMPLEMENTATIONS,
+    choose,
+    eight_bits_that_pay,
+    gates_that_pay,
+    support,
+)
 from vidsparse.kernels.hardware import block_rows, plans_on_device, triton_reason
 from vidsparse.methods import SparseMethod
 from vidsparse.methods.base import Selection
@@ -22,6 +30,7 @@ class Route:
     Attributes:
         implementation: the attention kernel.
         quantize: 8-bit format of q·k, or None.
+        gates: the method's gate is asked for. It is not where it would only cost time.
         selection: what selects tiles: kernels that follow the method's ``rule``, kernels of the
             method's own (``words``), or its ``select`` in torch.
         reorders: a kernel puts tokens into the order and back; it knows no gradients.
@@ -31,6 +40,7 @@ class Route:
 
     implementation: str
     quantize: str | None
+    gates: bool
     selection: Selection
     reorders: bool
     lists: bool
@@ -49,7 +59,8 @@ def find_route(
     """The way of a call by ``method`` on ``q``, ``k``, ``v`` ``[B, H, S, D]``.
 
     Only shapes, dtypes and devices are looked at, and whether gradients are wanted. ``quantize``
-    takes the place of the method's own 8-bit format, where it is given.
+    takes the place of the method's own 8-bit format, where it is given. A gate that can be done
+    without is left out where the implementation is chosen here and loses time by it.
 
     Raises:
         UnsupportedError: the implementation asked for cannot run on these tensors.
@@ -64,6 +75,9 @@ def find_route(
         elif quantize == "none":
             quantize = None
         chosen = choose(implementation, device, dtype, dim, gate=gate, quantize=quantize)
+        gates = not (
+            implementation == "auto" and method.can_do_without_gate and not gates_that_pay(chosen)
+        )
     except ValueError as error:
         raise UnsupportedError(str(error)) from None
     plans = plans_on_device(device, dtype, dim)
@@ -71,11 +85,48 @@ def find_route(
     return Route(
         implementation=chosen,
         quantize=quantize,
+        gates=gates,
         selection=method.selection(q) if plans else "select",
         reorders=triton and not wants_gradient(q, k, v),
         lists=triton,
         block_rows=block_rows(device),
     )
+
+
+DENSE_TOKENS: Final = 8_192
+"""From so many tokens on the ``gluon`` kernel is faster at dense attention than PyTorch's."""
+
+DENSE_KERNELS: Final = ("auto", "stock", "gluon")
+"""What dense calls may be asked to run by."""
+
+
+def dense_by_kernel(q: Tensor, k: Tensor, v: Tensor, asked: str, dtype: torch.dtype) -> bool:
+    """Whether the ``gluon`` kernel takes a dense call on ``q``, ``k``, ``v`` ``[B, H, S, D]``.
+
+    ``asked`` is one of ``DENSE_KERNELS``: ``stock`` is the pipeline's own attention, ``auto`` the
+    kernel where it can run and is faster. ``dtype`` is what autocast makes of the tensors.
+
+    Raises:
+        UnsupportedError: ``gluon`` was asked for and cannot run on these tensors.
+    """
+    if asked == "stock":
+        return False
+    reason = support("gluon", q.device, dtype, q.shape[-1])
+    if reason is None and wants_gradient(q, k, v):
+        reason = "has no backward pass, and gradients are asked for"
+    if asked == "gluon" and reason is not None:
+        raise UnsupportedError(
+            f"the 'gluon' kernel cannot run dense attention here: it {reason}. Hint: auto."
+        )
+    return reason is None and (asked == "gluon" or q.shape[2] >= DENSE_TOKENS)
+
+
+def check_dense_kernel(name: str) -> None:
+    """Raise an ``OptionError`` unless ``name`` is one of ``DENSE_KERNELS``."""
+    if name not in DENSE_KERNELS:
+        raise OptionError(
+            f"unknown dense kernel {name!r}. Hint: choose from {', '.join(DENSE_KERNELS)}."
+        )
 
 
 def check_implementation(name: str) -> None:

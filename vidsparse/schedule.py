@@ -1,10 +1,11 @@
-"""When attention runs dense, when it makes a plan, and when it reuses the last one."""
+"""When attention runs dense, when it makes a plan or a remainder, and when it reuses the last."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from vidsparse.errors import OptionError
 
@@ -15,6 +16,7 @@ class Action(StrEnum):
     DENSE = "dense"
     REPLAN = "replan"
     REUSE = "reuse"
+    REFRESH = "refresh"
 
 
 def share_or_count(value: int | float, total: int, name: str) -> int:
@@ -39,6 +41,15 @@ def share_or_count(value: int | float, total: int, name: str) -> int:
     return min(total, value)
 
 
+_AMOUNTS: Final = (
+    "dense_steps",
+    "dense_last_steps",
+    "dense_layers",
+    "dense_last_layers",
+    "refresh",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """Which (step, layer) calls stay dense and how long a plan lives.
@@ -51,7 +62,13 @@ class Schedule:
         dense_last_steps: last steps kept dense.
         dense_layers: first transformer layers kept dense in every step.
         dense_last_layers: last transformer layers kept dense in every step.
-        reuse: steps a plan serves before it is made anew; 1 plans in every step.
+        reuse: steps a plan serves before it is made anew; 1 plans in every step. Where a step cache
+            leaves steps out, those that are run count. With ``refresh`` a plan serves up to the
+            next refresh.
+        refresh: steps at which a sparse layer computes all pairs beside its plan's and keeps what
+            the plan lacks; the steps up to the next refresh add that to what they compute
+            (decimal: share rounded up; integer: count; 0: nothing is kept). The first of them is
+            the last dense step, where there is one.
 
     Raises:
         OptionError: a value is negative, a share above 1, or ``reuse`` below 1.
@@ -62,9 +79,10 @@ class Schedule:
     dense_layers: int | float = 0
     dense_last_layers: int | float = 0
     reuse: int = 1
+    refresh: int | float = 0
 
     def __post_init__(self) -> None:
-        for name in ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers"):
+        for name in _AMOUNTS:
             share_or_count(getattr(self, name), 1, name)
         if isinstance(self.reuse, bool) or not isinstance(self.reuse, int) or self.reuse < 1:
             raise OptionError(f"reuse must be a whole number of steps from 1, got {self.reuse!r}")
@@ -75,16 +93,53 @@ class Schedule:
         last = share_or_count(self.dense_last_steps, steps, "dense_last_steps")
         return range(first, steps - last)
 
-    def plan_step(self, step: int, steps: int) -> int:
-        """The step whose plan serves ``step``; a dense one is its own."""
+    def refresh_steps(self, steps: int) -> tuple[int, ...]:
+        """The steps with a refresh, of ``steps`` in all, from the first to the last.
+
+        Attention changes fastest in the first steps, where a video takes shape, so the distances
+        grow: the last is about twice the first.
+        """
         window = self.sparse_window(steps)
+        wanted = share_or_count(self.refresh, steps, "refresh")
+        if not window or not wanted:
+            return ()
+        first = max(0, window.start - 1)
+        wanted = min(wanted, window.stop - first)
+        found: list[int] = []
+        for number in range(wanted):
+            part = number / wanted
+            place = first + (2 * part + part**2) / 3 * (window.stop - first)
+            # where the first distances are less than a step, refreshes are neighbours.
+            found.append(max(math.floor(place + 0.5), found[-1] + 1 if found else first))
+        return tuple(found)
+
+    def refresh_before(self, step: int, steps: int) -> int | None:
+        """The refresh whose remainder serves ``step``, where all steps are run; None for none."""
+        if step not in self.sparse_window(steps):
+            return None
+        return max((one for one in self.refresh_steps(steps) if one <= step), default=None)
+
+    def plan_step(self, step: int, steps: int) -> int:
+        """The step whose plan serves ``step``, where all are run; a dense one is its own."""
+        window = self.sparse_window(steps)
+        if self.refresh and step in window:
+            served = self.refresh_before(step, steps)
+            assert served is not None
+            return served
         return step - (step - window.start) % self.reuse if step in window else step
 
     def decide(self, step: int, steps: int, layer: int, layers: int) -> Action:
-        """Decide for one call: dense, make a plan, or reuse the layer's last one."""
+        """Decide for one call, in a run without a step cache."""
         window = self.sparse_window(steps)
         first = share_or_count(self.dense_layers, layers, "dense_layers")
         last = share_or_count(self.dense_last_layers, layers, "dense_last_layers")
-        if step not in window or not first <= layer < layers - last:
+        if not first <= layer < layers - last:
+            return Action.DENSE
+        refreshes = self.refresh_steps(steps)
+        if step in refreshes:
+            # what is kept for no step after it is not worth a second computation.
+            used = step + 1 in window and step + 1 not in refreshes
+            return Action.REFRESH if used else Action.DENSE
+        if step not in window:
             return Action.DENSE
         return Action.REPLAN if self.plan_step(step, steps) == step else Action.REUSE

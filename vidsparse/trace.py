@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vidsparse.work import NOTHING_SELECTED, SELECTION_UNKNOWN, SelectionCost, Work
+from vidsparse.schedule import Action
+from vidsparse.work import NOTHING_SELECTED, PARTS, SELECTION_UNKNOWN, SelectionCost, Work
 
 
 @dataclass(slots=True)
@@ -23,7 +24,9 @@ class Cell:
     a gate left out (None without a gate); such a pair is half computed, and ``computed`` counts it
     so. ``seconds`` is the whole call: order, mask, plan and kernel. ``selection`` is what a new
     plan cost (None where that was never measured, or where no plan was made). ``action`` is
-    ``dense``, ``replan``, ``reuse`` or ``dense: <why>`` where a sparse call could not be made.
+    ``dense``, ``replan``, ``reuse``, ``refresh`` (all pairs, and beside them those of a new plan)
+    or ``dense: <why>`` where a sparse call could not be made. ``plan_step`` is the step that made
+    the call's plan (None when dense).
     """
 
     step: int
@@ -37,16 +40,18 @@ class Cell:
     skipped: Tensor | None = None
     seconds: float | None = None
     selection: SelectionCost | None = None
+    plan_step: int | None = None
 
     @property
     def sparse(self) -> bool:
-        """Whether the call had a plan."""
-        return self.computed is not None
+        """Whether the call's output is that of a plan."""
+        return self.computed is not None and self.action != Action.REFRESH.value
 
     @property
     def computed_share(self) -> float:
-        """Share of the pairs that were computed, 1.0 where the call was dense."""
-        return 1.0 if self.computed is None else self.computed.mean().item()
+        """Share of the pairs that were computed: 1.0 where dense, more in a refresh."""
+        planned = 0.0 if self.computed is None else self.computed.mean().item()
+        return planned if self.sparse else 1.0 + planned
 
     def count_skipped(self, pairs: Tensor, tokens: int) -> None:
         """Take in what a gate skipped: ``pairs`` of every block ``[B, H, G]``, of ``tokens``²."""
@@ -107,6 +112,7 @@ class Trace:
     """All calls of one run, in order."""
 
     cells: list[Cell] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     _events: list[tuple[Cell, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     @contextmanager
@@ -143,7 +149,11 @@ class Trace:
         sparse = [c for c in self.cells if c.sparse]
         steps = {c.step for c in self.cells}
         used = sorted({c.implementation for c in sparse}) or ["the pipeline's dense attention"]
-        notes = sorted({c.action for c in self.cells if c.action.startswith("dense:")})
+        fallen = {c.action for c in self.cells if c.action.startswith("dense:")}
+        notes = sorted(fallen.union(self.notes))
+        ours = sorted({c.implementation for c in self.cells if not c.sparse} - {"dense"})
+        if ours:
+            notes.append(f"dense calls by the {'+'.join(ours)} kernel")
         return TraceSummary(
             work=self._work(),
             selected=_mean([c.selected for c in sparse]),
@@ -157,16 +167,30 @@ class Trace:
             skipped=_mean([c.skipped for c in sparse]),
         )
 
+    def step_kinds(self) -> dict[int, str]:
+        """What each step was: ``sparse`` or ``refresh`` where a call was, else ``dense``."""
+        kinds = {cell.step: "dense" for cell in self.cells}
+        kinds |= {c.step: c.action for c in self.cells if c.action == Action.REFRESH.value}
+        return kinds | {cell.step: "sparse" for cell in self.cells if cell.sparse}
+
+    def oldest_plan(self) -> int | None:
+        """How many steps after its own a plan still served, at most; None without a plan."""
+        ages = [cell.step - cell.plan_step for cell in self.cells if cell.plan_step is not None]
+        return max(ages, default=None)
+
     def _work(self) -> Work | None:
         pairs = sum(c.pairs for c in self.cells)
         if not pairs:
             return None
         # a step of which nothing was meant to be sparse is a dense one.
-        sparse_steps = {c.step for c in self.cells if c.action != "dense"}
-        computed = dict.fromkeys(("dense_steps", "dense_layers", "dense_fallback", "sparse"), 0.0)
+        whole = (Action.DENSE.value, Action.REFRESH.value)
+        sparse_steps = {c.step for c in self.cells if c.action not in whole}
+        computed = dict.fromkeys(PARTS, 0.0)
         for cell in self.cells:
             if cell.sparse:
                 part = "sparse"
+            elif cell.action == Action.REFRESH.value:
+                part = "refresh"
             elif cell.action != "dense":
                 part = "dense_fallback"
             else:
@@ -182,7 +206,8 @@ class Trace:
 
     def _selection(self, pairs: int) -> tuple[float | None, str]:
         """What all new plans cost, as a share of dense attention over ``pairs``, and its source."""
-        planned = [c for c in self.cells if c.sparse and c.action == "replan"]
+        made = (Action.REPLAN.value, Action.REFRESH.value)
+        planned = [c for c in self.cells if c.action in made]
         if not planned:
             return 0.0, NOTHING_SELECTED
         known = [(c.selection, c.pairs) for c in planned if c.selection is not None]
@@ -192,7 +217,10 @@ class Trace:
         return share, "; ".join(dict.fromkeys(cost.source for cost, _ in known))
 
     def density_map(self) -> list[list[float | None]]:
-        """Computed density, steps x layers: 1.0 where dense, None where nothing was called."""
+        """Computed density, steps x layers: 1.0 where dense, None where nothing was called.
+
+        A refresh is more than dense by what its plan computes.
+        """
         self.resolve()
         if not self.cells:
             return []
@@ -221,7 +249,7 @@ class Trace:
         layers = max(c.layer for c in self.cells) + 1
         found: dict[tuple[int, int], list[Tensor]] = {}
         for cell in self.cells:
-            if cell.computed is not None:
+            if cell.sparse and cell.computed is not None:
                 found.setdefault((cell.step, cell.layer), []).append(cell.computed.mean(0))
         return [
             [

@@ -10,6 +10,9 @@ from typing import Any, Final, Self
 SELECTION_UNKNOWN: Final = "not measured for this method, tile, length and device"
 NOTHING_SELECTED: Final = "nothing to select"
 
+PARTS: Final = ("dense_steps", "dense_layers", "dense_fallback", "refresh", "sparse")
+"""What the shares of a run's work are split into."""
+
 
 @dataclass(frozen=True, slots=True)
 class SelectionCost:
@@ -29,8 +32,8 @@ class Work:
     """The attention work of one run, as shares of all its query-key pairs.
 
     The pairs are those of every video self-attention call of the run: all denoising steps, all
-    layers, both guidance branches. ``dense_steps``, ``dense_layers``, ``dense_fallback`` and
-    ``sparse`` add up to ``total``.
+    layers, both guidance branches. ``dense_steps``, ``dense_layers``, ``dense_fallback``,
+    ``refresh`` and ``sparse`` add up to ``total``.
 
     Attributes:
         total: pairs computed in the whole run. A pair counts half where a gate skipped its product
@@ -38,6 +41,7 @@ class Work:
         dense_steps: pairs of the steps that had no sparse call.
         dense_layers: pairs of the layers that stayed dense in the other steps.
         dense_fallback: pairs of calls that should have been sparse and could not be.
+        refresh: pairs of calls that computed all and, beside them, those of a plan.
         sparse: pairs computed in the sparse calls.
         selection: what choosing the pairs cost beside computing them (mask and plan; with SALE its
             4-bit estimates, with XAttention its sums), as a share of the run's dense attention.
@@ -49,6 +53,7 @@ class Work:
     dense_steps: float = 0.0
     dense_layers: float = 0.0
     dense_fallback: float = 0.0
+    refresh: float = 0.0
     sparse: float = 0.0
     selection: float | None = None
     selection_source: str = SELECTION_UNKNOWN
@@ -90,9 +95,8 @@ class Work:
         def average(values: Sequence[float]) -> float:
             return math.fsum(values) / len(values)
 
-        shares = ("total", "dense_steps", "dense_layers", "dense_fallback", "sparse")
         return cls(
-            **{name: average([getattr(one, name) for one in works]) for name in shares},
+            **{name: average([getattr(one, name) for one in works]) for name in ("total", *PARTS)},
             selection=average([one.selection or 0.0 for one in works])
             if len(known) == len(works)
             else None,
@@ -122,6 +126,7 @@ class Work:
             "dense steps": self.dense_steps,
             "dense layers": self.dense_layers,
             "calls that fell back to dense": self.dense_fallback,
+            "refreshes": self.refresh,
             "sparse calls": self.sparse,
         }
         return ", ".join(f"{share:.1%} {name}" for name, share in parts.items() if share)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.bench.attention_cases import (
+    DENSE,
     PLANNING,
     SMALL_SHIFT,
     WHOLE,
@@ -49,6 +50,8 @@ class AttentionBench:
     def rows(self, case: Case) -> list[AttentionRow]:
         """Check, then time one case; one row per implementation and dense kernel.
 
+        None where the case is of the dense kernel, and that cannot run here.
+
         Raises:
             UnsupportedError: an implementation cannot run here, or an output is not right.
         """
@@ -56,6 +59,8 @@ class AttentionBench:
 
         torch.manual_seed(0)
         with torch.inference_mode() if self.device.type == "cpu" else nullcontext():
+            if case.counts == DENSE:
+                return self._without_lists(case)
             return self._planning(case) if case.counts == PLANNING else self._kernels(case)
 
     def _kernels(self, case: Case) -> list[AttentionRow]:
@@ -189,6 +194,44 @@ class AttentionBench:
             ]
         return rows
 
+    def _without_lists(self, case: Case) -> list[AttentionRow]:
+        import torch
+
+        from vidsparse.kernels import dense_attention, support
+
+        where = self.device, self.dtype, case.head_dim
+        if (reason := support("gluon", *where, quantize=case.quantize)) is not None:
+            self._tell({"gluon": f"it {reason}"})
+            return []
+        shape = (1, case.heads, case.seq_len, case.head_dim)
+        q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in "qkv")
+        ours = Peer(
+            "gluon",
+            lambda: dense_attention(q, k, v, quantize=case.quantize)[0],
+            exact=case.quantize is None,
+        )
+        error = self._checked(ours, q, k, v, _everything(case, self.device), case)
+        dense = self._dense(q, k, v, case)
+        calls: dict[str, Callable[[], Any]] = {f"dense {one.name}": one.call for one in dense}
+        ms = time_in_turns(calls | {ours.name: ours.call}, self.device, self.repeats)
+        operations = 4 * case.head_dim * case.seq_len**2 * case.heads
+        return [
+            self._row(
+                case,
+                kept=1.0,
+                impl=ours.name,
+                ms=ms[ours.name],
+                mask_ms=None,
+                plan_ms=None,
+                kept_tflops=operations / ms[ours.name] / 1e9,
+                dense_impl=other.name,
+                dense_ms=ms[f"dense {other.name}"],
+                ratio=ms[f"dense {other.name}"] / ms[ours.name],
+                error=error,
+            )
+            for other in dense
+        ]
+
     def _planning(self, case: Case) -> list[AttentionRow]:
         from vidsparse.grid import TokenGrid
         from vidsparse.methods import FgAttn
@@ -248,15 +291,10 @@ class AttentionBench:
 
     def _dense(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> list[Peer]:
         from vidsparse.errors import UnsupportedError
-        from vidsparse.plan import make_plan
 
         peers, absent = ready(dense_offers(q, k, v))
         self._tell(absent)
-        import torch
-
-        tiles = -(-case.seq_len // 128)
-        everything = torch.ones(1, case.heads, tiles, tiles, dtype=torch.bool, device=q.device)
-        plan = make_plan(everything, (128, 128), case.seq_len, "consecutive")
+        plan = _everything(case, q.device)
         for one in peers:
             self._checked(one, q, k, v, plan, case)
         if not peers:
@@ -283,6 +321,17 @@ class AttentionBench:
                 "reported for a wrong result"
             )
         return error
+
+
+def _everything(case: Case, device: torch.device) -> SparsePlan:
+    """A plan with which every query attends all keys."""
+    import torch
+
+    from vidsparse.plan import make_plan
+
+    tiles = -(-case.seq_len // 128)
+    mask = torch.ones(1, case.heads, tiles, tiles, dtype=torch.bool, device=device)
+    return make_plan(mask, (128, 128), case.seq_len, "consecutive")
 
 
 def measure_cases(

@@ -18,6 +18,7 @@ KERNEL = "kernel"
 WITH_PLAN = "kernel and plan"
 WHOLE = "kernel, plan and mask"
 PLANNING = "plan and mask"
+DENSE = "dense kernel"
 
 SMALL_SHIFT = 16
 
@@ -29,7 +30,8 @@ class Case:
     Args:
         counts: what the time and the ratio hold, one of the constants above.
         tile: (M, N), query rows and keys of a tile.
-        kept: share of key chunks in a tile's list. For ``PLANNING`` it is what top-p finds.
+        kept: share of key chunks in a tile's list. For ``PLANNING`` it is what top-p finds, for
+            ``DENSE``, which has no lists, 1.
         skew: list lengths are spread evenly over ``kept * (1 - skew)`` to ``kept * (1 + skew)``.
         merge: how tiles form blocks.
         quantize: ``int8`` or ``fp8`` q·k. Rounding counts as part of the kernel's time, or of the
@@ -79,6 +81,9 @@ def _suite() -> Iterator[Case]:
     yield replace(
         first, counts=PLANNING, tile=(16, 16), seq_len=75_600, heads=40, merge="xor-window"
     )
+    for seq_len, heads in ((8_192, 16), long, longer, (118_896, 6)):
+        yield Case(counts=DENSE, tile=(128, 128), kept=1.0, seq_len=seq_len, heads=heads)
+    yield replace(first, counts=DENSE, tile=(128, 128), kept=1.0, quantize="int8")
 
 
 SUITE: Final[tuple[Case, ...]] = tuple(

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vidsparse.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -76,6 +78,22 @@ def dense_offers(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Offer]:
     yield backend("flash", SDPBackend.FLASH_ATTENTION)
     yield "flash-attention-4", lambda: _flash_attention_4(q, k, v)
     yield "sageattention", lambda: _sage(q, k, v)
+
+
+def first_dense(q: Tensor, k: Tensor, v: Tensor, say: Callable[[str], None]) -> Peer:
+    """The first dense attention that runs on these; ``say`` gets why those before it do not.
+
+    Raises:
+        UnsupportedError: none does.
+    """
+    for offer in dense_offers(q, k, v):
+        # one at a time: others may compile for a minute, and would not be used.
+        peers, absent = ready(iter([offer]))
+        if peers:
+            return peers[0]
+        for name, reason in absent.items():
+            say(f"  without {name}: {reason}")
+    raise UnsupportedError("no dense attention runs on these tensors")
 
 
 def sparse_offers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, tile: Tile) -> Iterator[Offer]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.apps.bench.attention_cases import structured_qk
-from vidsparse.apps.bench.attention_peers import dense_offers, ready
+from vidsparse.apps.bench.attention_peers import first_dense
 from vidsparse.apps.bench.machine import dtype_name
 from vidsparse.apps.bench.masks import GRIDS
 from vidsparse.apps.bench.timing import time_in_turns
@@ -112,19 +112,15 @@ def measure_calls_of(
     q, k = structured_qk(grid, heads, head_dim, dtype, device)
     v = structured_qk(grid, heads, head_dim, dtype, device)[1]
     v = (v.float() / v.float().std()).to(dtype)
-    dense, absent = ready(dense_offers(q, k, v))
-    for name, reason in absent.items():
-        say(f"  without {name}: {reason}")
-    if not dense:
-        raise UnsupportedError("no dense attention runs on these tensors")
-    exact = dense[0].call().float()
+    dense = first_dense(q, k, v, say)
+    exact = dense.call().float()
 
     def call(engine: AttentionEngine) -> torch.Tensor:
         # a trace is of one run; here it would only grow.
         engine.begin_run(1)
         return engine.attend(q, k, v, site)
 
-    calls: dict[str, Callable[[], Any]] = {f"dense {dense[0].name}": dense[0].call}
+    calls: dict[str, Callable[[], Any]] = {f"dense {dense.name}": dense.call}
     found: dict[str, tuple[str, float, float]] = {}
     for case in dict.fromkeys(cases):
         engine = AttentionEngine(method_of(case), schedule=Schedule(dense_steps=0), layers=1)
@@ -137,7 +133,7 @@ def measure_calls_of(
         calls[case] = partial(call, engine)
         say(f"  {case}: error {error:.4f}")
     ms = time_in_turns(calls, device, repeats)
-    dense_ms = ms[f"dense {dense[0].name}"]
+    dense_ms = ms[f"dense {dense.name}"]
     return [
         CallRow(
             case=case,
@@ -150,7 +146,7 @@ def measure_calls_of(
             computed=computed,
             error=error,
             ms=ms[case],
-            dense_impl=dense[0].name,
+            dense_impl=dense.name,
             dense_ms=dense_ms,
             speedup=dense_ms / ms[case],
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.apps.bench.attention_cases import structured_qk
-from vidsparse.apps.bench.attention_peers import dense_offers, ready
+from vidsparse.apps.bench.attention_peers import first_dense
 from vidsparse.apps.bench.machine import dtype_name
 from vidsparse.apps.bench.timing import time_in_turns
 from vidsparse.apps.results.row_file import RowFile
@@ -152,13 +152,9 @@ def measure_masks(
     q, k = (order.apply(x) for x in structured_qk(grid, heads, head_dim, dtype, device))
     # values that go with a token's place, too.
     v = order.apply(structured_qk(grid, heads, head_dim, dtype, device)[1])
-    dense, absent = ready(dense_offers(q, k, q))
-    for name, reason in absent.items():
-        say(f"  without {name}: {reason}")
-    if not dense:
-        raise UnsupportedError("no dense attention runs on these tensors")
+    dense = first_dense(q, k, q, say)
 
-    calls: dict[str, Callable[[], Any]] = {f"dense {dense[0].name}": dense[0].call}
+    calls: dict[str, Callable[[], Any]] = {f"dense {dense.name}": dense.call}
     made: list[tuple[str, str, SparseMethod, float | None]] = []
     for name, options in CASES:
         method = make_method(name, **options)
@@ -175,7 +171,7 @@ def measure_masks(
         calls[f"mask {name} {label}"] = partial(mask_of, method, q, k, v, site)
         calls[f"plan {name} {label}"] = partial(key_lists, method, q, k, v, site)
     ms = time_in_turns(calls, device, repeats)
-    dense_ms = ms[f"dense {dense[0].name}"]
+    dense_ms = ms[f"dense {dense.name}"]
     return [
         MaskRow(
             method=name,
@@ -187,7 +183,7 @@ def measure_masks(
             dtype=dtype_name(dtype),
             mask_ms=ms[f"mask {name} {label}"],
             plan_ms=max(0.0, ms[f"plan {name} {label}"] - ms[f"mask {name} {label}"]),
-            dense_impl=dense[0].name,
+            dense_impl=dense.name,
             dense_ms=dense_ms,
             share=ms[f"mask {name} {label}"] / dense_ms,
             selected=plan_of(method, q, k, v, site).selected.mean().item(),

@@ -93,9 +93,7 @@ class ModelBench:
 
         shape = setting.model
         frames = min(setting.latent.latent_frames, CHECKED_LATENT_FRAMES)
-        latent = shape.latent(
-            setting.latent.width, setting.latent.height, (frames - 1) * shape.frame_factor + 1
-        )
+        latent = shape.latent(setting.latent.width, setting.latent.height, shape.frames_of(frames))
         layers = min(CHECKED_LAYERS, setting.layers or CHECKED_LAYERS)
         model = shape.build(layers, self.dtype, self.device)
         pipe = shape.pipe(model)

@@ -54,7 +54,10 @@ class ModelShape:
         width: pixels, as published.
         height: pixels.
         frames: video frames.
-        frame_factor: frames are ``frame_factor * k + 1``; one latent frame for each ``k``, and one.
+        frame_factor: frames are ``frame_factor * k + frame_rest``.
+        frame_rest: what is left of them.
+        latent_factor: latent frames of each ``k``.
+        latent_rest: latent frames of what is left.
         size_factor: width and height are multiples of this.
         compression: pixels along a side of one latent pixel.
         computed: density of sparse steps that the standard row is measured at.
@@ -78,6 +81,9 @@ class ModelShape:
     height: int
     frames: int
     frame_factor: int
+    frame_rest: int = 1
+    latent_factor: int = 1
+    latent_rest: int = 1
     size_factor: int
     compression: int
     computed: float
@@ -99,19 +105,25 @@ class ModelShape:
             raise OptionError(
                 f"width and height must be multiples of {self.size_factor}, got {width}x{height}"
             )
-        if frames < 1 or (frames - 1) % self.frame_factor:
+        parts, more = divmod(frames - self.frame_rest, self.frame_factor)
+        if parts < 0 or more:
             raise OptionError(
-                f"frames must be {self.frame_factor}k+1, got {frames}. "
-                f"Hint: {(frames - 1) // self.frame_factor * self.frame_factor + 1}."
+                f"frames must be {self.frame_factor}k+{self.frame_rest}, got {frames}. "
+                f"Hint: {max(0, parts) * self.frame_factor + self.frame_rest}."
             )
         return Latent(
             width=width,
             height=height,
             frames=frames,
-            latent_frames=(frames - 1) // self.frame_factor + 1,
+            latent_frames=parts * self.latent_factor + self.latent_rest,
             latent_height=height // self.compression,
             latent_width=width // self.compression,
         )
+
+    def frames_of(self, latent_frames: int) -> int:
+        """Video frames that become as many latent frames, or the fewer nearest to them."""
+        parts = max(0, (latent_frames - self.latent_rest) // self.latent_factor)
+        return parts * self.frame_factor + self.frame_rest
 
     def full_layers(self) -> int:
         """Transformer layers of the published model."""
@@ -148,18 +160,24 @@ class ModelShape:
 
         Its scheduler stands before the first of 50 steps.
         """
-        from diffusers import FlowMatchEulerDiscreteScheduler
+        from diffusers import FlowMatchEulerDiscreteScheduler, ModularPipeline
 
         kind = self._class(self.pipeline)
+        scheduler = FlowMatchEulerDiscreteScheduler()
+        scheduler.set_timesteps(50)
+        parts = {"scheduler": scheduler, "transformer": transformer}
+        if issubclass(kind, ModularPipeline):
+            # is filled once it is there.
+            pipe = kind()
+            for name, part in parts.items():
+                setattr(pipe, name, part)
+            return pipe
         needed = [
             name
             for name, parameter in inspect.signature(kind.__init__).parameters.items()
             if name != "self" and parameter.default is inspect.Parameter.empty
         ]
-        scheduler = FlowMatchEulerDiscreteScheduler()
-        scheduler.set_timesteps(50)
-        parts = dict.fromkeys(needed)
-        return kind(**{**parts, "scheduler": scheduler, "transformer": transformer})
+        return kind(**{**dict.fromkeys(needed), **parts})
 
     def _layer_counts(self, layers: int | None) -> dict[str, int]:
         if layers is None:
@@ -251,6 +269,39 @@ def _ltx2(pipe: Any, model: Any, latent: Latent, random: Callable[..., Any]) -> 
         "width": width,
         "fps": LTX2_FPS,
         "audio_num_frames": sounds,
+    }
+
+
+def _minimax(pipe: Any, model: Any, latent: Latent, random: Callable[..., Any]) -> dict[str, Any]:
+    import torch
+    from diffusers.modular_pipelines.minimax_h3 import before_denoise, modular_pipeline
+
+    config = model.config
+    text = random(1, PROMPT_TOKENS, config.text_dim)
+    *rows, conditions, references = before_denoise.MiniMaxH3PrepareLayoutStep.build_packed_sequence(
+        torch.full((PROMPT_TOKENS,), pipe.text_tag),
+        *_sides(latent),
+        modular_pipeline.audio_latent_num_frames(latent.frames),
+        tuple(config.patch_size),
+        pipe.audio_channels,
+        pipe.audio_tag,
+        pipe.video_tag,
+    )
+    positions, tags, video, sounds, words = (row.to(text.device) for row in rows)
+    timestep, places = before_denoise.MiniMaxH3SetTimestepsStep.build_row_timesteps(
+        video.cpu(), sounds.cpu(), conditions, references, PROMPT_TOKENS, 0.0, 0.0, 0.0, 0.0
+    )
+    return {
+        "hidden_states": random(1, len(video), model.proj_in.in_features),
+        "audio_hidden_states": random(1, len(sounds), config.audio_in_channels),
+        "encoder_hidden_states": text,
+        "timestep": timestep.to(text.device),
+        "timestep_indices": places.to(text.device),
+        "token_tags": tags,
+        "position_ids": positions,
+        "video_indices": video,
+        "audio_indices": sounds,
+        "text_indices": words,
     }
 
 
@@ -387,6 +438,31 @@ MODEL_SHAPES: Final[Mapping[str, ModelShape]] = MappingProxyType(
             batch=2,
             step=_BATCH_OF_TWO,
             inputs=_ltx2,
+        ),
+        "minimax-h3": ModelShape(
+            checkpoint="MiniMaxAI/MiniMax-H3",
+            source="diffusers, defaults of MiniMaxH3Transformer3DModel",
+            pipeline="MiniMaxH3ModularPipeline",
+            transformer="MiniMaxH3Transformer3DModel",
+            config={},
+            blocks={"transformer_blocks": "num_layers"},
+            # the canvas that diffusers says it was released for, and its shortest video.
+            width=1344,
+            height=768,
+            frames=124,
+            frame_factor=17,
+            frame_rest=5,
+            latent_factor=5,
+            latent_rest=2,
+            size_factor=32,
+            compression=16,
+            # LTX-2's, which makes sound too: no paper has asked this model.
+            computed=0.5,
+            warmup=0.24,
+            forwards=1,
+            batch=1,
+            step="one forward (distilled guidance)",
+            inputs=_minimax,
         ),
     }
 )

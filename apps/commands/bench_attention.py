@@ -10,10 +10,11 @@ from typing import Any
 import click
 
 from vidsparse.apps.bench.attention import AttentionBench, measure_cases
-from vidsparse.apps.bench.attention_cases import KERNEL, SUITE, WHOLE, WITH_PLAN, Case
+from vidsparse.apps.bench.attention_cases import DENSE, KERNEL, SUITE, WHOLE, WITH_PLAN, Case
 from vidsparse.apps.bench.attention_rows import COLUMNS, AttentionRow, attention_file
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.terminal.bench_options import device_option, measuring_options, tensor_options
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.apps.terminal.tables import growing_table
 
@@ -33,7 +34,7 @@ Examples:
   vidsparse bench attention --show docs/benchmarks/attention-h200.json --against cudnn
 """
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@device_option
 @click.option(
     "--suite", is_flag=True, help="The standard cases instead of those given by the options below."
 )
@@ -46,17 +47,7 @@ Examples:
     type=click.IntRange(min=128),
     help="Tokens; repeat for several.",
 )
-@click.option(
-    "--heads", default=4, show_default=True, type=click.IntRange(min=1), help="Attention heads."
-)
-@click.option(
-    "--head-dim",
-    default=64,
-    show_default=True,
-    type=click.IntRange(min=8),
-    help="Channels of a head.",
-)
-@click.option("--dtype", default=None, help="fp32 (default on a CPU), bf16 or fp16.")
+@tensor_options(heads=4, head_dim=64)
 @click.option(
     "--tile",
     "tiles",
@@ -84,10 +75,10 @@ Examples:
 )
 @click.option(
     "--counts",
-    type=click.Choice((KERNEL, WITH_PLAN, WHOLE)),
+    type=click.Choice((KERNEL, WITH_PLAN, WHOLE, DENSE)),
     default=WHOLE,
     show_default=True,
-    help="What the ratio counts.",
+    help="What the ratio counts; the dense kernel has no lists, and --kept and --tile do nothing.",
 )
 @click.option(
     "--implementation",
@@ -96,20 +87,7 @@ Examples:
     help="Kernel to time; repeat for several.  [default: auto]",
 )
 @click.option("--peers", is_flag=True, help="Also time other sparse kernels that are installed.")
-@click.option(
-    "--repeats",
-    default=7,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Times that each call is measured, in turns with the others; medians count.",
-)
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Also write rows here.")
-@click.option(
-    "--show",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Measure nothing: print the rows of FILE as a Markdown table.",
-)
+@measuring_options(repeats=7)
 @click.option(
     "--against",
     metavar="NAME",
@@ -165,8 +143,8 @@ def bench_attention(
                 implementations=implementations,
             )
             for seq_len in seq_lens
-            for tile in tiles
-            for share in kept
+            for tile in (tiles if counts != DENSE else [(128, 128)])
+            for share in (kept if counts != DENSE else (1.0,))
         ]
         if suite:
             cases = [

@@ -10,6 +10,12 @@ import click
 from vidsparse.apps.bench.calls import CASES, COLUMNS, CallRow, calls_file, measure_calls_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.terminal.bench_options import (
+    device_option,
+    length_option,
+    measuring_options,
+    tensor_options,
+)
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.apps.terminal.tables import print_table
 
@@ -23,21 +29,9 @@ Examples:
   vidsparse bench calls --show docs/benchmarks/calls-h200.json
 """
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-@click.option(
-    "--seq-len", default=75_600, show_default=True, type=click.IntRange(min=128), help="Tokens."
-)
-@click.option(
-    "--heads", default=8, show_default=True, type=click.IntRange(min=1), help="Attention heads."
-)
-@click.option(
-    "--head-dim",
-    default=128,
-    show_default=True,
-    type=click.IntRange(min=8),
-    help="Channels of a head.",
-)
-@click.option("--dtype", default=None, help="fp32 (default on a CPU), bf16 or fp16.")
+@device_option
+@length_option
+@tensor_options(heads=8, head_dim=128)
 @click.option(
     "--case",
     "cases",
@@ -45,20 +39,7 @@ Examples:
     metavar="'METHOD OPTION=VALUE ...'",
     help="A method and its options; repeat for several.  [default: a sweep of the methods]",
 )
-@click.option(
-    "--repeats",
-    default=3,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Times that each call is measured, in turns with the others; medians count.",
-)
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Also write rows here.")
-@click.option(
-    "--show",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Measure nothing: print the rows of FILE as a Markdown table.",
-)
+@measuring_options(repeats=3)
 @verbosity_options
 @click.pass_obj
 def bench_calls(

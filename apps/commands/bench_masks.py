@@ -10,6 +10,7 @@ import click
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.masks import CASES, COLUMNS, MaskRow, masks_file, measure_masks
 from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.terminal.bench_options import device_option, measuring_options, tensor_options
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.apps.terminal.tables import print_table
 from vidsparse.errors import OptionError
@@ -23,7 +24,7 @@ Examples:
   vidsparse bench masks --show docs/benchmarks/masks-h200.json
 """
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@device_option
 @click.option(
     "--seq-len",
     "lengths",
@@ -33,32 +34,9 @@ Examples:
     type=click.IntRange(min=128),
     help="Tokens; repeat for several.",
 )
-@click.option(
-    "--heads", default=8, show_default=True, type=click.IntRange(min=1), help="Attention heads."
-)
-@click.option(
-    "--head-dim",
-    default=128,
-    show_default=True,
-    type=click.IntRange(min=8),
-    help="Channels of a head.",
-)
-@click.option("--dtype", default=None, help="fp32 (default on a CPU), bf16 or fp16.")
+@tensor_options(heads=8, head_dim=128)
 @click.option("--method", "names", multiple=True, help="Only this one; repeat for several.")
-@click.option(
-    "--repeats",
-    default=3,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Times that each call is measured, in turns with the others; medians count.",
-)
-@click.option("--json", "json_path", type=click.Path(dir_okay=False), help="Also write rows here.")
-@click.option(
-    "--show",
-    type=click.Path(dir_okay=False),
-    metavar="FILE",
-    help="Measure nothing: print the rows of FILE as a Markdown table.",
-)
+@measuring_options(repeats=3)
 @verbosity_options
 @click.pass_obj
 def bench_masks(

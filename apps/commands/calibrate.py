@@ -13,7 +13,7 @@ from cloup import option, option_group
 
 from vidsparse.apps.runs.prepared import prepare
 from vidsparse.apps.runs.prompts import PromptFile, read_prompts
-from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, request_options
 from vidsparse.apps.terminal.progress import plain_bar
 from vidsparse.apps.terminal.tables import INDENT, print_pairs
@@ -115,6 +115,7 @@ same command goes on from there.
 @click.option("--overwrite", is_flag=True, help="Replace a preset that is there.")
 @calibration_options
 @request_options
+@json_option
 @verbosity_options
 @click.pass_obj
 def calibrate(
@@ -173,6 +174,7 @@ def calibrate(
         )
     if terminal.quiet:
         terminal.show(str(target))
+        terminal.answer({"preset": str(target), "measured": dict(preset.measured)})
         return
     click.echo(f"{target}  {time.perf_counter() - began:.0f} s")
     print_pairs(

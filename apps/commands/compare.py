@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from vidsparse.apps.runs.comparison import Comparison, write_report
 from vidsparse.apps.runs.prepared import prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder
-from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, request_options
 from vidsparse.apps.terminal.progress import short, step_bar
 from vidsparse.apps.terminal.tables import print_pairs
@@ -25,6 +26,7 @@ from vidsparse.report import (
     format_spread,
     format_total,
 )
+from vidsparse.speedup import FEWEST, SHORT
 
 if TYPE_CHECKING:
     from vidsparse.pipelines.generate import Generated
@@ -65,6 +67,7 @@ Files, in outputs/<file>-compare-<method>-<hash of settings>/:
     show_default=True,
     help="Where the report's folder is made.",
 )
+@json_option
 @verbosity_options
 @click.pass_obj
 def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **options: Any) -> None:
@@ -74,6 +77,7 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
     same dense attention on both sides. A run that was stopped goes on with the same command.
     """
     from vidsparse.pipelines.request import settings_hash
+    from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; the same command goes on from the last measured prompt."
     if batch < 1:
@@ -84,14 +88,18 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
     settings = settings_hash(request)
     name = f"{source.stem}-compare-{request.method}-{settings}"
     folder = RunFolder(Path(out) / name, f"{settings}, batches of {batch}")
+    require_encoder()
     with folder.claim():
         loaded = prepared.load(terminal)
+        # 8-bit layers are no part of what a run is compared with.
+        stock = loaded if loaded.linear == "none" else prepared.load(terminal, linear="none")
 
         def generate(requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
             from vidsparse.pipelines.generate import generate_batch
 
+            held = loaded if requests[0].linear == loaded.linear else stock
             with step_bar(terminal, label) as progress:
-                return generate_batch(loaded, requests, progress=progress)
+                return generate_batch(held, requests, progress=progress)
 
         comparison = Comparison(generate, folder.path, kept=folder)
         chunks = [prepared.prompts[i : i + batch] for i in range(0, len(prepared.prompts), batch)]
@@ -114,6 +122,8 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
     if terminal.quiet:
         for path in paths:
             terminal.show(str(path))
+        files = [str(path) for path in paths]
+        terminal.answer({"files": files, "summary": report.to_json()["summary"]})
         return
     _print(report)
     terminal.show(f"\nreport: {paths[0]}")
@@ -128,9 +138,31 @@ def _print(report: Report) -> None:
         ("flicker", format_spread(report.flicker, ".2f", " dB")),
         *_work_rows(report),
         ("denoising", f"{format_seconds(dense)} dense, {format_seconds(sparse)} sparse"),
+        ("speed", _speed(report)),
+        ("timed", _when(report)),
     ]
     click.echo()
     print_pairs(rows)
+
+
+def _speed(report: Report) -> str:
+    """The ratio and how sure it is, or why there is none."""
+    speedup = report.speedup
+    if speedup.ratio is not None:
+        return str(speedup)
+    need = f"a ratio takes {FEWEST} prompts of {SHORT:.0f} s or more a side"
+    return f"no ratio: {speedup}; {need}"
+
+
+def _when(report: Report) -> str:
+    """Which side ran when."""
+    began = sorted(
+        datetime.fromisoformat(run.record["began"]).astimezone()
+        for each in report.comparisons
+        for run in (each.dense, each.sparse)
+    )
+    first, last = (f"{each:%H:%M:%S}" for each in (began[0], began[-1]))
+    return f"dense, then sparse, in turns; the first run began at {first}, the last at {last}"
 
 
 def _work_rows(report: Report) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from vidsparse.apps.runs.examination import examine
-from vidsparse.apps.terminal.console import FAILED, verbosity_options
+from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.tables import INDENT, print_pairs
 
 
@@ -20,10 +20,19 @@ Examples:
   vidsparse doctor > doctor.txt       attach this to a bug report
 """
 )
+@json_option
 @verbosity_options
-def doctor() -> int:
+@click.pass_obj
+def doctor(terminal: Terminal, /) -> int:
     """Check this machine: versions, devices, and which kernel will run on what."""
     findings = examine()
+    if terminal.json:
+        sections = {
+            title: [{"name": name, "value": value} for name, value in rows]
+            for title, rows in findings.sections
+        }
+        terminal.answer({"sections": sections, "problems": findings.problems})
+        return FAILED if findings.problems else 0
     width = max(len(name) for _, rows in findings.sections for name, _ in rows)
     for title, rows in findings.sections:
         click.secho(title, bold=True)

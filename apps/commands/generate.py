@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import click
 from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder, Target
-from vidsparse.apps.terminal.console import FAILED, Terminal, verbosity_options
+from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, request_options
 from vidsparse.apps.terminal.progress import plain_bar, short, step_bar
 from vidsparse.errors import FolderError, OutputError, VidsparseError
@@ -51,6 +52,7 @@ another folder.
 @click.option(
     "--verify", is_flag=True, help="Read finished videos and make changed ones again, not by size."
 )
+@json_option
 @verbosity_options
 @click.pass_obj
 def generate(
@@ -69,6 +71,7 @@ def generate(
     the model loads.
     """
     from vidsparse.pipelines.request import settings_hash
+    from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; finished videos are kept."
     source = read_prompts(prompts_file)
@@ -86,20 +89,70 @@ def generate(
         terminal.say(
             f"All {len(targets)} videos are there already. Hint: --overwrite makes them again."
         )
+        _answer(terminal, folder, prepared.prompts, targets, {})
         return 0
+    require_encoder()
     with folder.claim():
         # until the folder was ours, another run may have made some of them.
         targets = [
             target if target.finished else folder.target(one.prompt, verify=verify)
             for one, target in zip(prepared.prompts, targets, strict=True)
         ]
-        waiting = []
+        waiting: list[tuple[PreparedPrompt, Target]] = []
         for one, target in zip(prepared.prompts, targets, strict=True):
             if overwrite or not target.finished:
                 waiting.append((one, target))
             else:
                 _print_kept(terminal, target)
-        return _make_all(terminal, prepared, folder, waiting)
+        states = {one.prompt.number: "made" for one, _ in waiting}
+        code = _make_all(terminal, prepared, folder, waiting, states)
+    _answer(terminal, folder, prepared.prompts, targets, states)
+    if code == 0:
+        _say_next(terminal, prompts_file, prepared.request.method)
+    return code
+
+
+def _say_next(terminal: Terminal, prompts_file: str, method: str) -> None:
+    """Say which command shows what the videos lost, with the options that they were made with."""
+    if method == "dense" or prompts_file == "-":
+        return
+    ctx = click.get_current_context()
+    words = ["vidsparse", "compare", prompts_file]
+    for option in ctx.command.params:
+        name = option.name or ""
+        given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if not isinstance(option, click.Option) or not given or not option.expose_value:
+            continue
+        if name in ("overwrite", "verify"):
+            continue
+        value = ctx.params[name]
+        if option.is_flag:
+            words.append((option.opts if value else option.secondary_opts)[0])
+        else:
+            size = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [option.opts[0], size]
+    terminal.say(f"Next, to see what sparsity cost: {shlex.join(words)}")
+
+
+def _answer(
+    terminal: Terminal,
+    folder: RunFolder,
+    prompts: Sequence[PreparedPrompt],
+    targets: Sequence[Target],
+    states: Mapping[int, str],
+) -> None:
+    """What there is now, as JSON: every prompt's files, and whether they were made or kept."""
+    videos = [
+        {
+            "number": one.prompt.number,
+            "prompt": one.prompt.text,
+            "state": states.get(one.prompt.number, "kept"),
+            "video": str(target.video),
+            "record": str(target.record),
+        }
+        for one, target in zip(prompts, targets, strict=True)
+    ]
+    terminal.answer({"folder": str(folder.path), "videos": videos})
 
 
 def _look(
@@ -118,8 +171,9 @@ def _make_all(
     prepared: PreparedPrompts,
     folder: RunFolder,
     waiting: Sequence[tuple[PreparedPrompt, Target]],
+    states: dict[int, str],
 ) -> int:
-    """Make the videos that are waiting; the exit code."""
+    """Make the videos that are waiting; the exit code. ``states`` is told of those that failed."""
     kept = len(prepared.prompts) - len(waiting)
     loaded = prepared.load(terminal)
     failed: list[int] = []
@@ -135,10 +189,13 @@ def _make_all(
                 f"{len(prepared.prompts)} videos are done. Hint: when the folder can be written "
                 "to, run the same command again to make the others."
             )
+            for later, _ in waiting[place - 1 :]:
+                states[later.prompt.number] = "failed"
             return FAILED
         except Exception as error:
             # one prompt's failure must not cost the others theirs.
             failed.append(one.prompt.number)
+            states[one.prompt.number] = "failed"
             _print_failure(terminal, one, error)
     made = len(waiting) - len(failed)
     terminal.say(f"{made} made, {kept} there already, {len(failed)} failed: {folder.path}")

@@ -28,9 +28,9 @@ Examples:
   VIDSPARSE_AUTH=anna:secret vidsparse ui --share
 
 \b
-Files, in outputs/page/<time and a random name>/ for every visit:
+Files, in outputs/page/<time and a random name>/ for every visitor:
   0003-<words>.mp4, .json   as `vidsparse generate` writes them
-  0004-report/              as `vidsparse compare` writes it
+  0004-report/              one page, a zip, and a folder for each setting
 Ctrl-C closes the page; files stay.
 """,
 )
@@ -122,6 +122,14 @@ Ctrl-C closes the page; files stay.
 @click.option(
     "--max-upload", type=int, metavar="MB", default=10, show_default=True, help="Largest upload."
 )
+@click.option(
+    "--away",
+    type=int,
+    metavar="SECONDS",
+    default=120,
+    show_default=True,
+    help="How long jobs go on whose page was closed, for those who open it again.",
+)
 @verbosity_options
 @click.pass_obj
 def ui(
@@ -143,6 +151,7 @@ def ui(
     max_prompts: int,
     max_waiting: int,
     max_upload: int,
+    away: int,
 ) -> int:
     """Open a page to generate, compare and report in a browser.
 
@@ -162,6 +171,7 @@ def ui(
         prompts=max_prompts,
         waiting=max_waiting,
         upload=max_upload,
+        away=away,
     )
     desk = make_desk(models, devices, dtype, Path(out), limits, presets)
     from vidsparse.apps.page.build import serve

@@ -14,15 +14,17 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from vidsparse._version import __version__
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.choices import Choices
-from vidsparse.apps.page.compare_tab import CompareTab
+from vidsparse.apps.page.compare_tab import DENSE, FORM, CompareTab
 from vidsparse.apps.page.desk import Desk, toast
-from vidsparse.apps.page.form import IMAGES, Form, takes
+from vidsparse.apps.page.form import FIRST_SPEED, IMAGES, Form, takes
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.headers import PageHeaders
 from vidsparse.apps.page.listeners import Ears
 from vidsparse.apps.page.logins import SlowLogins
 from vidsparse.apps.page.report_tab import ReportTab
+from vidsparse.apps.page.returns import Returns
+from vidsparse.apps.page.speeds import speed_text
 from vidsparse.apps.page.start import THIS_MACHINE
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
@@ -30,7 +32,7 @@ from vidsparse.logs import logger
 
 _HERE = Path(__file__).parent
 # where a page with a public address has its scripts from, as gradio has written it.
-_SHARED_FROM = "https://gradio.s3-us-west-2.amazonaws.com"
+SHARED_FROM = "https://gradio.s3-us-west-2.amazonaws.com"
 _SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 
@@ -66,20 +68,24 @@ def build(desk: Desk) -> gr.Blocks:
             '<header class="vs-head"><h1>vidsparse</h1>'
             "<p>sparse attention for video diffusion, and what it costs</p></header>"
         )
-        with gr.Row(equal_height=False):
-            with gr.Column(scale=4, min_width=330):
+        with gr.Row(equal_height=False, elem_id="work"):
+            with gr.Column(scale=4, min_width=330, elem_id="form"):
+                gr.HTML(draw.fold(), elem_id="fold")
                 form = Form(desk.host)
-            with gr.Column(scale=7, min_width=330), gr.Tabs(elem_id="tabs"):
+                first = desk.host.models[0]
+                form.speed_facts.value = draw.note(speed_text(form, first, FIRST_SPEED))
+            with gr.Column(scale=7, min_width=330), gr.Tabs(elem_id="tabs") as tabs:
                 with gr.Tab("Generate", id="generate"):
                     generate = GenerateTab(desk, form)
-                with gr.Tab("Compare", id="compare"):
-                    compare = CompareTab(desk, form, generate)
+                with gr.Tab("Compare", id="compare") as compare_tab:
+                    compare = CompareTab(desk, form, generate, compare_tab)
                 with gr.Tab("Report", id="report"):
                     report = ReportTab(desk, form)
         gr.HTML(draw.note(_footer(desk)))
         for tab in (generate, compare, report):
-            tab.connect()
+            tab.connect(page)
         _connect_form(page, desk, form, generate, report)
+        _connect_compare_this(desk, generate, compare, tabs)
         page.unload(_ender(desk))
     # every job waits in the desk's queue; gradio's own only carries the answers.
     page.queue(default_concurrency_limit=None, api_open=False)
@@ -134,6 +140,29 @@ def _connect_form(
     )
 
 
+def _connect_compare_this(
+    desk: Desk, generate: GenerateTab, compare: CompareTab, tabs: gr.Tabs
+) -> None:
+    """The shown video becomes a side of the comparison: A, and then B beside it."""
+
+    def choose(request: gr.Request, side_a: Any) -> dict[Any, Any]:
+        visit = desk.visit(request)
+        if visit.shown is None:
+            return {tabs: gr.skip()}
+        name = visit.shown.video.stem
+        side = "side_a" if side_a in (DENSE, FORM, name) else "side_b"
+        return {tabs: gr.update(selected="compare"), **compare.offered(visit, **{side: name})}
+
+    sides = compare.sides
+    generate.compare.click(
+        choose,
+        inputs=[sides["side_a"]],
+        outputs=[tabs, *sides.values()],
+        show_progress="hidden",
+        api_visibility="private",
+    )
+
+
 def _image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[Any]]:
     def take(request: gr.Request, file: Any) -> Iterator[Any]:
         visit = desk.visit(request)
@@ -183,6 +212,13 @@ def _theme() -> gr.themes.Default:
         block_label_text_color="*neutral_600",
         block_title_text_color="*neutral_700",
         block_title_text_color_dark="*neutral_200",
+        # white on these is 5.5:1 and 7.6:1; the stock ones are too pale to read.
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_dark="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+        button_primary_background_fill_hover_dark="*primary_800",
+        button_primary_text_color="white",
+        button_primary_text_color_dark="white",
         block_radius="10px",
         button_large_radius="10px",
     )
@@ -212,16 +248,23 @@ def _asked_for_by(hosts: Sequence[str], listen: bool, share: bool) -> list[str]:
     return [*THIS_MACHINE, *hosts]
 
 
+def _viewer() -> str:
+    """The page's own script."""
+    return (_HERE / "viewer.js").read_text(encoding="utf-8")
+
+
 def _middleware(
     desk: Desk, names: Sequence[str], hosts: Sequence[str], share: bool
 ) -> list[Middleware]:
     """What stands before the page, the first to hear a call first."""
     folder, limits = desk.host.folder, desk.host.limits
+    outside = SHARED_FROM if share else ""
     return [
-        Middleware(PageHeaders, folder=folder, outside=_SHARED_FROM if share else ""),
+        Middleware(PageHeaders, folder=folder, scripts=[_viewer()], outside=outside),
         Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False),
         Middleware(Guard, upload=limits.upload, hosts=hosts),
         Middleware(SlowLogins),
+        Middleware(Returns, name=desk.cookie),
         Middleware(Ears, listeners=desk.listeners),
     ]
 
@@ -271,7 +314,7 @@ def serve(
             ssr_mode=False,
             theme=_theme(),
             css=(_HERE / "page.css").read_text(encoding="utf-8"),
-            head=f"<script>{(_HERE / 'viewer.js').read_text(encoding='utf-8')}</script>",
+            head=f"<script>{_viewer()}</script>",
         )
     except OSError:
         taken = "no port from 7860 on is free" if port is None else f"port {port} is taken"

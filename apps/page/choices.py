@@ -6,17 +6,23 @@ it leaves open is all that is shown beside it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
+from vidsparse.apps.page import draw
 from vidsparse.apps.page.desk import Desk, toast
 from vidsparse.apps.page.form import (
     BY_HAND,
-    DEFAULT_METHOD,
+    BY_HAND_CHOICE,
+    FIRST_SPEED,
     Form,
+    among,
     examples_of,
+    first_method,
     needs_preset,
     offered,
     preset_choices,
@@ -24,8 +30,13 @@ from vidsparse.apps.page.form import (
     titled,
 )
 from vidsparse.apps.page.report_tab import ReportTab
+from vidsparse.apps.page.sizes import length_choices, size_choices
+from vidsparse.apps.page.speeds import speed_of, speed_text, values_of_speed
+from vidsparse.apps.page.values import check_texts
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
+from vidsparse.pipelines.families import SCHEDULED
+from vidsparse.pipelines.speed import SPEEDS
 
 if TYPE_CHECKING:
     from vidsparse.apps.page.host import HostPreset
@@ -34,6 +45,7 @@ if TYPE_CHECKING:
 
 # what a preset settles beside the method and its options.
 _SETTLED = ("order", "frames", "width", "height")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Choices:
@@ -46,13 +58,15 @@ class Choices:
     """
 
     def __init__(self, desk: Desk, form: Form, report: ReportTab) -> None:
+        self._desk = desk
         self._host = desk.host
         self._form = form
         self._report = report
         uploads = [upload for upload, _ in form.images.values()]
         self.outputs = [
             *form.controls.values(), *form.groups.values(), *form.folds.values(),
-            form.pictures, *uploads, form.examples, report.vary,
+            form.pictures, *uploads, form.examples, form.card, form.speed, form.speed_facts,
+            form.size, form.length, *report.own.values(),
         ]  # fmt: skip
 
     def connect(self, page: gr.Blocks) -> None:
@@ -70,18 +84,61 @@ class Choices:
             "trigger_mode": "always_last",
         }
         model.input(self.choose_model, inputs=[model], **shared)
+        self._form.speed.input(self.choose_speed, inputs=[model, self._form.speed], **shared)
+        # numbers written by hand are no named speed any more; the server need not be asked.
+        for name in self._by_hand():
+            self._form.controls[name].input(
+                None,
+                js="() => ''",
+                outputs=[self._form.speed],
+                show_progress="hidden",
+                api_visibility="private",
+            )
+        self._form.controls["prompt"].change(
+            None,
+            js="(prompt) => { document.querySelector('vs-words')?.look(prompt); }",
+            inputs=[self._form.controls["prompt"]],
+            show_progress="hidden",
+            api_visibility="private",
+        )
+        self._connect_sizes()
         triggers = [method.input, preset.input]
-        if len(self._host.models) > 1:
-            triggers.append(page.load)
+        self._keep(page)
 
         # one event for both, so that their answers cannot overtake each other.
-        def choose(event: gr.EventData, model: Any, method: Any, preset_name: Any) -> Any:
+        def choose(
+            event: gr.EventData, model: Any, method: Any, preset_name: Any, *schedule: Any
+        ) -> Any:
+            held = dict(zip(SCHEDULED, schedule, strict=True))
             # not by identity: gradio makes every visitor a new control when it changes.
             if getattr(event.target, "elem_id", None) == preset.elem_id:
-                return self.choose_preset(model, method, preset_name)
-            return self.choose_method(model, method, preset_name)
+                return self.choose_preset(model, method, preset_name, held)
+            return self.choose_method(model, method, preset_name, held)
 
-        gr.on(triggers, choose, inputs=[model, method, preset], **shared)
+        scheduled = [self._form.controls[name] for name in SCHEDULED]
+        gr.on(triggers, choose, inputs=[model, method, preset, *scheduled], **shared)
+
+    def _connect_sizes(self) -> None:
+        """Named sizes fill the numbers, and other numbers are by hand; the server is not asked."""
+        form, quiet = self._form, {"show_progress": "hidden", "api_visibility": "private"}
+        sides = [form.controls[name] for name in ("width", "height")]
+        frames = [form.controls["frames"]]
+        for choice, numbers, split in ((form.size, sides, "x"), (form.length, frames, " ")):
+            choice.input(
+                None,
+                js=f"(chosen, ...now) => chosen ? chosen.split('{split}').map(Number) : now",
+                inputs=[choice, *numbers],
+                outputs=numbers,
+                **quiet,
+            )
+            for number in numbers:
+                number.input(None, js="() => ''", outputs=[choice], **quiet)
+        form.dice.click(
+            None,
+            js="() => Math.floor(Math.random() * 2 ** 31)",
+            outputs=[form.controls["seed"]],
+            **quiet,
+        )
 
     def choose_model(self, name: Any) -> dict[Any, Any]:
         """Another model: its own settings, and what it takes."""
@@ -90,32 +147,48 @@ class Choices:
         model = self._model(name)
         values = self._form.defaults_of(model)
         return {
-            **self.updates(model, DEFAULT_METHOD, None, values),
+            **self.updates(model, first_method(model), None, values, FIRST_SPEED),
             **self._pictures(model),
+            self._form.card: draw.model_card(model),
             self._form.examples: gr.update(
                 samples=examples_of(model), visible=bool(model.example_prompts)
             ),
         }
 
-    def choose_method(self, name: Any, method: Any, preset: Any) -> dict[Any, Any]:
-        """Another method: no preset but its own, unless it does nothing without."""
+    def choose_method(
+        self, name: Any, method: Any, preset: Any, schedule: Mapping[str, Any] = _NOTHING
+    ) -> dict[Any, Any]:
+        """Another method: no preset but its own, unless it does nothing without.
+
+        ``schedule`` is what the controls hold; written by hand, it stays.
+        """
         model, method = self._model(name), self._method(method)
         made = self._made(preset, model)
         # a dropdown that is merely left says so as well, and should change nothing.
         if made is None or made.preset.method != method:
             made = self._first_preset(model, method)
-        return self._without_echo(model, method, made, method)
+        return self._without_echo(model, method, made, method, schedule)
 
-    def choose_preset(self, name: Any, method: Any, preset: Any) -> dict[Any, Any]:
-        """A preset, which brings its method, or none."""
+    def choose_preset(
+        self, name: Any, method: Any, preset: Any, schedule: Mapping[str, Any] = _NOTHING
+    ) -> dict[Any, Any]:
+        """A preset, which brings its method, or none; ``schedule`` as in ``choose_method``."""
         model, shown = self._model(name), self._method(method)
         made, method = self._made(preset, model), shown
         if made is not None:
             method = made.preset.method
         elif needs_preset(method):
             # its numbers cannot be written by hand.
-            method = DEFAULT_METHOD
-        return self._without_echo(model, method, made, shown)
+            method = first_method(model)
+        return self._without_echo(model, method, made, shown, schedule)
+
+    def choose_speed(self, name: Any, speed: Any) -> dict[Any, Any]:
+        """A named speed: the numbers that it stands for; "by hand" leaves them as they are."""
+        model = self._model(name)
+        if speed not in SPEEDS:
+            return {self._form.speed_facts: draw.note(speed_text(self._form, model, BY_HAND))}
+        values = values_of_speed(self._form, model, speed)
+        return self.updates(model, values["method"], None, values, speed)
 
     def choose_settings(self, request: GenerateRequest) -> dict[Any, Any]:
         """Everything that a request says."""
@@ -124,22 +197,143 @@ class Choices:
         made = self._host.preset(values["preset"], model) if values["preset"] else None
         # a changed upload is looked at like a new one.
         paths = {name: getattr(request, name) for name in self._form.images}
+        speed = speed_of(self._form, model, values)
         return {
-            **self.updates(model, request.method, made, values),
+            **self.updates(model, request.method, made, values, speed),
             **self._pictures(model, **paths),
         }
 
+    def _keep(self, page: gr.Blocks) -> None:
+        """Keep the settings in the browser, or in a link, and put them back when it is opened."""
+        kept = {**self._form.controls, **self._report.own}
+        names, controls = list(kept), list(kept.values())
+        named = f"Object.fromEntries({json.dumps(names)}.map((name, i) => [name, values[i]]))"
+        # no secret: what a visitor typed stays with the visitor.
+        state = gr.BrowserState(None, storage_key="vidsparse-settings", secret="vidsparse")
+        gr.on(
+            [control.change for control in controls],
+            None,
+            # what was there before is kept until it has been put back.
+            js=f"(kept, ...values) => window.vidsparseRestored ? {named} : kept",
+            inputs=[state, *controls],
+            outputs=[state],
+            show_progress="hidden",
+            api_visibility="private",
+        )
+        self._form.share.click(
+            None,
+            js=f"(...values) => vidsparseLink({named})",
+            inputs=controls,
+            outputs=[self._form.link],
+            show_progress="hidden",
+            api_visibility="private",
+        )
+        restored = page.load(
+            self.restore,
+            # what came with a link goes before what the browser kept.
+            js="(kept) => vidsparseLinked() ?? kept",
+            inputs=[state],
+            outputs=self.outputs,
+            show_progress="hidden",
+            api_visibility="private",
+        )
+        # what was typed meanwhile is kept as well.
+        restored.then(
+            None,
+            js=f"(...values) => {{ window.vidsparseRestored = true; return {named}; }}",
+            inputs=controls,
+            outputs=[state],
+            show_progress="hidden",
+            api_visibility="private",
+        )
+
+    def restore(self, request: gr.Request, stored: Any) -> dict[Any, Any]:
+        """The settings that a browser kept, where there are some that this page can use."""
+        values = self._kept(stored)
+        if values is None and isinstance(stored, Mapping) and stored.get("linked"):
+            raise toast(
+                OptionError(
+                    "the link's settings do not fit this page. Hint: its host may offer other "
+                    "models or presets than the page that the link is from."
+                )
+            )
+        if values is None:
+            # what the page was made with stands: a visitor may be at the form already. Of several
+            # models' presets only the first one's are offered.
+            first = self._host.models[0]
+            presets = gr.update(
+                choices=preset_choices(self._host.presets_of(first)),
+                visible=bool(self._host.presets_of(first)),
+            )
+            several = len(self._host.models) > 1
+            return {self._form.controls["preset"]: presets if several else gr.skip()}
+        model = self._model(values["model"])
+        made = self._made(values.get("preset"), model)
+        speed = speed_of(self._form, model, values)
+        images = self._desk.visit(request).images
+        method = values["method"]
+        return {
+            **self.updates(model, method, made, values, speed),
+            **self._report.restored(values, method, calibrated=made is not None),
+            **self._pictures(model, **{name: str(path) for name, path in images.items()}),
+            self._form.card: draw.model_card(model),
+            self._form.examples: gr.update(
+                samples=examples_of(model), visible=bool(model.example_prompts)
+            ),
+        }
+
+    def _kept(self, stored: object) -> dict[str, Any] | None:
+        """What a browser kept of the controls' values, None where it is of no use any more."""
+        if not isinstance(stored, Mapping):
+            return None
+        values = {
+            name: value
+            for name, value in stored.items()
+            if (name in self._form.controls or name in self._report.own)
+            and isinstance(value, str | int | float | bool | None)
+        }
+        try:
+            model = self._host.model(values.get("model"))
+            if values.get("method") not in self._form.groups:
+                return None
+            if values.get("preset"):
+                self._host.preset(values["preset"], model)
+            check_texts(values)
+        except OptionError:
+            return None
+        return values
+
     def _without_echo(
-        self, model: ModelRef, method: str, made: HostPreset | None, shown: str
+        self,
+        model: ModelRef,
+        method: str,
+        made: HostPreset | None,
+        shown: str,
+        schedule: Mapping[str, Any],
     ) -> dict[Any, Any]:
         """The updates, without the method that is shown: by now another may have been chosen."""
-        updates = self.updates(model, method, made, self._values(made))
+        own = {one: self._form.schedule_of(model, one) for one in self._form.groups}
+        # numbers that belong to no method were written by hand.
+        values = own[method] if schedule in own.values() else {}
+        updates = self.updates(model, method, made, {**values, **self._values(made)})
         if method == shown:
             updates[self._form.controls["method"]].pop("value")
         return updates
 
+    def _by_hand(self) -> list[str]:
+        """The controls that a speed fills."""
+        own = [
+            name for method in self._form.groups for name in self._form.options_of(method).values()
+        ]
+        return [*own, "method", "preset", "cache", *SCHEDULED]
+
     def updates(
-        self, model: ModelRef, method: str, preset: HostPreset | None, values: Mapping[str, Any]
+        self,
+        model: ModelRef,
+        method: str,
+        preset: HostPreset | None,
+        values: Mapping[str, Any],
+        speed: str = BY_HAND,
     ) -> dict[Any, Any]:
         """What can be chosen and what is shown; ``values`` are put into the controls on the way."""
         form = self._form
@@ -168,12 +362,31 @@ class Choices:
         for name, visible in shown.items():
             facts.setdefault(name, {})["visible"] = visible
         updates = {form.controls[name]: gr.update(**each) for name, each in facts.items()}
+        updates[form.speed] = speed
+        updates[form.speed_facts] = draw.note(speed_text(form, model, speed))
+        updates |= self._sizes(model, values, by_hand=preset is None)
         for name, group in form.groups.items():
             updates[group] = gr.update(visible=name == method and any(shown.values()))
         if method in form.folds:
             updates[form.folds[method]] = gr.update(visible=any([*shown.values()][1:]))
         updates[self._report.vary] = self._report.vary_update(method, calibrated=preset is not None)
         return updates
+
+    def _sizes(
+        self, model: ModelRef, values: Mapping[str, Any], *, by_hand: bool
+    ) -> dict[Any, Any]:
+        """The updates for the names of sizes and lengths; a preset settles both."""
+        form, limits = self._form, self._host.limits
+        sizes, lengths = size_choices(model, limits), length_choices(model, limits)
+        facts: dict[Any, dict[str, Any]] = {
+            form.size: {"choices": [*sizes, BY_HAND_CHOICE], "visible": by_hand},
+            form.length: {"choices": [*lengths, BY_HAND_CHOICE], "visible": by_hand},
+        }
+        if "width" in values and "height" in values:
+            facts[form.size]["value"] = among(sizes, f"{values['width']}x{values['height']}")
+        if "frames" in values:
+            facts[form.length]["value"] = among(lengths, str(values["frames"]))
+        return {control: gr.update(**each) for control, each in facts.items()}
 
     def _pictures(self, model: ModelRef, **paths: str | None) -> dict[Any, Any]:
         """The updates for what pictures the model takes; ``paths`` are put there."""

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
 import gradio as gr
 
 from vidsparse.apps.page import draw
-from vidsparse.apps.page.desk import Desk, alert, toast
-from vidsparse.apps.page.form import Form, number, shown, whole
+from vidsparse.apps.page.desk import Desk, cancel_button, toast
+from vidsparse.apps.page.errands import Errand, Place, Updates, and_keep
+from vidsparse.apps.page.form import Form
+from vidsparse.apps.page.gallery import MOST_SHOWN
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.queue import Job
-from vidsparse.apps.page.tasks import Pair, compare, record_cell
+from vidsparse.apps.page.tasks import (
+    TURNS,
+    Clip,
+    Pair,
+    compare,
+    compare_sides,
+    record_cell,
+    time_in_turns,
+)
+from vidsparse.apps.page.values import number, shown, whole
+from vidsparse.apps.page.visits import Visit
 from vidsparse.apps.page.workbench import Workbench
 from vidsparse.errors import OptionError
+from vidsparse.pipelines.request import GenerateRequest
 from vidsparse.probe import CellRecord
 
 # a cell chosen in the density map is an event of the component around it, which puts the cell into
@@ -23,7 +36,13 @@ from vidsparse.probe import CellRecord
 _FORWARD_CELL = """
 element.addEventListener('vs-cell', () => trigger('select'));
 """
-_CHOSEN_CELL = "() => document.querySelector('vs-heat').chosen.map((place) => place + 1)"
+_CHOSEN_CELL = "() => document.querySelector('#heat vs-heat').chosen.map((place) => place + 1)"
+
+
+# what a side can be beside a kept video, whose name begins with its number.
+DENSE, FORM = "dense", "form"
+_FIRST_A = [("dense, made beside B", DENSE), ("the form's settings", FORM)]
+_FIRST_B = [("the form's settings", FORM)]
 
 
 class CompareTab:
@@ -33,19 +52,38 @@ class CompareTab:
         desk: where jobs go.
         form: what is asked for.
         generate: whose history the two videos join.
+        tab: whose controls these are.
     """
 
-    def __init__(self, desk: Desk, form: Form, generate: GenerateTab) -> None:
+    def __init__(self, desk: Desk, form: Form, generate: GenerateTab, tab: gr.Tab) -> None:
+        self.tab = tab
         self._desk = desk
         self._form = form
         self._generate = generate
+        with gr.Row():
+            self.sides = {
+                "side_a": gr.Dropdown(
+                    _FIRST_A, value=DENSE, label="A", min_width=140, elem_id="side-a"
+                ),
+                "side_b": gr.Dropdown(
+                    _FIRST_B, value=FORM, label="B", min_width=140, elem_id="side-b"
+                ),
+            }
         with gr.Row(elem_classes="vs-run"):
-            self.run = gr.Button(
-                "Compare with dense", variant="primary", elem_id="compare", scale=3
-            )
-            self.stop = gr.Button("Cancel", elem_id="cancel-compare", scale=1)
+            self.run = gr.Button("Compare", variant="primary", elem_id="compare", scale=3)
+            self.stop = cancel_button("cancel-compare")
         self.status = gr.HTML(elem_id="compare-status")
+        self._place = Place("compare", self.status, self.stop)
         self.facts = gr.HTML(elem_id="compare-facts")
+        with gr.Row(visible=False) as self.timing:
+            self.time = gr.Button(
+                "Time both in turns", size="md", scale=0, min_width=180, elem_id="time-pair"
+            )
+            gr.Markdown(
+                f"Makes both videos {TURNS} times more, dense and sparse in turns, for a speed "
+                "with its range.",
+                elem_classes="note",
+            )
         self.viewer = gr.HTML(elem_id="viewer")
         self.links = gr.HTML()
         with gr.Column(visible=False) as self.inside:
@@ -76,24 +114,52 @@ class CompareTab:
                 )
             self.cell = gr.HTML(elem_id="cell")
 
-    def connect(self) -> None:
+    def connect(self, page: gr.Blocks) -> None:
         """Attach the events, once every control of the page is there."""
-        self.run.click(
+        cell = [self.cell_status, self.cell_controls, self.head, self.order, self.cell]
+        pair = [
+            self.status, self.stop, self.facts, self.timing, self.viewer, self.links, self.inside,
+            self.heat, *cell,
+        ]  # fmt: skip
+        compared = self.run.click(
             self.compare,
-            inputs_kwargs=self._form.controls,
-            outputs=[
-                self.status, self.facts, self.viewer, self.links, self.inside, self.heat,
-                self.cell_controls, self.cell, self.cell_status, self._generate.history,
-            ],
+            inputs_kwargs={**self._form.controls, **self.sides},
+            outputs=pair,
+            trigger_mode="multiple",
             show_progress="hidden",
             api_name="compare",
-            api_description="Make a video dense and sparse, and measure how far apart they are.",
-        )  # fmt: skip
+            api_description="Make a video dense and sparse, and measure how far apart they are; or "
+            "measure two of this session's videos.",
+        )
+        self._generate.then_find(compared)
+        offering = {
+            "fn": self.offer,
+            "outputs": list(self.sides.values()),
+            "show_progress": "hidden",
+            "api_visibility": "private",
+        }
+        compared.then(**offering)
+        self.tab.select(**offering)
+        page.load(**offering)
+        resumed = page.load(
+            self.resume,
+            outputs=pair,
+            show_progress="hidden",
+            api_visibility="private",
+        )
+        self._generate.then_find(resumed)
         self.stop.click(
             self.cancel,
             outputs=[self.status],
             show_progress="hidden",
             api_visibility="private",
+        )
+        self.time.click(
+            self.time_in_turns,
+            outputs=[self.status, self.stop, self.facts],
+            show_progress="hidden",
+            api_name="time_in_turns",
+            api_description="Make this session's last comparison again, in turns, for a speed.",
         )
         self.heat.select(
             None,
@@ -105,13 +171,11 @@ class CompareTab:
         self.record.click(
             self.record_cell,
             inputs=[self.step, self.layer],
-            outputs=[
-                self.cell_status, self.cell_controls, self.head, self.order, self.cell,
-            ],
+            outputs=[self.stop, *cell],
             show_progress="hidden",
             api_name="record_cell",
             api_description="Record one attention call of this session's last comparison.",
-        )  # fmt: skip
+        )
         for control in (self.head, self.order):
             control.change(
                 self.draw_cell,
@@ -121,48 +185,127 @@ class CompareTab:
                 api_visibility="private",
             )
 
-    async def compare(self, request: gr.Request, **values: Any) -> AsyncIterator[dict[Any, Any]]:
-        """Make both videos and tell how it goes."""
-        visit = self._desk.visit(request)
-        try:
-            asked, warnings = self._form.request(values, visit.images)
-            if asked.method == "dense":
-                raise OptionError(
-                    "dense against dense shows nothing. Hint: choose a sparse method."
-                )
-            work = compare(asked, visit.next_stem(asked.prompt))
-            job: Job[Workbench, Pair] = Job(work, parts=2)
-            async with aclosing(self._desk.follow(request, "compare", job)) as snapshots:
-                async for snapshot in snapshots:
-                    if not snapshot.finished:
-                        yield {self.status: draw.status(snapshot, warnings=warnings)}
-            if job.error is not None:
-                raise job.error
-        except Exception as error:
-            yield {self.status: alert(error)}
-            raise toast(error) from error
-        status = draw.status(job.snapshot(), "Both videos are ready", warnings)
-        pair = job.result
-        if pair is None:
-            yield {self.status: status}
-            return
-        visit.pair, visit.cell = pair, None
-        visit.remember(pair.dense)
-        visit.remember(pair.sparse)
-        yield {
-            self.status: status,
-            self.facts: draw.pair_facts(pair),
-            self.viewer: draw.viewer(pair),
-            self.links: draw.links(
-                [("Download dense", pair.dense.video), ("Download sparse", pair.sparse.video)]
-            ),
-            self.inside: gr.update(visible=True),
-            self.heat: draw.heat(pair),
-            self.cell_controls: gr.update(visible=False),
-            self.cell: "",
-            self.cell_status: "",
-            **self._generate.history_update(visit),
+    async def compare(
+        self, request: gr.Request, side_a: Any, side_b: Any, **values: Any
+    ) -> AsyncIterator[Updates]:
+        """Compare two videos, making what is not there yet, and tell how it goes."""
+
+        def ask(visit: Visit) -> Errand:
+            asked: GenerateRequest | None = None
+            warnings: list[str] = []
+            if FORM in (side_a, side_b):
+                asked, warnings = self._form.request(values, visit.images)
+
+            def keep(pair: Pair) -> None:
+                visit.pair, visit.cell = pair, None
+
+            if side_a == DENSE and asked is not None:
+                if asked.method == "dense":
+                    raise OptionError(
+                        "dense against dense shows nothing. Hint: choose a sparse method."
+                    )
+                parts, work = 2, compare(asked, visit.next_stem(asked.prompt))
+            else:
+                parts, work = 1, self._two(visit, side_a, side_b, asked)
+            return Errand(
+                place=self._place,
+                job=Job(and_keep(work, keep), parts=parts),
+                done="Both videos are ready",
+                show=lambda pair: self._shown(pair, None),
+                warnings=warnings,
+            )
+
+        async with aclosing(self._desk.run(request, self._place, ask)) as updates:
+            async for update in updates:
+                yield update
+
+    def _two(
+        self, visit: Visit, side_a: Any, side_b: Any, asked: GenerateRequest | None
+    ) -> Callable[[Workbench, Job[Workbench, Any]], Pair]:
+        """The job that compares kept videos with each other, or with the form's settings.
+
+        Raises:
+            OptionError: the sides cannot be compared.
+        """
+        if side_a == side_b:
+            raise OptionError("both sides are the same. Hint: choose another video as A or B.")
+        if side_a == DENSE:
+            raise OptionError(
+                "a dense side is made beside the form's settings. Hint: show the video in "
+                "Generate, take its settings, and choose the form's settings as B."
+            )
+        kept = {each.record.stem: each for each in visit.gallery.find()}
+        sides: list[Clip | GenerateRequest] = []
+        names = []
+        for letter, name in zip("AB", (side_a, side_b), strict=True):
+            if name == FORM and asked is not None:
+                sides.append(asked)
+                names.append(f"{letter}: {asked.method} · seed {asked.seed}")
+                continue
+            clip = visit.gallery.clip(kept[name]) if name in kept else None
+            if clip is None:
+                raise OptionError(f"there is no video {shown(name)}. Hint: choose {letter} anew.")
+            sides.append(clip)
+            names.append(f"{letter}: {draw.kept_name(kept[name])}")
+        one, other = (each.request if isinstance(each, Clip) else each for each in sides)
+        sizes = [f"{each.frames} frames of {each.width}x{each.height}" for each in (one, other)]
+        if sizes[0] != sizes[1]:
+            raise OptionError(
+                f"A has {sizes[0]} and B {sizes[1]}. Hint: choose two of one size and length."
+            )
+        stem = visit.next_stem(other.prompt)
+        return compare_sides((sides[0], sides[1]), (names[0], names[1]), stem)
+
+    def offer(self, request: gr.Request) -> Updates:
+        """Offer what the visit has made by now as sides."""
+        return self.offered(self._desk.visit(request))
+
+    def offered(self, visit: Visit, **chosen: str) -> Updates:
+        """The updates that offer the visit's videos; ``chosen`` are put there."""
+        kept = [
+            (draw.kept_caption(each), each.record.stem)
+            for each in visit.gallery.find()[:MOST_SHOWN]
+        ]
+        firsts = {"side_a": _FIRST_A, "side_b": _FIRST_B}
+        return {
+            control: gr.update(
+                choices=[*firsts[name], *kept],
+                **({"value": chosen[name]} if name in chosen else {}),
+            )
+            for name, control in self.sides.items()
         }
+
+    async def time_in_turns(self, request: gr.Request) -> AsyncIterator[Updates]:
+        """Make both sides of the last comparison again, in turns, and tell the speed."""
+
+        def ask(visit: Visit) -> Errand:
+            pair = _pair_of(visit)
+
+            def keep(timed: Pair) -> None:
+                if visit.pair is pair:
+                    visit.pair = timed
+
+            return Errand(
+                place=self._place,
+                job=Job(and_keep(time_in_turns(pair), keep), parts=2 * TURNS),
+                done=f"Timed {TURNS} times in turns",
+                show=lambda timed: {self.facts: draw.pair_facts(timed)},
+            )
+
+        async with aclosing(self._desk.run(request, self._place, ask)) as updates:
+            async for update in updates:
+                yield update
+
+    async def resume(self, request: gr.Request) -> AsyncIterator[Updates]:
+        """What a page that is opened again shows: the last comparison, and what runs."""
+        visit = self._desk.visit(request)
+        # gradio empties what an event that says nothing would have told.
+        yield (
+            {self.status: gr.skip()} if visit.pair is None else self._shown(visit.pair, visit.cell)
+        )
+        async with aclosing(self._desk.resume(request, "compare")) as updates:
+            async for update in updates:
+                yield update
 
     def cancel(self, request: gr.Request) -> Any:
         """Stop what this visit has running or waiting in this tab."""
@@ -171,36 +314,63 @@ class CompareTab:
 
     async def record_cell(
         self, request: gr.Request, step: Any, layer: Any
-    ) -> AsyncIterator[dict[Any, Any]]:
+    ) -> AsyncIterator[Updates]:
         """Record one cell of the last comparison and tell how it goes."""
-        visit = self._desk.visit(request)
-        try:
-            pair = visit.pair
-            if pair is None:
-                raise OptionError("there is no comparison yet. Hint: compare with dense first.")
+        place = Place("compare", self.cell_status, self.stop)
+
+        def ask(visit: Visit) -> Errand:
+            pair = _pair_of(visit)
             at = _place("step", step, len(pair.heads))
             of = _place("layer", layer, max(map(len, pair.heads), default=0))
-            job: Job[Workbench, CellRecord] = Job(record_cell(pair.sparse.request, at, of))
-            async with aclosing(self._desk.follow(request, "compare", job)) as snapshots:
-                async for snapshot in snapshots:
-                    if not snapshot.finished:
-                        yield {self.cell_status: draw.status(snapshot)}
-            if job.error is not None:
-                raise job.error
-        except Exception as error:
-            yield {self.cell_status: alert(error)}
-            raise toast(error) from error
-        record = job.result
-        if record is None:
-            yield {self.cell_status: draw.status(job.snapshot())}
-            return
-        visit.cell = record
+
+            def keep(record: CellRecord) -> None:
+                if visit.pair is pair:
+                    visit.cell = record
+
+            job: Job[Workbench, CellRecord] = Job(
+                and_keep(record_cell(pair.sparse.request, at, of), keep)
+            )
+
+            def show(record: CellRecord) -> Updates:
+                done = "Recorded"
+                if record.step != at:
+                    done = f"Recorded step {record.step + 1}, whose plan serves step {at + 1}"
+                return {
+                    **self._cell_shown(record),
+                    self.cell_status: draw.status(job.snapshot(), done),
+                }
+
+            return Errand(place=place, job=job, done="Recorded", show=show)
+
+        async with aclosing(self._desk.run(request, place, ask)) as updates:
+            async for update in updates:
+                yield update
+
+    def _shown(self, pair: Pair, cell: CellRecord | None) -> Updates:
+        """The updates that show a comparison, and the cell of it that was recorded."""
+        # two chosen videos have neither.
+        beside = bool(pair.timed)
+        hidden = {self.cell_controls: gr.update(visible=False), self.cell: ""}
+        return {
+            self.facts: draw.pair_facts(pair),
+            self.timing: gr.update(visible=beside),
+            self.viewer: draw.viewer(pair),
+            self.links: draw.links(
+                [
+                    (f"Download {name.lower() if beside else name.partition(':')[0]}", clip.video)
+                    for name, clip in zip(pair.names, (pair.dense, pair.sparse), strict=True)
+                ]
+            ),
+            self.inside: gr.update(visible=beside),
+            self.heat: draw.heat(pair),
+            self.cell_status: "",
+            **(hidden if cell is None else self._cell_shown(cell)),
+        }
+
+    def _cell_shown(self, record: CellRecord) -> Updates:
+        """The updates that show a recorded cell, its first head."""
         order = "rowmajor" if record.order == "rowmajor" else "hilbert"
-        done = "Recorded"
-        if record.step != at:
-            done = f"Recorded step {record.step + 1}, whose plan serves step {at + 1}"
-        yield {
-            self.cell_status: draw.status(job.snapshot(), done),
+        return {
             self.cell_controls: gr.update(visible=True),
             self.head: gr.update(maximum=max(2, record.heads), value=1),
             self.order: order,
@@ -217,6 +387,17 @@ class CompareTab:
         if record is None or order not in record.maps:
             return gr.skip()
         return draw.cell_map(record, min(max(place, 1), record.heads) - 1, order)
+
+
+def _pair_of(visit: Visit) -> Pair:
+    """The visit's last comparison with dense.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if visit.pair is None or not visit.pair.timed:
+        raise OptionError("there is no comparison with dense yet. Hint: compare with dense first.")
+    return visit.pair
 
 
 def _place(name: str, value: object, count: int) -> int:

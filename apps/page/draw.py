@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import math
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -14,22 +13,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vidsparse.apps.page.queue import Snapshot
-from vidsparse.apps.page.tasks import BRIGHT, Clip, Pair, ReportFiles
-from vidsparse.apps.runs.report_page import SHORT_PROMPT, frame_plot, nice_ticks, work_tiles
+from vidsparse.apps.page.tasks import BRIGHT, Clip, Pair
+from vidsparse.apps.runs.curve import curve_points
+from vidsparse.apps.runs.report_page import (
+    SHORT_PROMPT,
+    frame_plot,
+    heat_cells,
+    schedule_cells,
+    schedule_text,
+    speed_tile,
+    summary_rows,
+    work_tiles,
+)
+from vidsparse.metrics import spread
 from vidsparse.report import (
     PromptComparison,
+    Report,
     format_number,
     format_psnr,
     format_seconds,
-    format_share,
-    format_spread,
     format_total,
 )
+from vidsparse.speedup import Speedup
 from vidsparse.work import Work
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from vidsparse.apps.page.gallery import Kept
+    from vidsparse.pipelines.models import ModelRef
     from vidsparse.pipelines.request import GenerateRequest
     from vidsparse.probe import CellRecord
 
@@ -41,15 +53,19 @@ _ORANGE = ((255, 226, 196), (196, 74, 0))
 
 
 @cache
-def _macros() -> Any:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+def _macros(name: str = "fragments.html.j2") -> Any:
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
+    loaders = [
+        PackageLoader("vidsparse.apps.page", "."),
+        PackageLoader("vidsparse.apps.runs", "templates"),
+    ]
     environment = Environment(
-        loader=PackageLoader("vidsparse.apps.page", "."),
+        loader=ChoiceLoader(loaders),
         autoescape=True,
         undefined=StrictUndefined,
     )
-    return environment.get_template("fragments.html.j2").module
+    return environment.get_template(name).module
 
 
 def alert(text: str) -> str:
@@ -60,6 +76,11 @@ def alert(text: str) -> str:
 def note(text: str) -> str:
     """A remark in small print."""
     return str(_macros().note(text))
+
+
+def fold() -> str:
+    """What the form is folded away with on narrow screens."""
+    return str(_macros().fold())
 
 
 def file_url(path: Path) -> str:
@@ -76,30 +97,47 @@ def links(files: Sequence[tuple[str, Path]]) -> str:
     )
 
 
-def status(snapshot: Snapshot, done: str = "Done", warnings: Sequence[str] = ()) -> str:
-    """How a job stands, with its step and the time left."""
-    detail = format_seconds(snapshot.elapsed) if snapshot.elapsed else ""
+def status(
+    snapshot: Snapshot, done: str = "Done", warnings: Sequence[str] = (), behind: int = 0
+) -> str:
+    """How a job stands: which video of how many, its step, the time gone and the time left.
+
+    ``behind`` more of the visitor's wait for it.
+    """
+    parts = [snapshot.place] if snapshot.place else []
+    running = snapshot.state in ("waiting", "running")
     if snapshot.state == "waiting":
         ahead = snapshot.ahead
         title = "Waiting"
-        detail = f"{ahead} job{'s' if ahead != 1 else ''} before yours" if ahead else "next in line"
+        parts = [
+            f"{ahead} job{'s' if ahead != 1 else ''} before yours" if ahead else "next in line"
+        ]
     elif snapshot.state == "running":
         title = snapshot.phase[:1].upper() + snapshot.phase[1:]
-        parts = [f"step {snapshot.step} / {snapshot.steps}"] if snapshot.steps else []
+        if snapshot.steps:
+            parts.append(f"step {snapshot.step} / {snapshot.steps}")
+        if snapshot.elapsed >= 1:
+            parts.append(f"{_duration(snapshot.elapsed)} so far")
         if snapshot.stopping:
             within = 0 < snapshot.step < snapshot.steps
             title = "Stopping after this step" if within else "Stopping"
         elif snapshot.left is not None:
             parts.append(f"about {_duration(snapshot.left)} left")
-        detail = " · ".join(parts)
     elif snapshot.state == "cancelled":
         title = "Cancelled"
         at = f"at step {snapshot.step} / {snapshot.steps}; " if snapshot.steps else ""
-        detail = f"{at}your settings and videos are kept"
+        parts = [f"{at}your settings and videos are kept"]
     else:
         title = done if snapshot.state == "done" else "Failed"
-    running = snapshot.state in ("waiting", "running")
-    return str(_macros().status(title, detail, snapshot.done, running, list(warnings)))
+        parts = [format_seconds(snapshot.elapsed)] if snapshot.elapsed else []
+    # loading, warming up and writing have no steps: a bar that stands at nothing would look stuck.
+    busy = snapshot.state == "running" and not snapshot.steps
+    if behind:
+        parts.append(f"{behind} more of yours wait{'s' if behind == 1 else ''}")
+    detail, finished = " · ".join(parts), snapshot.state == "done"
+    return str(
+        _macros().status(title, detail, snapshot.done, running, finished, busy, list(warnings))
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -112,33 +150,35 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
+def model_card(model: ModelRef) -> str:
+    """What a model is, its default size, and what it knows; marks other words of the prompt."""
+    defaults = model.defaults
+    size = (
+        f"{defaults.frames} frames of {defaults.width}x{defaults.height} in {defaults.steps} steps"
+    )
+    return str(
+        _macros().model_card(
+            Path(model.name).name, model.description, model.license, size, list(model.vocabulary)
+        )
+    )
+
+
 # ---- generate ----
 
 
-def clip_facts(clip: Clip, dense_seconds: float | None) -> str:
-    """Time, densities and speed of one video."""
+def clip_facts(clip: Clip) -> str:
+    """Time and densities of one video."""
     record, times = clip.record, clip.record["times"]
-    sparse = record["computed"] is not None
-    denoise = times["denoise"]
-    speed = {"name": "Speed", "value": "-", "note": "make a dense video of this size to compare"}
-    if not sparse:
-        speed = {"name": "Speed", "value": "1.00x", "note": "this is the dense run"}
-    elif dense_seconds:
-        speed |= {
-            "value": f"{dense_seconds / denoise:.2f}x",
-            "note": f"denoising, last dense run took {format_seconds(dense_seconds)}",
-        }
     return str(
         _macros().tiles(
             [
                 {
                     "name": "Time",
                     "value": format_seconds(times["total"]),
-                    "note": f"{format_seconds(denoise)} denoising, "
+                    "note": f"{format_seconds(times['denoise'])} denoising, "
                     f"{format_seconds(times['decode'])} decoding",
                 },
                 *_work(record),
-                speed,
                 {
                     "name": "Ran on",
                     "value": clip.request.device,
@@ -155,12 +195,24 @@ def _work(record: Mapping[str, Any]) -> list[dict[str, str]]:
     return work_tiles(work, record["selected"], record["computed"])
 
 
-def clip_caption(clip: Clip) -> str:
-    """One line under a video of the history."""
-    record = clip.record
-    sparse = record["computed"] is not None
-    share = f"{clip.request.method} {record['total']:.0%}" if sparse else "dense"
-    return f"{share} · seed {clip.request.seed} · {clip.record['times']['total']:.1f} s"
+def kept_caption(kept: Kept) -> str:
+    """What stands under a kept video: what it shows, and how it was made."""
+    return f"{_short(kept.prompt)} · {kept_name(kept)} · {kept.seconds:.1f} s"
+
+
+def kept_name(kept: Kept) -> str:
+    """A kept video among others of its prompt."""
+    share = kept.method if kept.total is None else f"{kept.method} {kept.total:.0%}"
+    return f"{share} · seed {kept.seed}"
+
+
+def about_report(request: GenerateRequest, prompts: int) -> str:
+    """What a report is about, in one line: model, method, size and number of prompts."""
+    return (
+        f"{request.method} on {Path(request.model).name}, {request.frames} frames of "
+        f"{request.width}x{request.height} in {request.steps} steps, "
+        f"{prompts} prompt{'s' if prompts != 1 else ''}"
+    )
 
 
 def settings_line(request: GenerateRequest) -> str:
@@ -177,13 +229,17 @@ def settings_line(request: GenerateRequest) -> str:
 # ---- compare ----
 
 
-def viewer(pair: Pair) -> str:
-    """Both videos and their difference, in step, with the measures of every frame below."""
+def viewer(pair: Pair, source: str | None = None) -> str:
+    """Both videos and their difference, in step, with the measures of every frame below.
+
+    ``source`` is the address of their video, where the page does not serve it as a file.
+    """
     height, width = pair.sparse.request.height, pair.sparse.request.width
     frames = pair.quality.frames
     return str(
         _macros().viewer(
-            file_url(pair.panels),
+            pair.panels.name,
+            source or file_url(pair.panels),
             len(frames),
             pair.sparse.request.fps,
             width,
@@ -191,40 +247,64 @@ def viewer(pair: Pair) -> str:
             BRIGHT,
             [frame_plot(frames, "psnr"), frame_plot(frames, "ssim")],
             pair.sparse.request.prompt,
+            pair.names,
+        )
+    )
+
+
+def opening(pair: Pair) -> str:
+    """The finished comparison that the page opens with, whole."""
+    video = base64.b64encode(pair.panels.read_bytes()).decode("ascii")
+    request, device = pair.sparse.request, pair.sparse.record["device"]
+    about = (
+        f"Made before: {settings_line(request)}; on {device['name']}, {device['threads']} threads"
+    )
+    return "".join(
+        (
+            str(_macros().opening(request.prompt, about)),
+            pair_facts(pair),
+            viewer(pair, f"data:video/mp4;base64,{video}"),
+            heat(pair),
         )
     )
 
 
 def pair_facts(pair: Pair) -> str:
-    """What sparsity cost and gained, in five figures."""
-    quality, sparse, dense = pair.quality, pair.sparse.record, pair.dense.record
-    seconds = [record["times"]["denoise"] for record in (dense, sparse)]
+    """What sparsity cost and gained, or how far two chosen videos are apart, in five figures."""
+    if pair.timed:
+        seconds = [
+            spread([getattr(each, side) for each in pair.timed]).mean
+            for side in ("dense", "sparse")
+        ]
+        sides = [
+            *_work(pair.sparse.record),
+            speed_tile(Speedup.of(pair.timed), *seconds),
+        ]
+        measured = "over all frames, before encoding"
+    else:
+        sides = [
+            _side_tile(*each) for each in zip(pair.names, (pair.dense, pair.sparse), strict=True)
+        ]
+        measured = "over all frames, as encoded"
+    quality = pair.quality
+    flicker = "identical" if quality.identical else format_number(quality.flicker, ".2f", " dB")
     return str(
         _macros().tiles(
             [
-                {
-                    "name": "PSNR",
-                    "value": format_psnr(quality, " dB"),
-                    "note": "over all frames, before encoding",
-                },
+                {"name": "PSNR", "value": format_psnr(quality, " dB"), "note": measured},
                 {"name": "SSIM", "value": f"{quality.ssim:.4f}", "note": "mean over frames"},
-                {
-                    "name": "Flicker",
-                    "value": "identical"
-                    if quality.identical
-                    else format_number(quality.flicker, ".2f", " dB"),
-                    "note": "PSNR of frame differences",
-                },
-                *_work(sparse),
-                {
-                    "name": "Denoising",
-                    "value": f"{seconds[0] / seconds[1]:.2f}x" if seconds[1] else "-",
-                    "note": f"{format_seconds(seconds[0])} dense, "
-                    f"{format_seconds(seconds[1])} sparse",
-                },
+                {"name": "Flicker", "value": flicker, "note": "PSNR of frame differences"},
+                *sides,
             ]
         )
     )
+
+
+def _side_tile(name: str, clip: Clip) -> dict[str, str]:
+    """What one of two chosen videos took."""
+    record = clip.record
+    share = "all attention" if record["computed"] is None else f"{record['total']:.1%} of attention"
+    return {"name": name, "value": format_seconds(record["times"]["total"]), "note": share}
 
 
 def heat(pair: Pair) -> str:
@@ -232,23 +312,15 @@ def heat(pair: Pair) -> str:
     density = pair.sparse.record["density_map"]
     if not density:
         return note("Dense attention has no density map.")
-    cells = [
-        {
-            "step": step,
-            "layer": layer,
-            "opacity": f"{value:.3f}",
-            "label": f"step {step + 1}, layer {layer + 1}: "
-            + ("dense" if value >= 1 else f"{value:.1%} computed"),
-        }
-        for step, row in enumerate(density)
-        for layer, value in enumerate(row)
-        if value is not None
-    ]
     heads = [
         [None if shares is None else [round(share, 3) for share in shares] for shares in row]
         for row in pair.heads
     ]
-    return str(_macros().heat(cells, len(density), max(map(len, density)), heads))
+    steps = schedule_cells([pair.sparse.record])
+    drawn = _macros().heat(
+        pair.panels.name, heat_cells(density), len(density), max(map(len, density)), heads
+    )
+    return f"{drawn}{_macros().steps(steps, schedule_text(steps))}"
 
 
 def cell_map(record: CellRecord, head: int, order: str) -> str:
@@ -303,16 +375,20 @@ _COLUMNS = (
     ("PSNR dB", False),
     ("SSIM", False),
     ("flicker dB", False),
-    ("computed, whole run", False),
-    ("dense", False),
-    ("sparse", False),
+    ("computed", False),
+    ("dense / sparse", False),
 )
 
 
-def report_table(rows: Sequence[tuple[str, PromptComparison]]) -> str:
+def report_table(rows: Sequence[tuple[str, PromptComparison]], about: str) -> str:
     """One row for each prompt and setting, as they come in."""
+    caption = (
+        f"Every prompt: {about}. Computed is of the whole run's attention; dense / sparse are "
+        "seconds of denoising."
+    )
     return str(
         _macros().table(
+            caption,
             [{"name": name, "text": text} for name, text in _COLUMNS],
             [
                 (
@@ -325,8 +401,7 @@ def report_table(rows: Sequence[tuple[str, PromptComparison]]) -> str:
                     if each.quality.identical
                     else format_number(each.quality.flicker, ".2f"),
                     format_total(each.sparse.work),
-                    format_seconds(each.dense.seconds.get("denoise")),
-                    format_seconds(each.sparse.seconds.get("denoise")),
+                    _both_times(each),
                 )
                 for setting, each in rows
             ],
@@ -334,90 +409,25 @@ def report_table(rows: Sequence[tuple[str, PromptComparison]]) -> str:
     )
 
 
-def report_summary(reports: Sequence[tuple[str, ReportFiles]]) -> str:
+def _both_times(each: PromptComparison) -> str:
+    """Denoising seconds of both sides, and since when a dense one has been kept."""
+    times = " / ".join(
+        format_number(run.seconds.get("denoise"), ".2f") for run in (each.dense, each.sparse)
+    )
+    return times if each.kept is None else f"{times}, dense kept from {each.kept}"
+
+
+def report_summary(reports: Sequence[tuple[str, Report]], about: str) -> str:
     """One row for each setting: means and spreads over the prompts."""
-    names = (
-        "setting", "PSNR dB", "SSIM", "flicker dB", "computed, whole run", "in sparse calls",
-        "selected there", "denoising",
-    )  # fmt: skip
-    return str(
-        _macros().table(
-            [{"name": name, "text": not index} for index, name in enumerate(names)],
-            [
-                (
-                    setting,
-                    format_spread(made.report.psnr, ".2f", identical=made.report.identical),
-                    format_spread(made.report.ssim, ".4f"),
-                    format_spread(made.report.flicker, ".2f"),
-                    format_total(made.report.work),
-                    format_share(made.report.computed),
-                    format_share(made.report.selected),
-                    format_number(made.report.speedup("denoise"), ".2f", "x"),
-                )
-                for setting, made in reports
-            ],
-        )
-    )
+    titles, *rows = summary_rows(reports)
+    names = [{"name": name, "text": not place} for place, name in enumerate(titles)]
+    return str(_macros().table(f"Means over prompts: {about}", names, rows))
 
 
-def report_curve(rows: Sequence[tuple[str, PromptComparison]]) -> str:
+def report_curve(rows: Sequence[tuple[str, PromptComparison]], about: str) -> str:
     """PSNR over the whole run's share computed: every prompt, and the mean of each setting."""
-    points: dict[str, list[tuple[float, float, int]]] = {}
-    for setting, each in rows:
-        work = each.sparse.work
-        if work is not None and each.quality.psnr is not None:
-            points.setdefault(setting, []).append((work.total, each.quality.psnr, each.number))
-    if not points:
-        return ""
-    everything = [point for group in points.values() for point in group]
-    xs = nice_ticks(min(p[0] for p in everything), max(p[0] for p in everything))
-    ys = nice_ticks(min(p[1] for p in everything), max(p[1] for p in everything))
-
-    def place(x: float, y: float, label: str) -> dict[str, Any]:
-        return {
-            "x": (x - xs[0]) / (xs[-1] - xs[0]),
-            "y": 1 - (y - ys[0]) / (ys[-1] - ys[0]),
-            "label": label,
-        }
-
-    means = sorted(
-        (
-            place(
-                float(np.mean([p[0] for p in group])),
-                float(np.mean([p[1] for p in group])),
-                f"{setting}: {np.mean([p[1] for p in group]):.2f} dB at "
-                f"{np.mean([p[0] for p in group]):.1%} computed",
-            )
-            for setting, group in points.items()
-        ),
-        key=lambda point: point["x"],
-    )
-    return str(
-        _macros().curve(
-            _ticks(xs, percent=True),
-            _ticks(ys, percent=False, down=True),
-            [
-                place(x, y, f"{setting}, prompt {number}: {y:.2f} dB at {x:.1%} computed")
-                for setting, group in points.items()
-                for x, y, number in group
-            ],
-            " ".join(f"{'L' if i else 'M'}{p['x']:.4f} {p['y']:.4f}" for i, p in enumerate(means)),
-            means,
-            "PSNR against attention computed in the whole run",
-        )
-    )
-
-
-def _ticks(values: Sequence[float], *, percent: bool, down: bool = False) -> list[dict[str, Any]]:
-    room = values[-1] - values[0]
-    step = (values[1] - values[0]) * (100 if percent else 1)
-    decimals = max(0, math.ceil(-math.log10(step) - 1e-9))
-    found = []
-    for value in values:
-        at = (value - values[0]) / room
-        text = f"{value * 100:.{decimals}f} %" if percent else f"{value:.{decimals}f}"
-        found.append({"at": 1 - at if down else at, "label": text})
-    return found
+    points = curve_points(rows, about)
+    return "" if points is None else str(_macros("curve.html.j2").curve(points, "vs-curve"))
 
 
 def _short(prompt: str) -> str:

@@ -12,17 +12,31 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import click
 import gradio as gr
 
+from vidsparse.apps.page import draw
 from vidsparse.apps.page.host import Host, HostPreset
-from vidsparse.apps.terminal.options import amount, default_text
+from vidsparse.apps.page.sizes import length_choices, size_choices
+from vidsparse.apps.page.values import (
+    amount_text,
+    check_texts,
+    method_options,
+    name_of,
+    number,
+    parameter,
+    read_amount,
+    typed,
+    whole,
+)
 from vidsparse.errors import OptionError
 from vidsparse.kernels import IMPLEMENTATIONS
 from vidsparse.methods import METHODS, Method, SparseMethod, make_method
 from vidsparse.order import ORDERS
+from vidsparse.pipelines.caching import CACHES
+from vidsparse.pipelines.families import SCHEDULED
 from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, resolve
+from vidsparse.pipelines.speed import SPEEDS
 
 
 def offered(presets: Sequence[HostPreset] = ()) -> dict[str, type[Method]]:
@@ -39,28 +53,36 @@ def needs_preset(method: str) -> bool:
     return issubclass(cls, SparseMethod) and cls.needs_numbers
 
 
-# what a new visitor sees first.
-DEFAULT_METHOD = next(iter(offered()))
-
 BY_HAND = ""
-"""The choice of no preset."""
+"""The choice of no preset, of no speed, and of no named size."""
+
+BY_HAND_CHOICE = ("by hand", BY_HAND)
+
+FIRST_SPEED = "high"
+"""What a new visitor sees: the model's own defaults."""
 
 OWN_ORDER = ""
 """The choice of no token order."""
 
 _WHOLE = ("steps", "frames", "width", "height", "seed", "reuse")
 IMAGES = {"image": "First frame", "last_image": "Last frame"}
-# of any number: what a seed can be.
-LARGEST = 2**63 - 1
 # a video of less or more no player shows, and no model was made with such guidance.
 _BETWEEN = {"fps": (1, 240), "guidance": (0, 100)}
-_AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers")
+_AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers", "refresh")
 _FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps")
 
 
-def parameter(method: str, field: str) -> str:
-    """The name of a method's own option among the form's values."""
-    return f"{method}_{field}".replace("-", "_").replace(".", "_")
+def first_method(model: ModelRef) -> str:
+    """What the page shows first of a model: its own method, where that needs no preset."""
+    own = model.defaults.method
+    return own if own in offered() else next(iter(offered()))
+
+
+def schedule_values(schedule: Mapping[str, int | float | None]) -> dict[str, Any]:
+    """Dense steps and the like as their controls hold them: a number of steps, else amounts."""
+    return {
+        name: value if name == "reuse" else amount_text(value) for name, value in schedule.items()
+    }
 
 
 def takes(model: ModelRef) -> dict[str, bool]:
@@ -88,6 +110,14 @@ class Form:
         images: ``image`` and ``last_image`` to the upload of a picture, and the picture as it
             will be used.
         pictures: what holds them, for models that take one.
+        card: what the model is and knows, and which words of the prompt it does not know.
+        size: fills width and height; ``length`` the frames.
+        dice: fills the seed.
+        videos: how many Generate makes, with a seed each.
+        share: makes a link that carries all settings.
+        link: shows it.
+        speed: the one control that fills those by hand.
+        speed_facts: what its choice stands for.
     """
 
     def __init__(self, host: Host) -> None:
@@ -96,9 +126,11 @@ class Form:
         self.groups: dict[str, gr.Group] = {}
         self.folds: dict[str, gr.Accordion] = {}
         self._prompt(host.models[0])
+        self._speed()
         self._sparsity(host.models[0])
         self._video(host.models[0])
         self._seldom(host.models[0])
+        self._link()
 
     def _add(self, name: str, control: Any) -> Any:
         self.controls[name] = control
@@ -131,6 +163,7 @@ class Form:
                 visible=len(self.host.models) > 1,
             ),
         )
+        self.card = gr.HTML(draw.model_card(model), elem_id="model-card")
         shown = takes(model)
         with gr.Column(visible=any(shown.values())) as self.pictures:
             with gr.Row():
@@ -144,16 +177,25 @@ class Form:
                 }
         self.images = {name: (uploads[name], previews[name]) for name in IMAGES}
 
+    def _speed(self) -> None:
+        self.speed = gr.Radio(
+            [*((speed, speed) for speed in SPEEDS), BY_HAND_CHOICE],
+            value=FIRST_SPEED,
+            label="Quality and speed",
+            elem_id="speed",
+        )
+        self.speed_facts = gr.HTML(elem_id="speed-facts")
+
     def _sparsity(self, model: ModelRef) -> None:
         methods = offered(self.host.presets)
-        with gr.Group():
+        with gr.Accordion("By hand", open=False, elem_id="by-hand"), gr.Group():
             self._add(
                 "method",
                 gr.Dropdown(
                     [titled(name) for name in methods],
-                    value=DEFAULT_METHOD,
+                    value=first_method(model),
                     label="Method",
-                    info=METHODS[DEFAULT_METHOD].summary,
+                    info=METHODS[first_method(model)].summary,
                     elem_id="method",
                 ),
             )
@@ -171,7 +213,7 @@ class Form:
             )
             for name, cls in methods.items():
                 own = model.defaults.method_options.get(name, {})
-                with gr.Group(visible=name == DEFAULT_METHOD) as group:
+                with gr.Group(visible=name == first_method(model)) as group:
                     self._own_controls(name, cls, own)
                 self.groups[name] = group
 
@@ -195,7 +237,29 @@ class Form:
         with gr.Group():
             with gr.Row():
                 self._add("seed", _number("Seed", 0))
+                self.videos = gr.Number(
+                    value=1, label="Videos", step=1, min_width=90, elem_id="videos"
+                )
                 self._add("steps", _number("Steps", first["steps"]))
+            self.dice = gr.Button("Another seed", size="sm", elem_id="dice")
+            with gr.Row():
+                limits = self.host.limits
+                sizes, lengths = size_choices(model, limits), length_choices(model, limits)
+                width, height, frames = (first[name] for name in ("width", "height", "frames"))
+                self.size = gr.Dropdown(
+                    [*sizes, BY_HAND_CHOICE],
+                    value=among(sizes, f"{width}x{height}"),
+                    label="Size",
+                    min_width=140,
+                    elem_id="size",
+                )
+                self.length = gr.Dropdown(
+                    [*lengths, BY_HAND_CHOICE],
+                    value=among(lengths, str(frames)),
+                    label="Length",
+                    min_width=140,
+                    elem_id="length",
+                )
             with gr.Row():
                 label, step = f"Frames ({defaults.frame_factor}k+1)", defaults.frame_factor
                 self._add("frames", _number(label, first["frames"], step))
@@ -209,12 +273,18 @@ class Form:
             with gr.Group():
                 with gr.Row():
                     for name, label in (("guidance", "Guidance"), ("fps", "Frames a second")):
-                        self._add(name, gr.Number(value=first[name], label=label, min_width=90))
+                        self._add(name, _number(label, first[name]))
                 self._add(
                     "negative_prompt",
                     gr.Textbox(value="", label="Negative prompt", placeholder="what not to show"),
                 )
             self._schedule(model, first)
+
+    def _link(self) -> None:
+        self.share = gr.Button("A link with these settings", size="sm", elem_id="make-link")
+        self.link = gr.Textbox(
+            label="Link", interactive=False, visible=False, buttons=["copy"], elem_id="link"
+        )
 
     def _schedule(self, model: ModelRef, first: Mapping[str, Any]) -> None:
         gr.Markdown(
@@ -222,7 +292,7 @@ class Form:
             elem_classes="note",
         )
         with gr.Group():
-            for pair in (_AMOUNTS[:2], _AMOUNTS[2:]):
+            for pair in (_AMOUNTS[:2], _AMOUNTS[2:4]):
                 with gr.Row():
                     for name in pair:
                         label = name.removeprefix("dense_").replace("_", " ")
@@ -244,7 +314,25 @@ class Form:
                         min_width=110,
                     ),
                 )
-                self._add("reuse", _number("Steps a plan serves", model.defaults.reuse))
+                self._add("reuse", _number("Steps a plan serves", first["reuse"]))
+                self._add(
+                    "refresh",
+                    gr.Textbox(
+                        value=first.get("refresh", ""),
+                        label="Refreshes",
+                        placeholder="the method's",
+                        min_width=110,
+                    ),
+                )
+            self._add(
+                "cache",
+                gr.Dropdown(
+                    list(CACHES),
+                    value="none",
+                    label="Step cache",
+                    info="leaves out blocks of steps that change little",
+                ),
+            )
             self._add(
                 "implementation",
                 gr.Dropdown(["auto", *IMPLEMENTATIONS], value="auto", label="Kernel"),
@@ -262,7 +350,7 @@ class Form:
         Raises:
             OptionError: a value that cannot be used, or more than the host allows.
         """
-        _check_texts(values)
+        check_texts(values)
         prompt = values.get("prompt")
         if not isinstance(prompt, str) or not prompt.strip():
             raise OptionError("there is no prompt. Hint: write what the video should show.")
@@ -285,14 +373,17 @@ class Form:
         Raises:
             OptionError: as ``request``.
         """
-        _check_texts(values)
+        check_texts(values)
         model = self.host.model(values.get("model"))
         method = values.get("method")
         if not isinstance(method, str) or method not in self.groups:
             names = ", ".join(self.groups)
             raise OptionError(f"unknown method {method!r}. Hint: choose from {names}.")
         own: dict[str, Any] = {name: whole(name, values.get(name)) for name in _WHOLE}
-        own |= {name: _read_amount(name, values.get(name)) for name in _AMOUNTS}
+        own |= {name: read_amount(name, values.get(name)) for name in _AMOUNTS}
+        if not str(values.get("refresh") or "").strip():
+            # left to the method.
+            own["refresh"] = None
         own |= {name: number(name, values.get(name)) for name in ("guidance", "fps")}
         for name, (least, most) in _BETWEEN.items():
             if own[name] is not None and not least <= own[name] <= most:
@@ -300,7 +391,7 @@ class Form:
                     f"{name} must lie between {least} and {most} on this page, got {own[name]}"
                 )
         own["seed"] = own["seed"] or 0
-        preset = _name("preset", values.get("preset"))
+        preset = name_of("preset", values.get("preset"))
         if preset is not None:
             own["preset"] = self._preset_path(preset, model, method)
         elif needs_preset(method):
@@ -315,9 +406,12 @@ class Form:
             negative_prompt=values.get("negative_prompt") or "",
             model=model.name,
             method=method,
-            method_options=method_options(method, values),
-            order=_name("token order", values.get("order")),
-            implementation=_name("implementation", values.get("implementation")) or "auto",
+            method_options=method_options(
+                method, values, model.defaults.method_options.get(method, {})
+            ),
+            order=name_of("token order", values.get("order")),
+            cache=name_of("step cache", values.get("cache")) or "none",
+            implementation=name_of("implementation", values.get("implementation")) or "auto",
             device=self.host.devices[0],
             dtype=self.host.dtype,
             **own,
@@ -343,7 +437,7 @@ class Form:
     def values_of(self, request: GenerateRequest) -> dict[str, Any]:
         """The controls' values that make ``request``; those it says nothing about are left out."""
         values = {name: getattr(request, name) for name in self.controls if hasattr(request, name)}
-        values |= {name: str(values[name]) for name in _AMOUNTS}
+        values |= {name: amount_text(values[name]) for name in _AMOUNTS}
         values["preset"] = next(
             (each.name for each in self.host.presets if each.path == request.preset), BY_HAND
         )
@@ -362,14 +456,21 @@ class Form:
             ("height", limits.side, defaults.size_factor, 0),
         ):
             values[name] = min(values[name], (most - first) // unit * unit + first)
-        values["order"], values["reuse"] = OWN_ORDER, defaults.reuse
-        for name in ("dense_steps", "dense_layers", "dense_last_layers"):
-            values[name] = str(getattr(defaults, name))
+        values |= {
+            "order": OWN_ORDER,
+            "cache": "none",
+            **self.schedule_of(model, first_method(model)),
+        }
         for method in self.groups:
             # what the model does not say is the method's own default.
             own = make_method(method, **defaults.method_options.get(method, {})).options()
             values |= {parameter(method, name): value for name, value in own.items()}
         return values
+
+    def schedule_of(self, model: ModelRef, method: str) -> dict[str, Any]:
+        """The controls' values for the schedule that the model has for a method."""
+        settings = model.defaults.with_method(method)
+        return schedule_values({name: getattr(settings, name) for name in SCHEDULED})
 
     def options_of(self, method: str) -> dict[str, str]:
         """A method's own options, and the names of their controls."""
@@ -391,6 +492,11 @@ def titled(method: str) -> tuple[str, str]:
     return f"{METHODS[method].title} ({method})", method
 
 
+def among(choices: Sequence[tuple[str, str]], value: str) -> str:
+    """The value, where it is one of the choices."""
+    return value if any(value == each for _, each in choices) else BY_HAND
+
+
 def preset_choices(presets: Sequence[HostPreset]) -> list[tuple[str, str]]:
     """Presets as choices, and none of them first."""
     named = [(f"{each.name} ({each.preset.method})", each.name) for each in presets]
@@ -400,130 +506,20 @@ def preset_choices(presets: Sequence[HostPreset]) -> list[tuple[str, str]]:
 def control_for(field: dataclasses.Field[Any], value: Any) -> Any:
     """The control of a method's own option, by its declaration."""
     facts = field.metadata
-    label, info = field.name.replace("_", " "), facts["help"]
+    # as the command line and the records spell it.
+    label, info = field.name, facts["help"]
+    # what it will be where it is left blank.
+    blank = typed(value)
     if isinstance(field.default, bool):
         return gr.Checkbox(value=value, label=label, info=info)
     if facts.get("choices"):
-        return gr.Dropdown(list(facts["choices"]), value=_text(value), label=label, info=info)
+        return gr.Dropdown(list(facts["choices"]), value=typed(value), label=label, info=info)
     if isinstance(field.default, int):
-        return gr.Number(value=value, label=label, info=info, step=1)
+        return gr.Number(value=value, label=label, info=info, step=1, placeholder=blank)
     if isinstance(field.default, float):
         # no step of its own: a number that is in range should never be called invalid.
-        return gr.Number(value=value, label=label, info=info, step=0.05)
-    return gr.Textbox(value=_text(value), label=label, info=info, placeholder=facts["metavar"])
-
-
-def method_options(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The method's own options among the form's values; what is left blank keeps its default.
-
-    Raises:
-        OptionError: a value that cannot be read.
-    """
-    options: dict[str, Any] = {}
-    for field in METHODS[method].option_fields():
-        value = values.get(parameter(method, field.name))
-        if value is None or value == "":
-            continue
-        if isinstance(field.default, bool):
-            if not isinstance(value, bool):
-                raise OptionError(f"{field.name} must be on or off, got {shown(value)}")
-            options[field.name] = value
-            continue
-        try:
-            options[field.name] = field.metadata["convert"](_text(value))
-        except OptionError:
-            raise
-        except ValueError:
-            raise OptionError(
-                f"{field.name} cannot be {shown(value)} ({field.metadata['help']}). "
-                f"Hint: {default_text(field)} is the default."
-            ) from None
-    return options
-
-
-def whole(name: str, value: object) -> int | None:
-    """A whole number of the form, None where it was left blank.
-
-    Raises:
-        OptionError: it is none.
-    """
-    value = number(name, value)
-    if value is None:
-        return None
-    if value != int(value):
-        raise OptionError(f"{name} must be a whole number, got {value}")
-    return int(value)
-
-
-def number(name: str, value: object) -> int | float | None:
-    """A number of the form, None where it was left blank.
-
-    Raises:
-        OptionError: it is none.
-    """
-    if value is None:
-        return None
-    # compared, not converted: a whole number can be too large for that.
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not -LARGEST <= value <= LARGEST
-    ):
-        raise OptionError(f"{name.replace('_', ' ')} must be a number, got {shown(value)}")
-    return int(value) if value == int(value) else value
-
-
-def check_text(name: str, text: str) -> None:
-    """Refuse a text that cannot be written down.
-
-    Raises:
-        OptionError: it holds half of a character, as a script can send it.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise OptionError(
-            f"{name.replace('_', ' ')} holds half of a character. Hint: type it anew."
-        ) from None
-
-
-def shown(value: object) -> str:
-    """A value that was refused, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def _check_texts(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, str):
-            check_text(name, value)
-
-
-def _name(what: str, value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise OptionError(f"unknown {what} {shown(value)}")
-    return value or None
-
-
-def _read_amount(name: str, value: object) -> int | float:
-    if not isinstance(value, str | int | float) or isinstance(value, bool):
-        raise OptionError(f"{name} must be a count (3) or a share (0.24), got {shown(value)}")
-    try:
-        return amount(str(value)) if str(value).strip() else 0
-    except click.BadParameter as error:
-        raise OptionError(f"{name}: {error.message}") from None
-
-
-def _text(value: object) -> str:
-    """A value as one types it on the command line."""
-    if value is None:
-        return "none"
-    if isinstance(value, tuple):
-        return "x".join(map(str, value))
-    # the browser knows one kind of number: 16 and 16.0 are the same to it.
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value)
+        return gr.Number(value=value, label=label, info=info, step=0.05, placeholder=blank)
+    return gr.Textbox(value=typed(value), label=label, info=info, placeholder=facts["metavar"])
 
 
 def _upload(name: str, shown: bool) -> gr.File:
@@ -546,4 +542,6 @@ def _number(label: str, value: int, step: int = 1) -> gr.Number:
         label=label,
         step=step,
         min_width=90,
+        # what it will be where it is left blank.
+        placeholder=str(value),
     )

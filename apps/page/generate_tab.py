@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import gradio as gr
 
 from vidsparse.apps.page import draw
-from vidsparse.apps.page.desk import Desk, alert, toast
+from vidsparse.apps.page.desk import Desk, cancel_button
+from vidsparse.apps.page.errands import Errand, Place, Updates
 from vidsparse.apps.page.form import Form
+from vidsparse.apps.page.gallery import MOST_SHOWN, Kept
+from vidsparse.apps.page.opening import opening
 from vidsparse.apps.page.queue import Job
-from vidsparse.apps.page.tasks import Clip, make_clip
+from vidsparse.apps.page.tasks import Clip, make_clips
+from vidsparse.apps.page.values import shown, whole
 from vidsparse.apps.page.visits import Visit
-from vidsparse.apps.page.workbench import Workbench
+from vidsparse.errors import OptionError
+
+# of one click, with a seed each.
+MOST_VIDEOS = 8
 
 
 class GenerateTab:
@@ -30,11 +38,13 @@ class GenerateTab:
         self._form = form
         with gr.Row(elem_classes="vs-run"):
             self.run = gr.Button("Generate", variant="primary", elem_id="generate", scale=3)
-            self.stop = gr.Button("Cancel", elem_id="cancel-generate", scale=1)
+            self.stop = cancel_button("cancel-generate")
         self.status = gr.HTML(
             draw.note("Generate makes one video. Compare shows it beside the dense one."),
             elem_id="generate-status",
         )
+        self._place = Place("generate", self.status, self.stop)
+        self.opening = gr.HTML(draw.opening(opening()), elem_id="opening")
         self.video = gr.Video(
             label="Video",
             interactive=False,
@@ -51,8 +61,17 @@ class GenerateTab:
             self.reuse = gr.Button(
                 "Use these settings", size="md", scale=0, min_width=180, elem_id="use-settings"
             )
+            self.compare = gr.Button(
+                "Compare this one", size="md", scale=0, min_width=180, elem_id="compare-this"
+            )
+        self.search = gr.Textbox(
+            label="Find a video",
+            placeholder="words of its prompt, or a method",
+            visible=False,
+            elem_id="search",
+        )
         self.history = gr.Gallery(
-            label="This visit",
+            label="Your videos",
             columns=4,
             fit_columns=False,
             height="auto",
@@ -66,19 +85,29 @@ class GenerateTab:
         with gr.Accordion("Record", open=False):
             self.record = gr.JSON(show_label=False, elem_id="record")
 
-    def connect(self) -> None:
+    def connect(self, page: gr.Blocks) -> None:
         """Attach the events, once every control of the page is there."""
-        self.run.click(
+        result = [
+            self.video, self.facts, self.actions, self.links, self.opening, self.record,
+        ]  # fmt: skip
+        generated = self.run.click(
             self.generate,
-            inputs_kwargs=self._form.controls,
-            outputs=[
-                self.status, self.video, self.facts, self.actions, self.links, self.history,
-                self.record,
-            ],
+            inputs_kwargs={**self._form.controls, "videos": self._form.videos},
+            outputs=[self.status, self.stop, *result],
+            # more may be asked for while one runs; they wait in the queue.
+            trigger_mode="multiple",
             show_progress="hidden",
             api_name="generate",
-            api_description="Make a video. The record is the last of the answers.",
-        )  # fmt: skip
+            api_description="Make a video. The record is among the answers.",
+        )
+        self.then_find(generated)
+        resumed = page.load(
+            self.resume,
+            outputs=[self.status, self.stop, *result, self.history, self.search],
+            show_progress="hidden",
+            api_visibility="private",
+        )
+        self.then_find(resumed)
         self.stop.click(
             self.cancel,
             outputs=[self.status],
@@ -88,54 +117,104 @@ class GenerateTab:
         )
         self.history.select(
             self.show,
-            outputs=[self.video, self.facts, self.actions, self.links, self.record],
+            inputs=[self.search],
+            outputs=result,
             # a second choice while the first is answered counts; gradio would drop it.
             trigger_mode="multiple",
             show_progress="hidden",
             api_visibility="private",
         )
+        self.search.change(
+            self.find,
+            inputs=[self.search],
+            outputs=[self.history, self.search],
+            trigger_mode="always_last",
+            show_progress="hidden",
+            api_visibility="private",
+        )
 
-    async def generate(self, request: gr.Request, **values: Any) -> AsyncIterator[dict[Any, Any]]:
-        """Make one video and tell how it goes."""
+    async def generate(
+        self, request: gr.Request, videos: Any, **values: Any
+    ) -> AsyncIterator[Updates]:
+        """Make a video, or some with a seed each, and tell how it goes."""
+
+        def ask(visit: Visit) -> Errand:
+            first, warnings = self._form.request(values, visit.images)
+            count = whole("videos", videos)
+            if count is None or not 1 <= count <= MOST_VIDEOS:
+                raise OptionError(
+                    f"videos must be a number from 1 to {MOST_VIDEOS}, got {shown(videos)}"
+                )
+            asked = [
+                (replace(first, seed=first.seed + place), visit.next_stem(first.prompt))
+                for place in range(count)
+            ]
+            made: list[Clip] = []
+
+            def keep(clip: Clip) -> None:
+                visit.shown = clip
+                made.append(clip)
+
+            return Errand(
+                place=self._place,
+                job=Job(make_clips(asked, keep), parts=count),
+                done="Your video is ready" if count == 1 else f"Your {count} videos are ready",
+                show=lambda clips: self.shown(clips[-1]),
+                warnings=warnings,
+                so_far=lambda: (len(made), lambda: self.shown(made[-1]) if made else {}),
+            )
+
+        async with aclosing(self._desk.run(request, self._place, ask)) as updates:
+            async for update in updates:
+                yield update
+
+    async def resume(self, request: gr.Request) -> AsyncIterator[Updates]:
+        """What a page that is opened again shows: the videos, the last one, and what runs."""
         visit = self._desk.visit(request)
-        try:
-            asked, warnings = self._form.request(values, visit.images)
-            job: Job[Workbench, Clip] = Job(make_clip(asked, visit.next_stem(asked.prompt)))
-            async with aclosing(self._desk.follow(request, "generate", job)) as snapshots:
-                async for snapshot in snapshots:
-                    if not snapshot.finished:
-                        yield {self.status: draw.status(snapshot, warnings=warnings)}
-            if job.error is not None:
-                raise job.error
-        except Exception as error:
-            yield {self.status: alert(error)}
-            raise toast(error) from error
-        status = draw.status(job.snapshot(), "Your video is ready", warnings)
-        if job.result is None:
-            yield {self.status: status}
-            return
-        visit.remember(job.result)
-        yield {self.status: status, **self.shown(visit, job.result), **self.history_update(visit)}
+        shown = {} if visit.shown is None else self.shown(visit.shown)
+        yield {**self._found_update(visit, ""), **shown}
+        async with aclosing(self._desk.resume(request, "generate")) as updates:
+            async for update in updates:
+                yield update
 
     def cancel(self, request: gr.Request) -> Any:
         """Stop what this visit has running or waiting in this tab."""
         asked = self._desk.cancel(self._desk.visit(request), "generate")
         return gr.skip() if asked else draw.note("Nothing is running.")
 
-    def show(self, request: gr.Request, event: gr.SelectData) -> dict[Any, Any]:
-        """Show a video of the history again."""
-        visit = self._desk.visit(request)
-        index = event.index
-        if not isinstance(index, int) or not 0 <= index < len(visit.clips):
-            return {self.record: gr.skip()}
-        return self.shown(visit, visit.clips[index])
+    def then_find(self, event: Any) -> None:
+        """Once ``event`` has ended, show what it made among what was searched for."""
+        event.then(
+            self.find,
+            inputs=[self.search],
+            outputs=[self.history, self.search],
+            show_progress="hidden",
+            api_visibility="private",
+        )
 
-    def shown(self, visit: Visit, clip: Clip) -> dict[Any, Any]:
-        """The updates that show ``clip``."""
+    def find(self, request: gr.Request, search: Any) -> Updates:
+        """Show the kept videos that a search finds."""
+        return self._found_update(self._desk.visit(request), search)
+
+    def show(self, request: gr.Request, search: Any, event: gr.SelectData) -> Updates:
+        """Show a kept video again."""
+        visit = self._desk.visit(request)
+        found, index = self._found(visit, search), event.index
+        clip = None
+        if isinstance(index, int) and 0 <= index < len(found):
+            clip = visit.gallery.clip(found[index])
+        if clip is None:
+            return {self.record: gr.skip()}
         visit.shown = clip
+        return self.shown(clip)
+
+    def shown(self, clip: Clip) -> Updates:
+        """The updates that show ``clip``."""
         return {
+            # it has made its point once there is a video of one's own.
+            self.opening: gr.update(value="", visible=False),
             self.video: gr.update(value=str(clip.video), visible=True),
-            self.facts: draw.clip_facts(clip, visit.dense_seconds(clip.request))
+            self.facts: draw.clip_facts(clip)
             + draw.note(f"{clip.request.prompt} — {draw.settings_line(clip.request)}"),
             self.actions: gr.update(visible=True),
             self.links: draw.links(
@@ -147,12 +226,23 @@ class GenerateTab:
             self.record: clip.record,
         }
 
-    def history_update(self, visit: Visit) -> dict[Any, Any]:
-        """The updates that bring the history up to date."""
+    def _found(self, visit: Visit, search: Any) -> list[Kept]:
+        return visit.gallery.find(search if isinstance(search, str) else "")
+
+    def _found_update(self, visit: Visit, search: Any) -> Updates:
+        found = self._found(visit, search)
+        more = f", {MOST_SHOWN} of {len(found)} shown" if len(found) > MOST_SHOWN else ""
+        # a search that finds nothing stays, to be changed.
+        there = bool(found) or bool(search)
         return {
             self.history: gr.update(
-                value=[(str(clip.poster), draw.clip_caption(clip)) for clip in visit.clips],
-                visible=bool(visit.clips),
+                value=[
+                    (str(each.record.with_suffix(".jpg")), draw.kept_caption(each))
+                    for each in found[:MOST_SHOWN]
+                ],
+                label=f"Your videos{more}" if found else "No video is like that",
+                visible=there,
                 selected_index=None,
-            )
+            ),
+            self.search: gr.update(visible=there),
         }

@@ -28,6 +28,7 @@ class Limits:
         settings: of a report's curve.
         waiting: jobs in the queue, of all visitors together.
         upload: megabytes of an uploaded file.
+        away: seconds that jobs go on without anybody who has the page open.
 
     Raises:
         OptionError: one of them is below 1.
@@ -40,6 +41,7 @@ class Limits:
     settings: int = 8
     waiting: int = 32
     upload: int = 10
+    away: int = 120
 
     def __post_init__(self) -> None:
         for limit in fields(self):

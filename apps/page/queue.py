@@ -62,6 +62,7 @@ class Snapshot:
         state: where it is in its life.
         ahead: jobs that come before it, while it waits.
         phase: what is going on, in words.
+        place: which of several videos that is for, in words, or empty.
         done: share of its denoising steps that are finished, in [0, 1].
         step: finished steps of the video that is being made.
         steps: that it takes, 0 while unknown.
@@ -79,6 +80,7 @@ class Snapshot:
     elapsed: float
     left: float | None
     stopping: bool
+    place: str = ""
 
     @property
     def finished(self) -> bool:
@@ -108,6 +110,7 @@ class Job(Generic[Equipment, Result]):
         self._state: State = "waiting"
         self._ahead = 0
         self._phase = "waiting"
+        self._place = ""
         self._step = self._steps = 0
         self._step_seconds: list[float] = []
         self._after_steps = 0.0
@@ -122,6 +125,12 @@ class Job(Generic[Equipment, Result]):
         """Say what is going on."""
         with self._lock:
             self._phase = phase
+        self._changed()
+
+    def at(self, place: str) -> None:
+        """Say which of several videos the work has come to, for everything that follows."""
+        with self._lock:
+            self._place = place
         self._changed()
 
     def begin_part(self, phase: str) -> None:
@@ -188,6 +197,7 @@ class Job(Generic[Equipment, Result]):
                 elapsed=until - self._began if self._began else 0.0,
                 left=left,
                 stopping=self._stop.is_set() and self._state == "running",
+                place=self._place,
             )
 
     async def follow(self) -> AsyncGenerator[Snapshot, None]:

@@ -10,12 +10,14 @@ from typing import Any
 import gradio as gr
 
 from vidsparse.apps.page import draw
-from vidsparse.apps.page.desk import Desk, alert, toast
-from vidsparse.apps.page.form import Form, check_text, parameter
+from vidsparse.apps.page.desk import Desk, cancel_button, toast
+from vidsparse.apps.page.errands import Errand, Place, Updates, and_keep
+from vidsparse.apps.page.form import Form
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.tasks import ReportFiles, report
 from vidsparse.apps.page.uploads import read_prompt_file, read_prompts
-from vidsparse.apps.page.workbench import Workbench
+from vidsparse.apps.page.values import check_text, parameter, shown
+from vidsparse.apps.page.visits import Visit
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
 from vidsparse.pipelines.request import GenerateRequest
@@ -38,6 +40,8 @@ class ReportTab:
         examples = desk.host.models[0].example_prompts[:2]
         self.prompts = gr.Textbox(
             label="Prompts, one a line",
+            info="the report is about these, with the form's settings; the form's own prompt is "
+            "not used",
             value="\n".join(examples),
             lines=4,
             max_lines=12,
@@ -61,27 +65,38 @@ class ReportTab:
                 info="its values, with commas between",
                 placeholder="0.5, 0.7, 0.9",
                 min_width=140,
+                visible=False,
                 elem_id="over",
             )
+        self.own = {"prompt_lines": self.prompts, "vary": self.vary, "over": self.over}
         with gr.Row(elem_classes="vs-run"):
             self.run = gr.Button("Make the report", variant="primary", elem_id="report", scale=3)
-            self.stop = gr.Button("Cancel", elem_id="cancel-report", scale=1)
+            self.stop = cancel_button("cancel-report")
         self.status = gr.HTML(elem_id="report-status")
+        self._place = Place("report", self.status, self.stop)
         self.summary = gr.HTML(elem_id="report-summary")
         self.curve = gr.HTML(elem_id="report-curve")
         self.table = gr.HTML(elem_id="report-table")
         self.links = gr.HTML(elem_id="report-links")
 
-    def connect(self) -> None:
+    def connect(self, page: gr.Blocks) -> None:
         """Attach the events, once every control of the page is there."""
-        own = {"prompt_lines": self.prompts, "vary": self.vary, "over": self.over}
+        shown = [self.status, self.stop, self.summary, self.curve, self.table, self.links]
         self.run.click(
             self.report,
-            inputs_kwargs={**self._form.controls, **own},
-            outputs=[self.status, self.summary, self.curve, self.table, self.links],
+            inputs_kwargs={**self._form.controls, **self.own},
+            outputs=shown,
             show_progress="hidden",
             api_name="report",
             api_description="Compare over many prompts; `prompt` itself is not used.",
+        )
+        page.load(self.resume, outputs=shown, show_progress="hidden", api_visibility="private")
+        self.vary.change(
+            lambda vary: gr.update(visible=vary != NOTHING),
+            inputs=[self.vary],
+            outputs=[self.over],
+            show_progress="hidden",
+            api_visibility="private",
         )
         self.stop.click(
             self.cancel,
@@ -103,6 +118,21 @@ class ReportTab:
         names = _options_of(method, calibrated=calibrated)
         return gr.update(choices=[NOTHING, *names], value=NOTHING)
 
+    def restored(
+        self, values: Mapping[str, Any], method: str, *, calibrated: bool
+    ) -> dict[Any, Any]:
+        """The updates that put back what a browser kept of the tab's own fields."""
+        vary = values.get("vary")
+        if vary not in _options_of(method, calibrated=calibrated):
+            vary = NOTHING
+        updates = {
+            self.vary: {**self.vary_update(method, calibrated=calibrated), "value": vary},
+            self.over: gr.update(value=values.get("over") or "", visible=vary != NOTHING),
+        }
+        if isinstance(values.get("prompt_lines"), str):
+            updates[self.prompts] = values["prompt_lines"]
+        return updates
+
     def take_file(self, file: Any) -> dict[Any, Any]:
         """Put the prompts of an uploaded file into the box."""
         limits = self._desk.host.limits
@@ -121,66 +151,71 @@ class ReportTab:
         vary: Any,
         over: Any,
         **values: Any,
-    ) -> AsyncIterator[dict[Any, Any]]:
+    ) -> AsyncIterator[Updates]:
         """Run both sides over all prompts and tell how it goes."""
-        visit = self._desk.visit(request)
-        rows: list[tuple[str, PromptComparison]] = []
-        shown = 0
-        try:
+
+        def ask(visit: Visit) -> Errand:
             check_text("prompts", str(prompt_lines or ""))
             prompts = read_prompts(str(prompt_lines or ""), most=self._desk.host.limits.prompts)
             settings = self._settings(values, vary, over, visit.images)
+            about = draw.about_report(settings[0][1], len(prompts))
+            rows: list[tuple[str, PromptComparison]] = []
 
-            def announce(place: int, found: list[PromptComparison]) -> None:
-                rows.extend((settings[place][0], each) for each in found)
+            def announce(label: str, found: list[PromptComparison]) -> None:
+                rows.extend((label, each) for each in found)
 
-            requests = [one for _, one in settings]
-            folder = visit.next_stem("report")
-            parts = (len(prompts) + 1) * 2 * len(requests)
-            job: Job[Workbench, list[ReportFiles]] = Job(
-                report(requests, prompts, folder, announce), parts=parts
+            def keep(files: ReportFiles) -> None:
+                visit.report = lambda: self._shown(files, rows, about)
+
+            work = and_keep(report(settings, prompts, visit.next_stem("report"), announce), keep)
+            return Errand(
+                place=self._place,
+                job=Job(work, parts=(len(prompts) + 1) * 2 * len(settings)),
+                done="The report is ready",
+                show=lambda files: self._shown(files, rows, about),
+                so_far=lambda: (len(rows), lambda: self._rows(rows[:], about)),
             )
-            async with aclosing(self._desk.follow(request, "report", job)) as snapshots:
-                async for snapshot in snapshots:
-                    update: dict[Any, Any] = {self.status: draw.status(snapshot)}
-                    if len(rows) > shown:
-                        shown = len(rows)
-                        update |= self._rows(rows[:shown])
-                    if not snapshot.finished:
-                        yield update
-            if job.error is not None:
-                raise job.error
-        except Exception as error:
-            yield {self.status: alert(error)}
-            raise toast(error) from error
-        status = {self.status: draw.status(job.snapshot(), "The report is ready")}
-        if job.result is None:
-            yield {**status, **self._rows(rows)}
-            return
-        visit.reports = job.result
-        named = list(zip([label for label, _ in settings], job.result, strict=True))
-        yield {
-            **status,
-            **self._rows(rows),
-            self.summary: draw.report_summary(named),
-            self.links: draw.links(
-                [
-                    (f"{path.name}{f' ({label})' if len(named) > 1 else ''}", path)
-                    for label, made in named
-                    for path in made.paths
-                ]
-            ),
-        }
+
+        async with aclosing(self._desk.run(request, self._place, ask)) as updates:
+            async for update in updates:
+                yield update
+
+    async def resume(self, request: gr.Request) -> AsyncIterator[Updates]:
+        """What a page that is opened again shows: the last report, and what runs."""
+        visit = self._desk.visit(request)
+        # gradio empties what an event that says nothing would have told.
+        yield {self.status: gr.skip()} if visit.report is None else visit.report()
+        async with aclosing(self._desk.resume(request, "report")) as updates:
+            async for update in updates:
+                yield update
 
     def cancel(self, request: gr.Request) -> Any:
         """Stop what this visit has running or waiting in this tab."""
         asked = self._desk.cancel(self._desk.visit(request), "report")
         return gr.skip() if asked else draw.note("Nothing is running.")
 
-    def _rows(self, rows: list[tuple[str, PromptComparison]]) -> dict[Any, Any]:
+    def _shown(
+        self, files: ReportFiles, rows: list[tuple[str, PromptComparison]], about: str
+    ) -> Updates:
+        """The updates that show a finished report."""
+        return {
+            **self._rows(rows, about),
+            self.summary: draw.report_summary(files.reports, about),
+            self.links: draw.links(
+                [
+                    ("Download the report, one page", files.page),
+                    ("Download everything, a zip", files.archive),
+                ]
+            ),
+        }
+
+    def _rows(self, rows: list[tuple[str, PromptComparison]], about: str) -> Updates:
         if not rows:
             return {}
-        return {self.table: draw.report_table(rows), self.curve: draw.report_curve(rows)}
+        return {
+            self.table: draw.report_table(rows, about),
+            self.curve: draw.report_curve(rows, about),
+        }
 
     def _settings(
         self, values: Mapping[str, Any], vary: Any, over: Any, images: Mapping[str, Path]
@@ -193,13 +228,20 @@ class ReportTab:
         method = str(values.get("method"))
         if method == "dense":
             raise OptionError("dense against dense shows nothing. Hint: choose a sparse method.")
-        if vary in (None, "", NOTHING) or not str(over or "").strip():
+        if vary in (None, "", NOTHING):
+            if str(over or "").strip():
+                raise OptionError(
+                    f"there are values to vary over ({shown(over)}) and no option to vary. Hint: "
+                    "choose one under Vary, or leave Over empty."
+                )
             return [(method, self._form.settings({**values, "prompt": ""}, images))]
         names = _options_of(method, calibrated=bool(values.get("preset")))
         if method in METHODS and vary not in names:
             raise OptionError(
                 f"{method} has no option {vary!r} to vary. Hint: choose from {', '.join(names)}."
             )
+        if not str(over or "").strip():
+            raise OptionError(f"there are no values for {vary}. Hint: write some under Over.")
         texts = list(dict.fromkeys(text.strip() for text in str(over).split(",") if text.strip()))
         most = self._desk.host.limits.settings
         if len(texts) > most:

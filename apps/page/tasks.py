@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 
 from vidsparse.apps.page.queue import Cancelled
 from vidsparse.apps.page.queue import Job as QueueJob
 from vidsparse.apps.page.workbench import Workbench
-from vidsparse.apps.runs.comparison import Comparison, video_quality, write_report
+from vidsparse.apps.runs.comparison import Comparison, video_quality, write_page, write_tables
 from vidsparse.apps.runs.prepared import PreparedPrompt
-from vidsparse.apps.runs.prompts import Prompt
+from vidsparse.apps.runs.prompts import Prompt, slug
+from vidsparse.apps.runs.report_page import ReportedSetting
 from vidsparse.apps.runs.run_folder import RunFolder, Target
 from vidsparse.errors import OutputError, UnsupportedError
+from vidsparse.files import partial_name, put_in_place, unwritten
 from vidsparse.metrics import Frames, VideoQuality, amplified_difference
 from vidsparse.report import PromptComparison, Report
+from vidsparse.speedup import TimedPair
 
 if TYPE_CHECKING:
     from vidsparse.pipelines.generate import Generated
@@ -33,6 +36,9 @@ Job = QueueJob[Workbench, Any]
 # the viewer's second difference panel: dark differences survive the video's encoding in it, and
 # the viewer takes the brighter of both panels at the gain asked for.
 BRIGHT = 8
+
+# pairs of runs that a speed is told from: the least that show which of them is unlike the others.
+TURNS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +63,14 @@ class Pair:
     """A dense and a sparse video of one request, measured.
 
     Args:
-        dense: the dense side.
-        sparse: the sparse side.
+        dense: the dense side, or the first of two that were chosen.
+        sparse: the sparse side, or the second.
         quality: the sparse side against the dense one.
         panels: a video of four panels: dense, sparse; their difference, and that 8 times as bright.
         heads: computed density ``[steps][layers][heads]``; None for a dense cell.
+        timed: denoising seconds of both sides, of every time that they were made; none where two
+            kept videos are compared.
+        names: what the sides are called.
     """
 
     dense: Clip
@@ -69,15 +78,25 @@ class Pair:
     quality: VideoQuality
     panels: Path
     heads: list[list[list[float] | None]]
+    timed: tuple[TimedPair, ...]
+    names: tuple[str, str] = ("Dense", "Sparse")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportFiles:
-    """The report of one setting, and its files, the page first."""
+    """A finished report.
+
+    Args:
+        request: the first setting, as it ran.
+        reports: every setting's name and numbers.
+        page: one HTML page with the curve, all settings and all videos.
+        archive: a zip of the page, and of each setting's tables and videos in a folder by its name.
+    """
 
     request: GenerateRequest
-    report: Report
-    paths: tuple[Path, ...]
+    reports: tuple[tuple[str, Report], ...]
+    page: Path
+    archive: Path
 
 
 def make_clip(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], Clip]:
@@ -88,6 +107,28 @@ def make_clip(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job]
         job.say("writing the video")
         _make_folder(stem)
         return _write_clip(made, bench.fit(request), stem, job)
+
+    return work
+
+
+def make_clips(
+    asked: Sequence[tuple[GenerateRequest, Path]], keep: Callable[[Clip], object]
+) -> Callable[[Workbench, Job], list[Clip]]:
+    """A job that makes several videos one after the other; ``keep`` is given each when it is there.
+
+    Args:
+        asked: every video's request, and how its files' names begin.
+        keep: told of every video.
+    """
+
+    def work(bench: Workbench, job: Job) -> list[Clip]:
+        clips = []
+        for number, (request, stem) in enumerate(asked, 1):
+            if len(asked) > 1:
+                job.at(f"video {number} of {len(asked)}")
+            clips.append(make_clip(request, stem)(bench, job))
+            keep(clips[-1])
+        return clips
 
     return work
 
@@ -122,9 +163,74 @@ def compare(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], 
                 quality=quality,
                 panels=panels,
                 heads=handles[0].trace.head_density_map() if handles else [],
+                timed=(_timed(dense, sparse),),
             )
 
     return work
+
+
+def compare_sides(
+    sides: tuple[Clip | GenerateRequest, Clip | GenerateRequest],
+    names: tuple[str, str],
+    stem: Path,
+) -> Callable[[Workbench, Job], Pair]:
+    """A job that compares two videos, of which those that are only asked for are made first.
+
+    Both are looked at as they were encoded, since of a kept one there is nothing else.
+    """
+
+    def work(bench: Workbench, job: Job) -> Pair:
+        from vidsparse.pipelines.video import read_video, write_video
+
+        _make_folder(stem)
+        clips = []
+        for number, side in enumerate(sides, 1):
+            if not isinstance(side, Clip):
+                made = bench.generate(side, job, side.method)
+                own = stem.with_name(f"{stem.name}-{number}")
+                side = _write_clip(made, bench.fit(side), own, job)
+            clips.append(side)
+        one, other = clips
+        job.check()
+        job.say("measuring")
+        frames = read_video(one.video), read_video(other.video)
+        quality = video_quality(*frames)
+        job.check()
+        job.say("writing the video")
+        panels = stem.with_name(f"{stem.name}-compare.mp4")
+        assert other.request.fps is not None
+        write_video(_panels(*frames), panels, other.request.fps, job.check)
+        return Pair(
+            dense=one, sparse=other, quality=quality, panels=panels, heads=[], timed=(), names=names
+        )
+
+    return work
+
+
+def time_in_turns(pair: Pair) -> Callable[[Workbench, Job], Pair]:
+    """A job that makes both videos of a comparison again, in turns, and keeps the times."""
+
+    def work(bench: Workbench, job: Job) -> Pair:
+        from vidsparse.apps.runs.comparison import dense_side
+
+        request, timed = pair.sparse.request, []
+        for turn in range(TURNS):
+            job.at(f"turn {turn + 1} of {TURNS}")
+            dense = bench.generate(dense_side(bench.fit(request)), job, "dense")
+            job.check()
+            timed.append(_timed(dense, bench.generate(request, job, request.method)))
+            job.check()
+        return replace(pair, timed=tuple(timed))
+
+    return work
+
+
+def _timed(dense: Generated, sparse: Generated) -> TimedPair:
+    return TimedPair(
+        dense=dense.record["times"]["denoise"],
+        sparse=sparse.record["times"]["denoise"],
+        kept=dense.record.get("kept"),
+    )
 
 
 def record_cell(
@@ -170,66 +276,125 @@ def record_cell(
 
 
 def report(
-    requests: Sequence[GenerateRequest],
+    settings: Sequence[tuple[str, GenerateRequest]],
     prompts: Sequence[str],
     folder: Path,
-    announce: Callable[[int, list[PromptComparison]], object],
-) -> Callable[[Workbench, Job], list[ReportFiles]]:
+    announce: Callable[[str, list[PromptComparison]], object],
+) -> Callable[[Workbench, Job], ReportFiles]:
     """A job that reports on ``prompts`` with each of the settings, as ``vidsparse compare`` does.
 
-    ``announce`` is given the place of the setting and each prompt's comparison when it is there.
+    Every prompt is made dense and then with one setting after the other, so that all are timed
+    beside the same dense run. ``announce`` is given the setting's name and each prompt's comparison
+    when it is there.
+
+    Args:
+        settings: names, each another, and what they stand for.
+        prompts: texts.
+        folder: for the page, the zip, and a folder for each setting.
+        announce: told of every comparison.
     """
 
-    def work(bench: Workbench, job: Job) -> list[ReportFiles]:
-        from vidsparse.pipelines.request import settings_hash
-
-        found = []
-        for place, request in enumerate(requests):
-            target = folder / f"{request.method}-{settings_hash(request)}"
-            with RunFolder(target).claim():
-                found.append(
-                    _one_report(bench, job, request, prompts, target, partial(announce, place))
-                )
-        return found
+    def work(bench: Workbench, job: Job) -> ReportFiles:
+        with ExitStack() as held:
+            sides = []
+            for number, (label, request) in enumerate(settings, 1):
+                own = folder / f"{number}-{slug(label)}"
+                held.enter_context(RunFolder(own).claim())
+                sides.append(_Side(bench, job, label, request, prompts, own))
+            for side in sides:
+                job.say("warming up")
+                side.warm_up()
+            for place in range(len(prompts)):
+                for number, side in enumerate(sides, 1):
+                    many = f", setting {number} of {len(sides)}" if len(sides) > 1 else ""
+                    job.at(f"prompt {place + 1} of {len(prompts)}{many}")
+                    announce(side.label, side.run(place))
+                    job.check()
+            job.at("")
+            job.say("writing the report")
+            return _write_files(folder, [(each, each.report()) for each in sides])
 
     return work
 
 
-def _one_report(
-    bench: Workbench,
-    job: Job,
-    request: GenerateRequest,
-    prompts: Sequence[str],
-    folder: Path,
-    announce: Callable[[list[PromptComparison]], object],
-) -> ReportFiles:
-    fitted = bench.fit(request)
+class _Side:
+    """One setting of a report, and its comparisons as far as they are made."""
 
-    def generate(requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
-        return [
-            bench.dense(one, job, label)
-            if one.method == "dense"
-            else bench.generate(one, job, label)
-            for one in requests
+    def __init__(
+        self,
+        bench: Workbench,
+        job: Job,
+        label: str,
+        request: GenerateRequest,
+        prompts: Sequence[str],
+        folder: Path,
+    ) -> None:
+        self.label, self.folder = label, folder
+        self.request = bench.fit(request)
+        self._defaults = bench.load_for(request).defaults
+
+        def generate(requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
+            # a warm-up is no video to keep.
+            return [
+                bench.dense(one, job, label)
+                if one.method == "dense" and label != "warm-up"
+                else bench.generate(one, job, label)
+                for one in requests
+            ]
+
+        self._comparison = Comparison(generate, folder)
+        self._prepared = [
+            PreparedPrompt(
+                prompt=Prompt(number=number, text=text, line=number),
+                request=replace(self.request, prompt=text),
+            )
+            for number, text in enumerate(prompts, 1)
         ]
 
-    comparison = Comparison(generate, folder)
-    prepared = [
-        PreparedPrompt(
-            prompt=Prompt(number=number, text=text, line=number),
-            request=replace(fitted, prompt=text),
-        )
-        for number, text in enumerate(prompts, 1)
-    ]
-    job.say("warming up")
-    comparison.warm_up(prepared[:1], bench.load_for(request).defaults)
-    for each in prepared:
-        announce(comparison.run([each]))
-    job.check()
-    job.say("writing the report")
-    made = comparison.report(fitted, 1)
-    paths = write_report(folder, made, comparison.videos, fitted)
-    return ReportFiles(request=fitted, report=made, paths=tuple(paths))
+    def warm_up(self) -> None:
+        self._comparison.warm_up(self._prepared[:1], self._defaults)
+
+    def run(self, place: int) -> list[PromptComparison]:
+        return self._comparison.run([self._prepared[place]])
+
+    def report(self) -> ReportedSetting:
+        made = self._comparison.report(self.request, 1)
+        return ReportedSetting(label=self.label, report=made, videos=self._comparison.videos)
+
+
+def _write_files(folder: Path, made: Sequence[tuple[_Side, ReportedSetting]]) -> ReportFiles:
+    """Write tables of every setting, one page of all, and a zip of everything."""
+    request, page = made[0][0].request, folder / "report.html"
+    write_page(page, [setting for _, setting in made], request)
+    for side, setting in made:
+        write_tables(side.folder, setting.report)
+    archive = folder / f"{folder.name}.zip"
+    beside = [path for side, _ in made for path in sorted(side.folder.glob("[!.]*"))]
+    _zip(archive, folder, [page, *beside])
+    return ReportFiles(
+        request=request,
+        reports=tuple((each.label, each.report) for _, each in made),
+        page=page,
+        archive=archive,
+    )
+
+
+def _zip(archive: Path, folder: Path, paths: Sequence[Path]) -> None:
+    """Write files of ``folder`` into a zip that unpacks to a folder of the same name.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    partial = partial_name(archive)
+    try:
+        with ZipFile(partial, "x", ZIP_DEFLATED) as file:
+            for path in paths:
+                file.write(path, path.relative_to(folder.parent))
+        put_in_place(partial, archive)
+    except OSError as error:
+        raise unwritten(archive, error) from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _make_folder(stem: Path) -> None:

@@ -4,11 +4,41 @@
 
 const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
 
+// gradio writes what is new into the elements that are there, so another comparison comes to the old
+// one's viewer: it begins anew, without what listened to the old parts.
+class Drawn extends HTMLElement {
+  static observedAttributes = ["data-key"];
+
+  attributeChangedCallback(name, before) {
+    if (before === null) return;
+    // once everything within is written as well.
+    setTimeout(() => {
+      if (!this.isConnected) return;
+      this.stop();
+      for (const child of [...this.children]) child.replaceWith(child.cloneNode(true));
+      this.start();
+    });
+  }
+
+  connectedCallback() {
+    if (!this.started) this.start();
+  }
+
+  disconnectedCallback() {
+    this.stop();
+  }
+
+  stop() {
+    this.started = false;
+  }
+}
+
 // one video of four panels (dense, sparse / difference, difference times `bright`) is drawn onto
 // canvases: a single decoder cannot get out of step with itself.
-class Viewer extends HTMLElement {
-  connectedCallback() {
-    if (this.video) return;
+class Viewer extends Drawn {
+  start() {
+    this.started = true;
+    this.stopped = undefined;
     const { frames, fps, width, height, bright } = this.dataset;
     Object.assign(this, { frames: Number(frames), fps: Number(fps), bright: Number(bright) });
     this.width = Number(width);
@@ -62,6 +92,7 @@ class Viewer extends HTMLElement {
     this.seek.addEventListener("keydown", ({ key }) => {
       if (/^(Arrow|Page|Home|End)/.test(key)) this.goTo(this.frame);
     });
+    this.views(stage);
     const slider = this.querySelector(".times-slider");
     slider.addEventListener("input", () => this.amplify(Number(slider.value)));
     this.amplify(Number(slider.value));
@@ -83,11 +114,46 @@ class Viewer extends HTMLElement {
     this.mark(0);
   }
 
-  disconnectedCallback() {
+  stop() {
+    super.stop();
     this.watcher.disconnect();
     this.video.pause();
     this.video.removeAttribute("src");
     this.video.load();
+  }
+
+  // side by side; one over the other up to a line that follows the hand; one at a time.
+  views(stage) {
+    const buttons = [...this.querySelectorAll("[data-view]")], wiper = this.querySelector(".wiper");
+    const wipe = (share) => {
+      wiper.value = Math.round(100 * Math.min(1, Math.max(0, share)));
+      stage.style.setProperty("--wipe", `${wiper.value}%`);
+    };
+    const show = (view) => {
+      stage.classList.toggle("flipped", view === "flip" && this.dataset.view === "flip" && !stage.classList.contains("flipped"));
+      this.dataset.view = view;
+      for (const each of buttons) each.setAttribute("aria-pressed", String(each.dataset.view === view));
+      wiper.hidden = view !== "wipe";
+    };
+    for (const each of buttons) each.addEventListener("click", () => show(each.dataset.view));
+    wiper.addEventListener("input", () => wipe(wiper.value / 100));
+    const follow = (event) => {
+      if (this.dataset.view !== "wipe" || !(event.buttons || event.type === "pointerdown")) return;
+      const box = this.panels[0][0].getBoundingClientRect();
+      wipe((event.clientX - box.left) / box.width);
+    };
+    stage.addEventListener("pointerdown", follow);
+    stage.addEventListener("pointermove", follow);
+    wipe(0.5);
+    const full = this.querySelector(".full");
+    full.addEventListener("click", () => {
+      if (document.fullscreenElement) document.exitFullscreen(); else this.requestFullscreen();
+    });
+    this.addEventListener("fullscreenchange", () => {
+      full.textContent = document.fullscreenElement ? "Leave full screen" : "Full screen";
+    });
+    // not on every device.
+    full.hidden = !this.requestFullscreen;
   }
 
   // the plain difference times the gain, and where that is brighter the panel in which small
@@ -132,9 +198,10 @@ class Viewer extends HTMLElement {
 }
 
 // density of steps x layers: a click or the arrow keys choose a cell, and its heads show below.
-class Heat extends HTMLElement {
-  connectedCallback() {
-    if (this.heads) return;
+class Heat extends Drawn {
+  start() {
+    this.started = true;
+    this.chosen = undefined;
     this.heads = JSON.parse(this.dataset.heads);
     this.svg = this.querySelector("svg");
     this.mark = this.querySelector(".mark");
@@ -185,10 +252,142 @@ class Heat extends HTMLElement {
   }
 }
 
+// the words of the prompt that the model never learned, marked while they are typed.
+class Words extends HTMLElement {
+  connectedCallback() {
+    this.look(document.querySelector("#prompt textarea")?.value ?? "");
+  }
+
+  look(prompt) {
+    const line = this.querySelector("p"), known = new Set(JSON.parse(this.dataset.known));
+    const parts = prompt.split(/([\p{L}\p{N}_]+)/u);
+    let strange = 0;
+    line.replaceChildren(...parts.map((part, place) => {
+      if (place % 2 === 0 || known.has(part.toLowerCase())) return part;
+      strange += 1;
+      const mark = document.createElement("mark");
+      mark.textContent = part;
+      return mark;
+    }));
+    line.append(" – it never learned what is marked, and will guess.");
+    line.hidden = strange === 0;
+  }
+}
+
+// on a narrow screen the form stands above what it makes: it folds away once there is a result.
+const narrow = matchMedia("(max-width: 900px)");
+class Fold extends HTMLElement {
+  connectedCallback() {
+    this.button = this.querySelector("button");
+    this.button.onclick = () => this.fold(this.button.getAttribute("aria-expanded") === "true");
+    reopen();
+  }
+
+  fold(away) {
+    document.getElementById("form").classList.toggle("folded", away);
+    this.button.setAttribute("aria-expanded", String(!away));
+    this.querySelector("span").textContent = away ? document.querySelector("#prompt textarea").value : "";
+  }
+}
+function showResults() {
+  if (!narrow.matches) return;
+  document.querySelector("#tabs").scrollIntoView({ behavior: calm ? "auto" : "smooth" });
+}
 // where the buttons stay in reach at the bottom, what they start shows further down.
 document.addEventListener("click", (event) => {
-  if (!event.target.closest(".vs-run button.primary") || !matchMedia("(max-width: 700px)").matches) return;
-  document.querySelector("#tabs").scrollIntoView({ behavior: calm ? "auto" : "smooth" });
+  if (event.target.closest(".vs-run button.primary")) showResults();
+});
+function ready() {
+  // not from under a hand that is writing the next prompt.
+  if (!narrow.matches || document.getElementById("form").contains(document.activeElement)) return;
+  document.querySelector("vs-fold").fold(true);
+  showResults();
+}
+
+// how a job stands is told in the tab's title and to screen readers: at its beginning and end, and at
+// every quarter of the way, since each step would be too much to listen to.
+const said = new Map();
+function tell(status) {
+  const { state, title, share } = status.dataset;
+  const running = state === "running";
+  document.title = running ? `${share} % ${title} - vidsparse` : `${title} - vidsparse`;
+  const text = `${title}${running && Number(share) ? `, ${Math.floor(Number(share) / 25) * 25} %` : ""}`;
+  const area = status.closest("[id]").id;
+  if (said.get(area) === text) return;
+  said.set(area, text);
+  document.getElementById("vs-live").textContent = text;
+  if (state === "done" && area !== "cell-status") ready();
+}
+function listen() {
+  const region = document.createElement("div");
+  Object.assign(region, { id: "vs-live", className: "vs-sr" });
+  region.setAttribute("role", "status");
+  document.body.append(region);
+  new MutationObserver((changes) => {
+    const found = new Set();
+    for (const { target, addedNodes } of changes) {
+      for (const node of [target, ...addedNodes]) {
+        const element = node.nodeType === Node.ELEMENT_NODE ? node : node.parentElement;
+        const status = element?.closest(".vs-status") ?? element?.querySelector(".vs-status");
+        if (status) found.add(status);
+      }
+    }
+    // what another tab said earlier is no news.
+    if (found.size === 1) found.forEach(tell);
+  }).observe(document.body, { childList: true, subtree: true, characterData: true });
+}
+// gradio puts this script into a page that is there already, or into one that is being read.
+if (document.body) listen();
+else addEventListener("DOMContentLoaded", listen);
+
+// a window that is loaded again opens the tab that was open. Gradio's own `selected` cannot: its first
+// tab says that it was chosen before the page can be told of another.
+const TAB = "vidsparse-tab";
+addEventListener("pagehide", () => {
+  const open = document.querySelector("#tabs [role='tab'][aria-selected='true']");
+  if (open) sessionStorage.setItem(TAB, open.textContent.trim());
+});
+function reopen() {
+  const name = sessionStorage.getItem(TAB);
+  if (!name) return;
+  const tabs = [...document.querySelectorAll("#tabs [role='tab']")];
+  if (tabs.length === 0) setTimeout(reopen, 50);
+  else tabs.find((tab) => tab.textContent.trim() === name)?.click();
+}
+
+// settings in the part of an address that no server is sent.
+const MARK = "#settings=";
+function vidsparseLink(values) {
+  const link = location.href.split("#")[0] + MARK + encodeURIComponent(JSON.stringify(values));
+  return { __type__: "update", value: link, visible: true };
+}
+function vidsparseLinked() {
+  if (!location.hash.startsWith(MARK)) return null;
+  let values = {};
+  try {
+    values = JSON.parse(decodeURIComponent(location.hash.slice(MARK.length)));
+  } catch {
+    // cut short on its way; the page says that it cannot be used.
+  }
+  // what is changed from here on should outlive a reload.
+  history.replaceState(null, "", location.pathname + location.search);
+  return { ...values, linked: true };
+}
+
+// leaving with a job that runs or waits asks first: it is given up unless the page is opened again.
+addEventListener("beforeunload", (event) => {
+  if (document.querySelector(".vs-status[data-state='running']")) event.preventDefault();
+});
+
+// what the open tab is for, from wherever one types.
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+  const button = [...document.querySelectorAll(".vs-run button.primary")].find((each) => each.offsetParent);
+  if (!button) return;
+  event.preventDefault();
+  // the field is left first, so that what was typed is what is asked for.
+  document.activeElement?.blur();
+  setTimeout(() => button.click());
 });
 
 // a dropdown of gradio's that Tab leads away from leaves its list open, and stumbles over it when the
@@ -199,5 +398,7 @@ document.addEventListener("focusout", ({ target }) => {
   setTimeout(() => target.dispatchEvent(escape));
 });
 
+customElements.define("vs-words", Words);
+customElements.define("vs-fold", Fold);
 customElements.define("vs-viewer", Viewer);
 customElements.define("vs-heat", Heat);

@@ -7,91 +7,105 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from vidsparse.apps.page.gallery import Gallery
 from vidsparse.apps.runs.prompts import slug
 
 if TYPE_CHECKING:
-    from vidsparse.apps.page.tasks import Clip, Pair, ReportFiles
-    from vidsparse.pipelines.request import GenerateRequest
+    from collections.abc import Callable
+
+    from vidsparse.apps.page.errands import Errand, Updates
+    from vidsparse.apps.page.tasks import Clip, Pair
     from vidsparse.probe import CellRecord
 
-# visits that never said goodbye, and videos of one visit, that are remembered.
+# visits that never said goodbye that are remembered.
 MOST_VISITS = 500
-MOST_CLIPS = 60
 
 
 @dataclass
 class Visit:
-    """One visitor, from opening the page to closing it.
+    """One visitor: a browser, for as long as it keeps its key, or a script's session.
 
     Args:
         folder: where the visit's files go.
-        clips: finished videos, the latest first.
-        jobs: waiting or running, by the tab that asked for them.
+        returns: whether the visitor can come back to it.
+        errands: what was asked for, by tab, in order: all that waits or runs, and what ended last.
+        present: how many listen to how its jobs go.
         pair: the last comparison.
         cell: the last recorded cell.
-        reports: the last report, one entry for each setting.
+        report: draws the last report.
         shown: the video that the Generate tab shows.
         images: pictures that were uploaded, decoded and written anew, by their names in a request.
     """
 
     folder: Path
-    clips: list[Clip] = field(default_factory=list)
-    jobs: dict[str, list[Any]] = field(default_factory=dict)
+    returns: bool = False
+    errands: dict[str, list[Errand]] = field(default_factory=dict)
+    present: int = 0
     pair: Pair | None = None
     cell: CellRecord | None = None
-    reports: list[ReportFiles] = field(default_factory=list)
+    report: Callable[[], Updates] | None = None
     shown: Clip | None = None
     images: dict[str, Path] = field(default_factory=dict)
     _number: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def __post_init__(self) -> None:
+        self.gallery = Gallery(self.folder)
+
     def next_stem(self, prompt: str) -> Path:
         """The path, less its suffix, of the next video's files, which no folder is made for yet."""
         with self._lock:
-            self._number += 1
+            self._number = max(self._number, self._last_number()) + 1
             number = self._number
         return self.folder / f"{number:04d}-{slug(prompt)}"
 
-    def remember(self, clip: Clip) -> None:
-        """Put a finished video first in the history."""
-        self.clips.insert(0, clip)
-        del self.clips[MOST_CLIPS:]
+    def add(self, errand: Errand) -> None:
+        """Remember what a tab has asked for; of what has ended, only the last."""
+        tab = errand.place.tab
+        with self._lock:
+            mine = self.errands.get(tab, [])
+            ended = [each for each in mine if each.job.snapshot().finished]
+            self.errands[tab] = [*(each for each in mine if each not in ended[:-1]), errand]
 
-    def dense_seconds(self, request: GenerateRequest) -> float | None:
-        """Denoising seconds of the last dense run that had the same to do, or None."""
-        for clip in self.clips:
-            if clip.request.method == "dense" and _work(clip.request) == _work(request):
-                seconds: float = clip.record["times"]["denoise"]
-                return seconds
-        return None
+    def open(self, tab: str | None = None) -> list[Errand]:
+        """What waits or runs for ``tab``, or for all."""
+        return [
+            errand
+            for name, mine in tuple(self.errands.items())
+            if tab is None or name == tab
+            for errand in mine
+            if not errand.job.snapshot().finished
+        ]
+
+    def last(self, tab: str) -> Errand | None:
+        """What ended last for ``tab``."""
+        mine = self.errands.get(tab, ())
+        return next((each for each in reversed(mine) if each.job.snapshot().finished), None)
 
     def cancel(self, tab: str | None = None) -> int:
         """Ask the jobs of ``tab``, or all, to stop; returns how many there were."""
-        asked = 0
-        for name, jobs in self.jobs.items():
-            if tab is None or name == tab:
-                for job in tuple(jobs):
-                    job.cancel()
-                    asked += 1
-        return asked
+        mine = self.open(tab)
+        for errand in mine:
+            errand.job.cancel()
+        return len(mine)
 
-
-def _work(request: GenerateRequest) -> tuple[Any, ...]:
-    """What decides how long dense denoising takes."""
-    same = ("model", "frames", "width", "height", "steps", "device", "dtype")
-    guided = request.guidance is not None and request.guidance > 1
-    return (*(getattr(request, name) for name in same), guided)
+    def _last_number(self) -> int:
+        """The highest number in the folder, which the visit may have come back to."""
+        if not self.folder.is_dir():
+            return 0
+        numbers = (path.name.partition("-")[0] for path in self.folder.iterdir())
+        return max((int(each) for each in numbers if each.isascii() and each.isdigit()), default=0)
 
 
 class Visits:
-    """The visitors by the session that Gradio gives their page.
+    """The visitors by their browser's key, or by the session that Gradio gives a script.
 
     Args:
-        out: the output folder; every visit gets a folder of its own in it, whose name the session
-            does not tell.
+        out: the output folder; every visit gets a folder in it, whose name tells neither of them.
     """
 
     def __init__(self, out: Path) -> None:
@@ -99,24 +113,32 @@ class Visits:
         self._visits: OrderedDict[str, Visit] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, session: str) -> Visit:
-        """The visit of a session, begun if it is new."""
+    def of(self, session: str, key: str | None = None) -> Visit:
+        """The visit of a key, or else of a session; begun if it is new."""
+        name = f"key {key}" if key else f"session {session}"
         with self._lock:
-            visit = self._visits.get(session)
+            visit = self._visits.get(name)
             if visit is None:
-                name = f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(8)}"
-                visit = self._visits[session] = Visit(folder=self._out / name)
-            self._visits.move_to_end(session)
+                visit = self._visits[name] = Visit(self._folder(key), returns=key is not None)
+            self._visits.move_to_end(name)
             while len(self._visits) > MOST_VISITS:
                 # those that have nothing running go first: new visits are free to begin, and must
                 # not end what others wait for.
-                idle = (name for name, each in self._visits.items() if not any(each.jobs.values()))
+                idle = (name for name, each in self._visits.items() if not each.open())
                 self._visits.pop(next(idle, next(iter(self._visits)))).cancel()
         return visit
 
     def end(self, session: str) -> None:
-        """Forget a visit and stop what it has running."""
+        """Forget a session's visit and stop what it has running."""
         with self._lock:
-            visit = self._visits.pop(session, None)
+            visit = self._visits.pop(f"session {session}", None)
         if visit is not None:
             visit.cancel()
+
+    def _folder(self, key: str | None) -> Path:
+        # of a key comes a part of the name by which the folder is found again, and never the other
+        # way: who is sent the address of a file learns no key.
+        own = secrets.token_hex(8) if key is None else sha256(key.encode()).hexdigest()[:16]
+        found = self._out.glob(f"*-{own}") if key else ()
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{own}"
+        return min(found, default=self._out / name)

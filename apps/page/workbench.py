@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.page.queue import Cancelled, Job
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 # who tries a method's numbers compares with one dense video again and again: at the bundled
 # model's default size these bytes are eighty videos, at 81 frames of 832x480 five.
 DENSE_BYTES = 512 * 2**20
-
+# of the video that a model is warmed up with, in units of its smallest side.
+WARM_UP_SIDE = 8
 
 # diffusers loads into modules without memory by patching torch's module class meanwhile, which two
 # devices' threads must not do at once.
@@ -44,7 +46,8 @@ class Workbench:
         self.device = device
         self._dtype = dtype
         self._loaded: LoadedPipeline | None = None
-        self._dense: OrderedDict[str, Generated] = OrderedDict()
+        # with the job that made it.
+        self._dense: OrderedDict[str, tuple[Generated, str]] = OrderedDict()
         self._decode_seconds: dict[tuple[Any, ...], float] = {}
 
     def load(self, model: str, *, image: bool = False) -> LoadedPipeline:
@@ -133,20 +136,26 @@ class Workbench:
     def dense(self, request: GenerateRequest, job: Job[Workbench, Any], phase: str) -> Generated:
         """The same request's video by dense attention, kept from before if there is one.
 
+        The record of a video that an earlier job made says when, under ``kept``: its time was not
+        taken beside what it is compared with.
+
         Raises:
             as ``generate``.
         """
         request = dense_side(self.fit(request))
         key = json.dumps([request.prompt, request.options()], sort_keys=True)
-        made = self._dense.pop(key, None)
-        if made is None:
-            made = self.generate(request, job, phase)
+        found = self._dense.pop(key, None)
+        if found is None:
+            found = self.generate(request, job, phase), job.id
         else:
             job.begin_part(f"{phase}, kept from before")
-        self._dense[key] = made
+        self._dense[key] = found
         while len(self._dense) > 1 and self._held() > DENSE_BYTES:
             self._dense.popitem(last=False)
-        return made
+        made, maker = found
+        if maker == job.id:
+            return made
+        return replace(made, record={**made.record, "kept": _clock(made.record["began"])})
 
     def free(self) -> None:
         """Give back memory that nothing holds any more."""
@@ -157,7 +166,7 @@ class Workbench:
             torch.cuda.empty_cache()
 
     def _held(self) -> int:
-        return sum(made.frames.nbytes for made in self._dense.values())
+        return sum(made.frames.nbytes for made, _ in self._dense.values())
 
     def _warm_up(self, loaded: LoadedPipeline) -> None:
         # a process's first call pays for its set-up, which is nothing that a visitor should see.
@@ -166,8 +175,16 @@ class Workbench:
         from vidsparse.pipelines.generate import generate
         from vidsparse.pipelines.request import GenerateRequest
 
+        # a small video: set-up is the same for any size, and the visitor waits for this one.
+        side = WARM_UP_SIDE * loaded.defaults.size_factor
         request = GenerateRequest(
-            prompt="", model=loaded.ref.name, steps=2, dense_steps=1,
+            prompt="", model=loaded.ref.name, steps=2, dense_steps=1, width=side, height=side,
             frames=loaded.defaults.frame_factor + 1,
         )  # fmt: skip
         generate(loaded, request)
+
+
+def _clock(began: str) -> str:
+    """A time of a record as a reader of the page reads it, by the host's clock."""
+    then, now = datetime.fromisoformat(began).astimezone(), datetime.now().astimezone()
+    return f"{then:%H:%M}" if then.date() == now.date() else f"{then:%Y-%m-%d %H:%M}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ import numpy as np
 
 from vidsparse.apps.runs.prepared import PreparedPrompt
 from vidsparse.apps.runs.prompts import slug
-from vidsparse.apps.runs.report_page import SideBySide, render
+from vidsparse.apps.runs.report_page import ReportedSetting, SideBySide, render
 from vidsparse.apps.runs.run_folder import RunFolder
 from vidsparse.apps.terminal.progress import short
 from vidsparse.files import parse_json, write_text
@@ -24,6 +24,7 @@ from vidsparse.metrics import (
     amplified_difference,
     compare_videos,
 )
+from vidsparse.pipelines.linear import LinearFacts
 from vidsparse.report import Promise, PromptComparison, Report, RunFacts, mean_density_map
 from vidsparse.work import Work
 
@@ -41,6 +42,10 @@ GAIN = 4
 SAME_KERNEL = (
     "Both sides share seeds, noise and the dense attention: the sparse side's dense steps run the "
     "very kernel of the dense side, so no decibel is lost to another one."
+)
+AGAINST_STOCK = (
+    "Both sides are dense: the first is the stock pipeline, the second runs by the dense kernel "
+    "that was asked for, or that `auto` takes on this device."
 )
 
 
@@ -108,7 +113,14 @@ class Comparison:
     def report(self, request: GenerateRequest, batch: int) -> Report:
         """Everything measured, as one value; ``request`` holds the settings of all prompts."""
         record = self._comparisons[0].sparse.record
-        notes = [SAME_KERNEL, "Both sides ran two untimed steps before the first prompt."]
+        same = AGAINST_STOCK if request.method == "dense" else SAME_KERNEL
+        notes = [same, "Both sides ran two untimed steps before the first prompt."]
+        if (linear := record["linear"]) is not None:
+            notes.append(
+                f"The sparse side has {LinearFacts(**linear)}; the dense side has them all in the "
+                "model's own format."
+            )
+        notes += _cache_notes([each.sparse.record for each in self._comparisons])
         if batch > 1:
             notes.append(f"Times are those of batches of {batch}, divided by the batch's size.")
         if self._restored:
@@ -142,6 +154,8 @@ class Comparison:
             quality=video_quality(dense.frames, sparse.frames),
             dense=run_facts(dense.record),
             sparse=run_facts(sparse.record),
+            # a page keeps dense videos; a command makes every one anew.
+            kept=dense.record.get("kept"),
         )
         if self._kept is not None:
             target = self._kept.target(one.prompt)
@@ -194,6 +208,29 @@ class Comparison:
         return SideBySide(mp4=path.read_bytes(), width=frames.shape[2], height=frames.shape[1])
 
 
+def _cache_notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a step cache left out, and how old plans came to be by it."""
+    steps = [step for record in records for step in record["steps"]]
+    cached = [step for step in steps if step["kind"] == "cached"]
+    if not cached:
+        return []
+    notes = [
+        f"{len(cached)} of the sparse side's {len(steps)} steps left blocks out by its step cache; "
+        "attention computed is a share of the calls that were made."
+    ]
+    if records[0]["options"]["refresh"]:
+        # plans serve from one refresh to the next, whatever a cache leaves out between.
+        return notes
+    reuse = records[0]["options"]["reuse"]
+    oldest = max((record["oldest_plan"] or 0) for record in records)
+    if oldest >= reuse:
+        notes.append(
+            f"A plan serves {reuse} steps that are run, so that one still served {oldest} steps "
+            "after its own."
+        )
+    return notes
+
+
 def _promise(request: GenerateRequest) -> Promise | None:
     """What the request's preset says of the quality, None where it says nothing."""
     from vidsparse.presets import load_preset
@@ -219,8 +256,15 @@ def video_quality(dense: Frames, sparse: Frames) -> VideoQuality:
 
 
 def dense_side(request: GenerateRequest) -> GenerateRequest:
-    """The same request on the stock pipeline."""
-    return replace(request, method="dense", method_options={}, preset=None)
+    """What a request is compared with: itself with method dense, by the same dense kernel.
+
+    One whose method is dense already is compared with the stock pipeline. Linear layers are in the
+    model's own format, and no step is cached.
+    """
+    plain = replace(request, speed=None, linear="none", cache="none", cache_threshold=None)
+    if request.method == "dense":
+        return replace(plain, dense_kernel="stock")
+    return replace(plain, method="dense", method_options={}, preset=None)
 
 
 def write_report(
@@ -231,22 +275,38 @@ def write_report(
     Raises:
         OutputError: the folder cannot be written to.
     """
+    page = folder / "report.html"
+    one = ReportedSetting(label=request.method, report=report, videos=videos)
+    write_page(page, [one], request)
+    return [page, *write_tables(folder, report)]
+
+
+def write_page(path: Path, settings: Sequence[ReportedSetting], request: GenerateRequest) -> None:
+    """Write the page of one or several settings; ``request`` is any of them.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     from vidsparse.methods import METHODS
 
     assert request.fps is not None
     page = render(
-        report,
-        videos,
+        settings,
         model=Path(request.model).name or request.model,
         method_title=METHODS[request.method].title,
         fps=request.fps,
         gain=GAIN,
     )
-    texts = {
-        "report.html": page,
-        "report.md": report.to_markdown(),
-        "report.json": report.to_json_text(),
-    }
+    write_text(path, page)
+
+
+def write_tables(folder: Path, report: Report) -> list[Path]:
+    """Write the report as Markdown and as JSON into ``folder``; return their paths.
+
+    Raises:
+        OutputError: the folder cannot be written to.
+    """
+    texts = {"report.md": report.to_markdown(), "report.json": report.to_json_text()}
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]

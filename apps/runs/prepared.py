@@ -40,8 +40,8 @@ class PreparedPrompts:
         """The settings that all prompts share; only the prompt is the first one's own."""
         return self.prompts[0].request
 
-    def load(self, terminal: Terminal) -> LoadedPipeline:
-        """Load the model, once for all prompts.
+    def load(self, terminal: Terminal, *, linear: str | None = None) -> LoadedPipeline:
+        """Load the model, once for all prompts; ``linear`` as asked for, or the request's.
 
         Raises:
             VidsparseError: the model cannot be loaded, or is not the one of the preset.
@@ -50,6 +50,7 @@ class PreparedPrompts:
         from vidsparse.pipelines.models import load
 
         request = self.request
+        linear = linear or request.linear or "none"
         terminal.say(f"Loading {request.model} on {request.device} ...")
         loaded = load(
             self.model,
@@ -57,9 +58,12 @@ class PreparedPrompts:
             dtype=request.dtype,
             offload=request.offload,
             lora=request.lora,
-            compile=request.compile,
+            compile=bool(request.compile),
+            linear=linear,
             image=request.image is not None,
         )
+        if linear != "none":
+            terminal.say(f"{loaded.linear_facts}.")
         # of all prompts alike: not to be found out by each.
         check_preset(loaded, request)
         return loaded
@@ -75,8 +79,10 @@ def prepare(
     Raises:
         VidsparseError: an option, a combination or the model cannot be used.
     """
+    from vidsparse.pipelines.caching import check_family
     from vidsparse.pipelines.models import check_takes, resolve_model, unknown_words
     from vidsparse.pipelines.request import check_ready, resolve, with_prompt
+    from vidsparse.pipelines.speed import described, measured
     from vidsparse.presets import load_preset
 
     # the prompts share everything else, which is looked at once.
@@ -93,6 +99,11 @@ def prepare(
                 "another transformer. Hint: calibrate for this model."
             )
     settled = resolve(first, model.defaults)
+    if settled.speed is not None:
+        known = measured(first.model, settled.speed, model.defaults)
+        terminal.say(f"speed {settled.speed}: {described(settled.options())}; {known}.")
+    assert settled.cache is not None
+    check_family(settled.cache, model.family)
     prepared = []
     with plain_bar(terminal, "Reading prompts") as progress:
         for prompt in source.prompts:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vidsparse.apps.runs.curve import curve_points, nice_ticks
 from vidsparse.metrics import FrameQuality
 from vidsparse.report import (
     CONVENTIONS,
@@ -21,14 +23,19 @@ from vidsparse.report import (
     format_psnr,
     format_seconds,
     format_share,
+    format_spread,
     format_total,
     headline,
     plain_text,
 )
+from vidsparse.speedup import Speedup
 from vidsparse.work import Work
 
 # a title or table row longer than this is cut; the section below it shows the prompt in full.
 SHORT_PROMPT = 120
+
+STEP_KINDS = ("dense", "refresh", "sparse", "cached")
+"""What a denoising step can have been, as records say it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,20 +78,33 @@ class FramePlot:
     labels: Sequence[str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportedSetting:
+    """One of the settings that a page reports on.
+
+    Args:
+        label: what sets it apart from the others.
+        report: the numbers.
+        videos: one per comparison of the report, in its order.
+    """
+
+    label: str
+    report: Report
+    videos: Sequence[SideBySide]
+
+
 def render(
-    report: Report,
-    videos: Sequence[SideBySide],
+    settings: Sequence[ReportedSetting],
     *,
     model: str,
     method_title: str,
     fps: float,
     gain: int,
 ) -> str:
-    """The page as text.
+    """The page as text: of one setting, or of several with their curve first.
 
     Args:
-        report: the numbers.
-        videos: one per comparison of the report, in its order.
+        settings: what is reported on, at least one.
         model: the model's name, as a reader knows it.
         method_title: the method's name, as its paper spells it.
         fps: frames a second of the videos.
@@ -98,23 +118,64 @@ def render(
         autoescape=True,
         undefined=StrictUndefined,
     )
+    first = settings[0].report
+    rows = [(each.label, one) for each in settings for one in each.report.comparisons]
+    labels = ", ".join(each.label for each in settings)
+    notes = [note for each in settings for note in each.report.notes]
+    prompts = len(first.comparisons)
     page: str = environment.get_template("report.html.j2").render(
-        model=model,
-        method_title=method_title,
-        headline=headline(report),
-        tiles=_tiles(report),
-        clips=[_clip(each, video) for each, video in zip(report.comparisons, videos, strict=True)],
+        title=f"Dense against sparse: {method_title} on {model}",
+        lead=f"{prompts} prompt{'s' if prompts != 1 else ''} at {len(settings)} settings: {labels}",
+        parts=[_part(place, each) for place, each in enumerate(settings)],
+        points=curve_points(rows, f"{method_title} on {model}"),
+        summary=summary_rows([(each.label, each.report) for each in settings]),
         fps=fps,
         gain=gain,
-        heat=_heat(report.density_map),
-        times=_times(report),
-        settings=[(name, plain_text(value)) for name, value in report.settings.items()],
-        environment=[(name, plain_text(value)) for name, value in report.environment.items()],
+        environment=[(name, plain_text(value)) for name, value in first.environment.items()],
         conventions=list(CONVENTIONS.items()),
-        notes=list(report.notes),
-        created=report.created,
+        notes=list(dict.fromkeys(notes)),
+        created=first.created,
     )
     return page
+
+
+def _part(place: int, each: ReportedSetting) -> dict[str, Any]:
+    """What the template draws of one setting."""
+    report = each.report
+    schedule = schedule_cells([one.sparse.record for one in report.comparisons])
+    return {
+        "label": each.label,
+        "anchor": f"{place + 1}-" if place else "",
+        "headline": headline(report),
+        "tiles": _tiles(report),
+        "clips": [_clip(*pair) for pair in zip(report.comparisons, each.videos, strict=True)],
+        "heat": _heat(report.density_map),
+        "schedule": schedule,
+        "schedule_text": schedule_text(schedule),
+        "times": _times(report),
+        "settings": [(name, plain_text(value)) for name, value in report.settings.items()],
+    }
+
+
+def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[tuple[str, ...]]:
+    """A table of means over prompts: the columns' titles, then a row for each setting."""
+    rows = [
+        (
+            setting,
+            format_spread(report.psnr, ".2f", identical=report.identical),
+            format_spread(report.ssim, ".4f"),
+            format_spread(report.flicker, ".2f"),
+            format_total(report.work),
+            format_share(report.computed),
+            str(report.speedup),
+        )
+        for setting, report in reports
+    ]
+    titles = (
+        "setting", "PSNR dB", "SSIM", "flicker dB", "computed, whole run", "in sparse calls",
+        "speed",
+    )  # fmt: skip
+    return [titles, *rows]
 
 
 def _tiles(report: Report) -> list[dict[str, str]]:
@@ -140,15 +201,22 @@ def _tiles(report: Report) -> list[dict[str, str]]:
         tiles[0]["note"] += f"; promised {report.promise}"
     tiles += work_tiles(report.work, report.selected, report.computed)
     dense, sparse = report.seconds("dense", "denoise"), report.seconds("sparse", "denoise")
-    tiles.append(
-        {
-            "name": "Denoising",
-            "value": format_number(report.speedup("denoise"), ".2f", "x"),
-            "note": f"{format_seconds(dense)} dense, {format_seconds(sparse)} sparse; "
-            f"{format_share(report.dense_step_share)} of steps dense",
-        }
-    )
-    return tiles
+    return [*tiles, speed_tile(report.speedup, dense, sparse)]
+
+
+def speed_tile(speedup: Speedup, dense: float | None, sparse: float | None) -> dict[str, str]:
+    """The tile "Denoising": the ratio where there is one, else why not, and both times.
+
+    Args:
+        speedup: what the times tell.
+        dense: mean seconds of the dense side.
+        sparse: mean seconds of the sparse side.
+    """
+    times = f"{format_seconds(dense)} dense, {format_seconds(sparse)} sparse"
+    if speedup.ratio is None:
+        return {"name": "Denoising", "value": "-", "note": f"{speedup}: {times}"}
+    note = f"{speedup.range}; {times}"
+    return {"name": "Denoising", "value": f"{speedup.ratio:.2f}x", "note": note}
 
 
 def work_tiles(
@@ -165,20 +233,23 @@ def work_tiles(
         return [{"name": "Attention computed", "value": "-", "note": "not counted in this record"}]
     if computed is None:
         return [{"name": "Attention computed", "value": format_total(work), "note": work.split}]
-    known = "of dense attention, beside that; " if work.selection is not None else ""
-    return [
-        {
-            "name": "Attention computed",
-            "value": format_total(work),
-            "note": f"{work.split}. These computed {format_share(computed)} of their pairs and "
-            f"selected {format_share(selected)}",
-        },
-        {
-            "name": "Selection",
-            "value": format_number(work.selection, ".1%", missing="unknown"),
-            "note": f"{known}{work.selection_source}",
-        },
-    ]
+    note = (
+        f"{work.split}. These computed {format_share(computed)} of their pairs and selected "
+        f"{format_share(selected)}"
+    )
+    if work.selection is None:
+        # no tile for what has no figure.
+        note += f". What choosing cost: {work.selection_source}"
+    tiles = [{"name": "Attention computed", "value": format_total(work), "note": note}]
+    if work.selection is not None:
+        tiles.append(
+            {
+                "name": "Selection",
+                "value": f"{work.selection:.1%}",
+                "note": f"of dense attention, beside that; {work.selection_source}",
+            }
+        )
+    return tiles
 
 
 def _clip(each: PromptComparison, video: SideBySide) -> dict[str, Any]:
@@ -262,34 +333,62 @@ def _spans(flags: Sequence[bool], step: float) -> list[_Span]:
     return spans
 
 
-def nice_ticks(low: float, high: float) -> list[float]:
-    """Three to five round values that enclose ``low`` to ``high``."""
-    # matplotlib takes a quarter of a second: only what draws a plot pays it.
-    from matplotlib.ticker import MaxNLocator
+def schedule_cells(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the denoising steps of ``runs`` were, to be drawn in a row.
 
-    # equal values get room below: an SSIM of 1 has nothing above it.
-    low = min(low, high - 1e-3)
-    locator = MaxNLocator(nbins=3, steps=[1, 2, 5, 10], min_n_ticks=1)
-    return [float(tick) for tick in locator.tick_values(low, high)]
+    Args:
+        runs: their records; those of versions that did not tell draw nothing.
+
+    Returns:
+        For each step its place, the kind that most runs had there, and a label.
+    """
+    told = [record["steps"] for record in runs if record.get("steps")]
+    cells = []
+    for step, own in enumerate(zip(*told, strict=False)):
+        kinds = Counter(one["kind"] for one in own)
+        kind, count = kinds.most_common(1)[0]
+        label = f"step {step + 1}: {kind}"
+        if count < len(own):
+            label += f" in {count} of {len(own)} runs"
+        if kind == "cached":
+            run = sum(one["blocks"] for one in own) / len(own)
+            label += f", {run:.1%} of the blocks run"
+        cells.append({"step": step, "kind": kind, "label": label})
+    return cells
 
 
-def _heat(density_map: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    cells = [
+def schedule_text(cells: Sequence[Mapping[str, Any]]) -> str:
+    """How many steps there are of each kind, in words."""
+    kinds = Counter(cell["kind"] for cell in cells)
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in STEP_KINDS if kinds[kind])
+
+
+def heat_cells(density_map: Sequence[Sequence[float | None]]) -> list[dict[str, Any]]:
+    """What a density map shows: a cell for every step and layer that has a density."""
+    return [
         {
             "step": step,
             "layer": layer,
-            "opacity": f"{value:.3f}",
-            "label": f"step {step + 1}, layer {layer + 1}: "
-            + ("dense" if value >= 1 else f"{value:.1%} computed"),
+            "opacity": f"{min(value, 1):.3f}",
+            "label": f"step {step + 1}, layer {layer + 1}: {_computed(value)}",
         }
         for step, row in enumerate(density_map)
         for layer, value in enumerate(row)
         if value is not None
     ]
+
+
+def _computed(share: float) -> str:
+    if share > 1:
+        return f"refresh, all and {share - 1:.1%} beside it computed"
+    return "dense" if share == 1 else f"{share:.1%} computed"
+
+
+def _heat(density_map: Sequence[Sequence[float | None]]) -> dict[str, Any]:
     return {
         "steps": len(density_map),
         "layers": max((len(row) for row in density_map), default=0),
-        "cells": cells,
+        "cells": heat_cells(density_map),
     }
 
 

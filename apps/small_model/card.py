@@ -11,8 +11,7 @@ from typing import Any
 
 from vidsparse.markdown import markdown_table
 
-from . import text, world
-from .model import EXAMPLE_PROMPTS, LICENSE, SmallModel
+from .model import LICENSE, SmallModel
 
 MEASURED = "measured.json"
 """Beside the checkpoints, written by hand from what the two checks print.
@@ -34,10 +33,10 @@ pipeline_tag: text-to-video
 ---
 # $name
 
-A **small demonstration model** for vidsparse: text to video, shapes that move over quiet
-backgrounds. It exists so that every method and command has real attention maps to work on, on any
-machine and without a download. It is no substitute for a video model: it knows $words words and
-one kind of picture.
+A **small demonstration model** for vidsparse: text to video, $subject.
+It exists so that every method and command has real attention maps to work on, on any machine and
+without a download. It is no substitute for a video model: it knows $words words and one kind of
+picture.
 
 It is a stock diffusers pipeline and needs no code of its own:
 
@@ -69,10 +68,7 @@ $sizes
 
 ## Data
 
-None but what the training code draws while it runs (`apps/small_model/world.py`): $shapes shapes
-in $colours colours and $extents sizes, $motions motions, $backgrounds background colours in
-$textures textures, one or two objects a clip, with captions in varied words. 24 combinations of
-colour, shape and direction are never drawn, and are the test below.
+None but what the training code draws while it runs (`$source`): $contents
 
 ## Training
 
@@ -93,9 +89,8 @@ python -m vidsparse.apps.small_model.vae_psnr --model pipelines/models/$name --d
 
 $psnr_table
 
-Fidelity: the 24 held-out prompts with one object in straight motion, generated dense. A script
-reads the object's colour and direction from the frames; counted are the clips where both are right
-(bar: 22), printed by
+Fidelity: $test
+(bar: $bar), printed by
 
 ```
 $fidelity_commands
@@ -105,12 +100,8 @@ $fidelity_table
 
 ## Limits
 
-- It draws its own world only: no other subjects, no styles, no camera motion.$limits
 - It is made for $trained_sizes.
-  Other sizes and lengths run; how well was not measured.
-- It has seen one or two objects in a clip, never more, and never two of one shape or one colour.
-- Its attention maps come from a world of flat backgrounds and few objects. How much quality a
-  sparse method costs here says little about how much it costs on a large model.
+  Other sizes and lengths run; how well was not measured.$limits
 
 ## License
 
@@ -143,10 +134,13 @@ def settings(model: SmallModel) -> dict[str, Any]:
         "dense_layers": card.dense_layers,
         "dense_last_layers": card.dense_last_layers,
         "reuse": card.reuse,
+        "method": card.method,
         "method_options": dict(card.method_options),
-        "prompt_form": text.PROMPT_FORM,
-        "vocabulary": list(text.VOCABULARY),
-        "example_prompts": list(EXAMPLE_PROMPTS),
+        "schedules": dict(card.schedules),
+        "speeds": dict(card.speeds),
+        "prompt_form": model.world.prompt_form,
+        "vocabulary": list(model.world.vocabulary.words),
+        "example_prompts": list(model.world.example_prompts),
     }
 
 
@@ -166,7 +160,7 @@ def readme(
     measured: Mapping[str, Any],
 ) -> str:
     """The model card, in Markdown."""
-    card, sizes = model.card, model.recipe.sizes
+    card, world, sizes = model.card, model.world, model.recipe.sizes
     width, height = card.size.split("x")
     squares = [f"{size.side}x{size.side}" for size in sizes]
     tokens = [
@@ -182,9 +176,9 @@ def readme(
         name=model.name,
         chosen="" if model.name == DEFAULT else f" --model {model.name}",
         pipeline=model.pipeline_class.__name__,
-        words=len(text.VOCABULARY),
-        prompt=EXAMPLE_PROMPTS[0],
-        prompt_form=text.PROMPT_FORM,
+        words=len(world.vocabulary.words),
+        prompt=world.example_prompts[0],
+        prompt_form=world.prompt_form,
         width=width,
         height=height,
         frames=card.frames,
@@ -192,13 +186,12 @@ def readme(
         guidance=card.guidance,
         parts=model.parts(transformer, encoder, vae),
         sizes=f"{' and '.join(tokens)}.",
-        limits="".join(f"\n- {limit}" for limit in card.limits),
-        shapes=len(world.SHAPES),
-        colours=len(world.COLOURS),
-        extents=len(world.SIZES),
-        motions=len(world.MOTIONS),
-        backgrounds=len(world.BACKGROUNDS),
-        textures=len(world.TEXTURES),
+        limits="".join(f"\n- {limit}" for limit in (*world.limits, *card.limits)),
+        subject=world.subject,
+        source=world.source,
+        contents=world.contents,
+        test=world.test,
+        bar=world.bar,
         training=training,
         psnr_table=markdown_table(
             ("clips", "PSNR, dB"),
@@ -209,7 +202,7 @@ def readme(
             for size, square in zip(sizes, squares, strict=True)
         ),
         fidelity_table=markdown_table(
-            ("size", "colour and direction both right"),
+            ("size", "all right"),
             (
                 (f"{square}, {size.frames} frames", str(fidelity.get(square, _NOT_MEASURED)))
                 for size, square in zip(sizes, squares, strict=True)

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import T5Config, T5EncoderModel
 
-from . import text
 from .model import (
     Card,
     ClipSize,
@@ -41,6 +40,8 @@ from .model import (
     channels_last,
     millions,
 )
+from .words import END_ID, PAD_ID
+from .worlds import SHAPES_WORLD
 
 PROMPT_TOKENS: Final = 226
 """``CogVideoXPipeline`` pads prompts to this length, and padding takes part in attention."""
@@ -53,6 +54,7 @@ class CogVideoX(SmallModel):
     """The CogVideoX transformer at 4.3 M parameters and its autoencoder at 1.2 M."""
 
     name = "shapes-joint"
+    world = SHAPES_WORLD
     card = Card(
         description="A second small demonstration model, of the world that shapes knows, in the "
         "layout of CogVideoX: text and video attend together.",
@@ -141,7 +143,7 @@ class CogVideoX(SmallModel):
     def build_text_encoder(self) -> T5EncoderModel:
         """A T5 encoder of two layers."""
         config = T5Config(
-            vocab_size=text.VOCABULARY_SIZE,
+            vocab_size=len(self.world.vocabulary.ids),
             d_model=128,
             d_kv=32,
             num_heads=4,
@@ -149,8 +151,8 @@ class CogVideoX(SmallModel):
             num_layers=2,
             dropout_rate=0.0,
             feed_forward_proj="gated-gelu",
-            pad_token_id=text.PAD_ID,
-            eos_token_id=text.END_ID,
+            pad_token_id=PAD_ID,
+            eos_token_id=END_ID,
         )
         return T5EncoderModel(config)
 
@@ -199,9 +201,14 @@ class CogVideoX(SmallModel):
             reader.conv.weight *= deviation.view(1, -1, 1, 1, 1)
         return torch.zeros_like(mean), deviation
 
+    def moments(self, vae: AutoencoderKLCogVideoX) -> tuple[Tensor, Tensor]:
+        """Nothing: the weights themselves scale the latents."""
+        channels = vae.config.latent_channels
+        return torch.zeros(channels), torch.ones(channels)
+
     def embed(self, encoder: T5EncoderModel, ids: Tensor) -> Tensor:
         """Embeddings [B, 226, 128]; no mask, as in the pipeline."""
-        padded = F.pad(ids, (0, PROMPT_TOKENS - ids.shape[1]), value=text.PAD_ID)
+        padded = F.pad(ids, (0, PROMPT_TOKENS - ids.shape[1]), value=PAD_ID)
         embedded: Tensor = encoder(padded)[0]
         return embedded
 

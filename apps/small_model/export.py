@@ -11,27 +11,26 @@ import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from . import card, text
+from . import card
 from .model import SmallModel
+from .words import END, END_ID, PAD, UNKNOWN, Vocabulary
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Word-level tokenizer over ``text.VOCABULARY``: lower case, no punctuation, ``</s>`` last."""
-    ids = {text.PAD: text.PAD_ID, text.END: text.END_ID, text.UNKNOWN: text.UNKNOWN_ID}
-    ids |= {word: i + len(ids) for i, word in enumerate(text.VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=text.UNKNOWN))
+def build_tokenizer(vocabulary: Vocabulary) -> PreTrainedTokenizerFast:
+    """Word-level tokenizer over ``vocabulary``: lower case, no punctuation, ``</s>`` last."""
+    tokenizer = Tokenizer(models.WordLevel(dict(vocabulary.ids), unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Lowercase(), normalizers.Replace(Regex(r"[^\w\s]"), " ")]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {text.END}", special_tokens=[(text.END, text.END_ID)]
+        single=f"$A {END}", special_tokens=[(END, END_ID)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=text.PAD,
-        eos_token=text.END,
-        unk_token=text.UNKNOWN,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
         model_max_length=512,
         padding_side="right",
     )
@@ -58,13 +57,14 @@ def export(model: SmallModel, checkpoints: Path, folder: Path) -> None:
     for part in (transformer, vae):
         # diffusers would keep the path that they were loaded from
         part.register_to_config(_name_or_path=model.name)
-    model.pipeline_class(
-        tokenizer=build_tokenizer(),
+    pipeline = model.pipeline_class(
+        tokenizer=build_tokenizer(model.world.vocabulary),
         text_encoder=encoder,
         vae=vae,
         transformer=transformer,
         scheduler=model.build_scheduler(),
-    ).save_pretrained(folder)
+    )
+    pipeline.save_pretrained(folder, max_shard_size=model.shard_size)
     # where nobody names a precision, transformers loads what this says and diffusers fp32; not
     # every pipeline casts between the two
     words = folder / "text_encoder" / "config.json"

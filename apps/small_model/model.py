@@ -18,17 +18,11 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-LICENSE: Final = "Apache-2.0"
+from vidsparse.pipelines.families import DEFAULT_METHOD
 
-EXAMPLE_PROMPTS: Final = (
-    "a large red ball that moves right on a plain navy background",
-    "a medium yellow star that spins on a dotted teal background",
-    "a large orange heart that bounces on a plain gray background",
-    "a small cyan ring that orbits on a striped brown background",
-    "a medium purple square that grows on a checkered cream background",
-    "a large green triangle that moves up and a small white ball that moves left "
-    "on a gradient black background",
-)
+from .worlds import World
+
+LICENSE: Final = "Apache-2.0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +118,9 @@ class Card:
         dense_last_layers: last layers kept dense.
         reuse: steps that a plan serves.
         method_options: options of methods by their names, where they differ from the methods' own.
+        method: what runs where no method is asked for.
+        schedules: dense steps and the like of methods that are best with others than these.
+        speeds: what the bundles of ``--speed`` change, and what was measured with them.
         limits: what else the card admits, a sentence each.
     """
 
@@ -138,6 +135,9 @@ class Card:
     dense_last_layers: int
     reuse: int
     method_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    method: str = DEFAULT_METHOD
+    schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    speeds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     limits: tuple[str, ...] = ()
 
 
@@ -145,8 +145,11 @@ class SmallModel(ABC):
     """One small model: classes of diffusers and transformers, and how they are trained."""
 
     name: ClassVar[str]
+    world: ClassVar[World]
     card: ClassVar[Card]
     recipe: ClassVar[Recipe]
+    further: ClassVar[Recipe | None] = None
+    """What training saved weights further takes instead, where that differs."""
     pipeline_class: ClassVar[Any]
     vae_class: ClassVar[Any]
     transformer_class: ClassVar[Any]
@@ -155,6 +158,8 @@ class SmallModel(ABC):
     """The transformer's repeated block, compiled once for all of them."""
     vae_fp32: ClassVar[bool]
     """The pipeline decodes in fp32 whatever the transformer's precision."""
+    shard_size: ClassVar[str] = "20MB"
+    """The largest file of weights in the exported folder."""
 
     @abstractmethod
     def build_vae(self) -> Any:
@@ -166,7 +171,7 @@ class SmallModel(ABC):
 
     @abstractmethod
     def build_text_encoder(self) -> Any:
-        """A text encoder with random weights, over the words of ``text.VOCABULARY``."""
+        """A text encoder with random weights, over the words of its world."""
 
     @abstractmethod
     def build_scheduler(self) -> Any:
@@ -191,6 +196,10 @@ class SmallModel(ABC):
         Returns:
             What the pipeline takes off these latents and what it divides them by, [C] each.
         """
+
+    @abstractmethod
+    def moments(self, vae: Any) -> tuple[Tensor, Tensor]:
+        """What the pipeline takes off ``vae``'s latents and divides them by, [C] each."""
 
     @abstractmethod
     def embed(self, encoder: Any, ids: Tensor) -> Tensor:

@@ -11,11 +11,12 @@ from typing import Final
 from .cogvideox import SHAPES_JOINT
 from .model import SmallModel
 from .wan import SHAPES
+from .wan_scenes import SCENES
 
 SMALL_MODELS: Final[Mapping[str, SmallModel]] = MappingProxyType(
-    {model.name: model for model in (SHAPES, SHAPES_JOINT)}
+    {model.name: model for model in (SHAPES, SHAPES_JOINT, SCENES)}
 )
-"""By the name of their folder."""
+"""By the name of their folder. The product lists a model once its weights exist."""
 
 
 def small_model_of(folder: Path) -> SmallModel:

@@ -1,11 +1,19 @@
-"""Train a small model from nothing and export it: one command, about 25 minutes on one GPU.
+r"""Train a small model from nothing and export it: one command, about 25 minutes on one GPU.
 
     python -m vidsparse.apps.small_model.train --out runs/shapes
 
 Phases, each with its own wall-clock budget: the autoencoder; the latents of freshly drawn clips
 with their captions; the transformer together with its text encoder; the export to a diffusers
 folder. Every phase leaves safetensors under ``OUT/checkpoints`` about once a minute, and
-``--start`` continues from the phase named.
+``--start`` continues from the phase named, with the weights of these or of an exported model.
+
+``scenes`` takes a session for its autoencoder, whose weights are kept, one for its transformer, and
+any number to train that further on clips drawn from another seed:
+
+    python -m vidsparse.apps.small_model.train --model scenes --out runs/scenes \
+        --start latents --weights apps/small_model/scenes/weights
+    python -m vidsparse.apps.small_model.train --model scenes --out runs/further --seed 1 \
+        --start transformer --weights runs/scenes/scenes
 """
 
 from __future__ import annotations
@@ -16,33 +24,20 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import text
+from .benchmark import benchmark
 from .export import export
+from .learner import Latents, Learner
 from .model import ClipSize, Crop, LatentPlan, Recipe, SmallModel, StepPlan
-from .muon import Muon, hidden_matrices
 from .registry import SMALL_MODELS
-from .vae import LOG_SECONDS, SAVE_SECONDS, Average, Log, held_out_psnr, schedule, train_vae
-from .world import render, sample_scene
+from .vae import LOG_SECONDS, SAVE_SECONDS, Log, held_out_psnr, schedule, train_vae
 
-UNCONDITIONAL_SHARE = 0.1
 CAPTIONS_PER_CLIP = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Latents:
-    """Training clips of one size: latents [N, C, t, h, w] and captions [N, variants, L] as ids."""
-
-    values: torch.Tensor
-    ids: torch.Tensor
 
 
 @torch.no_grad()
@@ -66,8 +61,9 @@ def draw_latents(
     while time.monotonic() - start < seconds:
         for plan, stored, captions in zip(plans, values, ids, strict=True):
             for _ in range(plan.batches):
-                scenes = [sample_scene(rng) for _ in range(plan.batch)]
-                clip = render(scenes, plan.size.frames, plan.size.side, plan.size.side, device)
+                scenes = [model.world.sample(rng) for _ in range(plan.batch)]
+                side = plan.size.side
+                clip = model.world.render(scenes, plan.size.frames, side, side, device)
                 clip = clip.to(dtype).contiguous(memory_format=torch.channels_last_3d)
                 mean, log_variance = model.encode(vae, clip)
                 # a sample, not the mean: a channel the picture does not need stays plain noise
@@ -75,7 +71,7 @@ def draw_latents(
                 noise = torch.randn_like(mean)
                 stored.append((mean + noise * torch.exp(0.5 * log_variance)).contiguous())
                 captions += [
-                    [text.training_ids(scene, rng) for _ in range(CAPTIONS_PER_CLIP)]
+                    [model.world.training_ids(scene, rng) for _ in range(CAPTIONS_PER_CLIP)]
                     for scene in scenes
                 ]
     drawn = [
@@ -87,8 +83,17 @@ def draw_latents(
     return drawn
 
 
-def normalise(model: SmallModel, vae: Any, drawn: list[Latents]) -> None:
-    """Tell the autoencoder its latents' mean and deviation; scale the latents in place."""
+def normalise(model: SmallModel, vae: Any, drawn: list[Latents], *, known: bool) -> None:
+    """Scale the latents in place by their mean and deviation, which the autoencoder is told.
+
+    Where they are ``known``, its own are taken: a trained transformer has learnt with them.
+    """
+    if known:
+        for latents in drawn:
+            device = latents.values.device
+            shift, scale = (m.to(device).view(1, -1, 1, 1, 1) for m in model.moments(vae))
+            latents.values.sub_(shift).div_(scale)
+        return
     moments = []
     for latents in drawn:
         flat = [chunk.float() for chunk in torch.split(latents.values, 64)]
@@ -124,80 +129,44 @@ def train_transformer(
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    transformer.to(device).train()
-    encoder.to(device).train()
-    cuda = device.type == "cuda"
-    if cuda:
-        for module in transformer.modules():
-            if isinstance(module, model.block_class):
-                module.compile(dynamic=False)
-    parameters = [*transformer.parameters(), *encoder.parameters()]
-    count = sum(p.numel() for p in transformer.parameters()) / 1e6
-    log(f"transformer: {count:.2f} M parameters, {len(parameters)} tensors with its encoder")
-    hidden = hidden_matrices(transformer, encoder)
-    chosen = {id(p) for p in hidden}
-    muon = Muon(hidden, weight_decay=0.01)
-    optimizer = torch.optim.AdamW(
-        [p for p in parameters if id(p) not in chosen],
-        lr=learning_rate,
-        betas=(0.9, 0.98),
-        weight_decay=0.01,
-        fused=cuda,
+    learner = Learner(
+        model,
+        transformer,
+        encoder,
+        device=device,
+        learning_rate=learning_rate,
+        muon_rate=muon_rate,
     )
-    average = Average(parameters, 0.999)
-    # cuDNN's attention is the fastest on recent GPUs, forwards and backwards
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    attention = (lambda: sdpa_kernel(kernels, set_priority=True)) if cuda else nullcontext
-    blank = torch.zeros(text.CAPTION_TOKENS, dtype=torch.long, device=device)
-    blank[0] = text.END_ID
+    count = sum(p.numel() for p in transformer.parameters()) / 1e6
+    log(
+        f"transformer: {count:.2f} M parameters, {len(learner.parameters)} tensors with its encoder"
+    )
     start = saved = logged = time.monotonic()
     running: list[torch.Tensor | None] = [None] * len(drawn)
-    step = 0
+    step = logged_step = logged_tokens = 0
     while (progress := (time.monotonic() - start) / seconds) < 1:
         ready = [p for p in plans if p.begins <= progress < p.ends]
         plan = rng.choices(ready, [p.share for p in ready])[0]
         source = drawn[plan.source]
-        factor = schedule(progress, step, 300)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * factor
-        pick = torch.randint(0, len(source.values), (plan.batch,), device=device)
-        clean = source.values[pick].float()
-        variant = torch.randint(0, CAPTIONS_PER_CLIP, (plan.batch,), device=device)
-        dropped = torch.rand(plan.batch, 1, device=device) < UNCONDITIONAL_SHARE
-        ids = torch.where(dropped, blank, source.ids[pick, variant])
-        noise = torch.randn_like(clean)
-        # stratified times: every part of the schedule in every batch
-        u = torch.rand(plan.batch, device=device) + torch.arange(plan.batch, device=device)
-        noisy, timestep, target = model.corrupt(clean, noise, u / plan.batch)
-        with torch.autocast(device.type, torch.bfloat16, enabled=cuda), attention():
-            predicted = model.predict(
-                transformer,
-                noisy.to(torch.bfloat16) if cuda else noisy,
-                timestep,
-                model.embed(encoder, ids),
-            )
-            loss = (predicted.float() - target).square().mean()
-            torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        muon.step(muon_rate * factor)
-        optimizer.step()
-        for parameter in parameters:
-            parameter.grad = None
-        average.update()
+        seen = learner.step(source, plan.batch, schedule(progress, step, 300))
         step += 1
-        seen, before = loss.detach(), running[plan.source]
+        logged_tokens += plan.batch * learner.tokens(source.values)
+        before = running[plan.source]
         running[plan.source] = seen if before is None else torch.lerp(before, seen, 0.02)
         if time.monotonic() - logged > LOG_SECONDS:
-            logged = time.monotonic()
             losses = ", ".join("-" if r is None else f"{r.item():.4f}" for r in running)
-            speed = step / (time.monotonic() - start)
-            log(f"transformer step {step} loss {losses} {speed:.1f} it/s")
+            passed = time.monotonic() - logged
+            log(
+                f"transformer step {step} loss {losses} {(step - logged_step) / passed:.1f} it/s "
+                f"{logged_tokens / passed:,.0f} tokens/s"
+            )
+            logged, logged_step, logged_tokens = time.monotonic(), step, 0
         if time.monotonic() - saved > SAVE_SECONDS:
             saved = time.monotonic()
-            average.swap()
+            learner.average.swap()
             save()
-            average.swap()
-    average.swap()
+            learner.average.swap()
+    learner.average.swap()
     transformer.eval()
     encoder.eval()
     save()
@@ -233,24 +202,29 @@ TINY = Recipe(
 )
 
 
+def choose_kernels() -> None:
+    """Have torch take the fast kernels, in this process."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    # a full search for each convolution and shape takes longer than it saves
+    torch.backends.cudnn.benchmark_limit = 4
+
+
 def train(
     model: SmallModel,
     out: Path,
     *,
+    weights: Path,
     recipe: Recipe,
     device: torch.device,
     seed: int,
     start: str,
     log: Log,
 ) -> None:
-    """Run the phases from ``start`` on; checkpoints go to ``out/checkpoints``."""
+    """Run the phases from ``start`` on ``weights``; checkpoints go to ``out/checkpoints``."""
     checkpoints = out / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True
-    # a full search for each convolution and shape takes longer than it saves
-    torch.backends.cudnn.benchmark_limit = 4
     torch.manual_seed(seed)
     if start == "vae":
         vae = model.build_vae()
@@ -268,7 +242,7 @@ def train(
             muon_rate=recipe.vae_muon_rate,
         )
     else:
-        vae = model.vae_class.from_pretrained(checkpoints / "vae").to(device)
+        vae = model.vae_class.from_pretrained(weights / "vae", torch_dtype=torch.float32).to(device)
     for size in recipe.sizes:
         scores = held_out_psnr(model, vae, size, recipe.check_clips, device)
         log(
@@ -284,11 +258,13 @@ def train(
         log=log,
         plans=recipe.latent_plans,
     )
-    normalise(model, vae, drawn)
+    normalise(model, vae, drawn, known=start == "transformer")
     save_checkpoint(vae, checkpoints / "vae")
     if start == "transformer":
-        transformer = model.transformer_class.from_pretrained(checkpoints / "transformer")
-        encoder = model.encoder_class.from_pretrained(checkpoints / "text_encoder")
+        transformer = model.transformer_class.from_pretrained(
+            weights / "transformer", torch_dtype=torch.float32
+        )
+        encoder = model.encoder_class.from_pretrained(weights / "text_encoder", dtype=torch.float32)
     else:
         transformer, encoder = model.build_transformer(), model.build_text_encoder()
 
@@ -348,6 +324,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "'latents' begins the transformer anew, 'transformer' trains the saved one further",
     )
     parser.add_argument(
+        "--weights",
+        type=Path,
+        help="folder whose parts --start takes: checkpoints or an exported model "
+        "(default: OUT/checkpoints)",
+    )
+    parser.add_argument(
+        "--benchmark",
+        action="store_true",
+        help="train nothing: print clips/s, tokens/s and memory of every kind of step",
+    )
+    parser.add_argument(
         "--tiny", action="store_true", help="every phase for a few seconds, to see that it runs"
     )
     options = parser.parse_args(arguments)
@@ -358,21 +345,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model = SMALL_MODELS[options.model]
     given = {name: getattr(options, name) for name in _RATES_AND_TIMES}
+    own = model.further if options.start == "transformer" and model.further else model.recipe
     recipe = replace(
-        TINY if options.tiny else model.recipe,
+        TINY if options.tiny else own,
         **{name: value for name, value in given.items() if value is not None},
     )
+    choose_kernels()
+    if options.benchmark:
+        benchmark(model, recipe, torch.device(options.device), log)
+        return
     if options.start != "export":
         train(
             model,
             options.out,
+            weights=options.weights or options.out / "checkpoints",
             recipe=recipe,
             device=torch.device(options.device),
             seed=options.seed,
             start=options.start,
             log=log,
         )
-    export(model, options.out / "checkpoints", options.out / model.name)
+    # what was trained above, or what is only to be written again
+    source = options.weights if options.start == "export" else None
+    export(model, source or options.out / "checkpoints", options.out / model.name)
     log(f"exported to {options.out / model.name}")
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from .model import ClipSize, Crop, SmallModel
 from .muon import Muon, hidden_matrices
-from .world import centres, render, sample_scene
+from .worlds import World
 
 Log = Callable[[str], None]
 
@@ -33,8 +33,15 @@ def psnr(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 class ClipPool:
     """Rendered clips of one size, kept as bytes on the device and replaced a few at a time."""
 
-    def __init__(self, size: ClipSize, count: int, rng: random.Random, device: torch.device):
-        self.size, self._rng, self._device = size, rng, device
+    def __init__(
+        self,
+        world: World,
+        size: ClipSize,
+        count: int,
+        rng: random.Random,
+        device: torch.device,
+    ):
+        self.size, self._world, self._rng, self._device = size, world, rng, device
         shape = (count, 3, size.frames, size.side, size.side)
         self._clips = torch.empty(shape, dtype=torch.uint8, device=device)
         self._centres: list[list[list[tuple[float, float]]]] = [[] for _ in range(count)]
@@ -44,12 +51,13 @@ class ClipPool:
 
     def replace(self, count: int) -> None:
         """Render ``count`` fresh clips over the oldest ones."""
-        scenes = [sample_scene(self._rng) for _ in range(count)]
-        fresh = render(scenes, self.size.frames, self.size.side, self.size.side, self._device)
+        scenes = [self._world.sample(self._rng) for _ in range(count)]
+        side = self.size.side
+        fresh = self._world.render(scenes, self.size.frames, side, side, self._device)
         fresh = fresh.add_(1).mul_(127.5).round_().to(torch.uint8)
         for scene, clip in zip(scenes, fresh, strict=True):
             self._clips[self._next] = clip
-            self._centres[self._next] = centres(scene, self.size.frames).tolist()
+            self._centres[self._next] = self._world.centres(scene, self.size.frames).tolist()
             self._next = (self._next + 1) % len(self._centres)
 
     def crops(self, crop: Crop) -> torch.Tensor:
@@ -125,10 +133,14 @@ def train_vae(
     """Train for a wall-clock time; averaged weights are in place at the end and at each save.
 
     AdamW trains everything, or with a ``muon_rate`` all but the convolutions inside the blocks.
+    On a GPU each shape of crop is compiled first, which takes most of a minute and then halves its
+    steps: what costs there is norms, activations and padding between the convolutions.
     """
     rng = random.Random(seed)
     vae = model.prepare_vae(vae.to(device).train())
-    pools = [ClipPool(s, n, rng, device) for s, n in zip(sizes, pool_clips, strict=True)]
+    pools = [
+        ClipPool(model.world, s, n, rng, device) for s, n in zip(sizes, pool_clips, strict=True)
+    ]
     log(f"vae: {sum(p.numel() for p in vae.parameters()) / 1e6:.2f} M parameters, pools ready")
     parameters = list(vae.parameters())
     hidden = [] if muon_rate is None else hidden_matrices(vae)
@@ -142,23 +154,30 @@ def train_vae(
         fused=device.type == "cuda",
     )
     average = Average(parameters, 0.998)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+
+    def rebuild(clip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, log_variance = model.encode(vae, clip)
+        mean, log_variance = mean.float(), log_variance.float()
+        latents = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+        return model.decode(vae, latents.to(dtype)), mean, log_variance
+
+    whole = torch.compile(rebuild, dynamic=False) if cuda else rebuild
     start = saved = logged = time.monotonic()
     running: torch.Tensor | None = None
     step = 0
     while (progress := (time.monotonic() - start) / seconds) < 1:
         crop = rng.choices(crops, [c.share for c in crops])[0]
-        clip = rng.choice(pools).crops(crop)
+        # a larger clip has more to learn from
+        clip = rng.choices(pools, [size.side for size in sizes])[0].crops(crop)
         factor = schedule(progress, step, 200)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * factor
-        mean, log_variance = model.encode(
-            vae, clip.to(dtype).contiguous(memory_format=torch.channels_last_3d)
+        rebuilt, mean, log_variance = whole(
+            clip.to(dtype).contiguous(memory_format=torch.channels_last_3d)
         )
-        mean, log_variance = mean.float(), log_variance.float()
-        latents = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
-        rebuilt = model.decode(vae, latents.to(dtype)).float()
-        error = rebuilt - clip
+        error = rebuilt.float() - clip
         squared = error.square().mean()
         # the divergence keeps the latents in scale and free of detail that the picture does not
         # need, which the transformer would have to learn; at this weight it costs little sharpness
@@ -196,13 +215,13 @@ def train_vae(
 
 
 def held_out_clips(
-    size: ClipSize, count: int, batch: int, device: torch.device
+    world: World, size: ClipSize, count: int, batch: int, device: torch.device
 ) -> Iterator[torch.Tensor]:
     """Batches [B, 3, T, H, W] of ``count`` whole clips, from a seed that training never uses."""
     rng = random.Random(0x5EED)
     for first in range(0, count, batch):
-        scenes = [sample_scene(rng) for _ in range(min(batch, count - first))]
-        yield render(scenes, size.frames, size.side, size.side, device)
+        scenes = [world.sample(rng) for _ in range(min(batch, count - first))]
+        yield world.render(scenes, size.frames, size.side, size.side, device)
 
 
 @torch.no_grad()
@@ -211,7 +230,8 @@ def held_out_psnr(
 ) -> list[float]:
     """PSNR in dB of each of ``count`` whole held-out clips, in fp32."""
     scores: list[float] = []
-    for clip in held_out_clips(size, count, 2, device):
+    # one by one, since a long clip in fp32 fills a good part of a GPU
+    for clip in held_out_clips(model.world, size, count, 1, device):
         mean, _ = model.encode(vae, clip)
         scores += psnr(model.decode(vae, mean), clip).tolist()
     return scores

@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     met = True
     for size in model.recipe.sizes:
         scores: list[float] = []
-        for clip in held_out_clips(size, options.clips, 1, torch.device(options.device)):
+        for clip in held_out_clips(
+            model.world, size, options.clips, 1, torch.device(options.device)
+        ):
             with torch.no_grad():
                 rebuilt = vae.decode(vae.encode(clip).latent_dist.mode()).sample
             scores += psnr(rebuilt, clip).tolist()

@@ -10,7 +10,7 @@ Latents: [B, 16, k + 1, H/8, W/8] of 4k + 1 frames.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,6 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from . import text
 from .model import (
     Card,
     ClipSize,
@@ -46,19 +45,31 @@ from .model import (
     channels_last,
     millions,
 )
+from .words import END_ID, PAD_ID
+from .worlds import SHAPES_WORLD
 
 PROMPT_TOKENS: Final = 512
 """``WanPipeline`` pads text embeddings with zeros to this length."""
-FLOW_SHIFT: Final = 3.0
-"""Of the training times and of the shipped scheduler."""
 
 _SMALL, _LARGE = ClipSize(frames=33, side=256), ClipSize(frames=49, side=384)
 
 
 class Wan(SmallModel):
-    """The Wan transformer at 8.6 M parameters and the residual Wan autoencoder at 2.7 M."""
+    """The Wan transformer at 8.6 M parameters and the residual Wan autoencoder at 2.7 M.
 
+    Another model of this layout is a subclass with other numbers.
+    """
+
+    heads: ClassVar[int] = 4
+    head_dim: ClassVar[int] = 64
+    layers: ClassVar[int] = 8
+    feed_forward: ClassVar[int] = 896
+    text_width: ClassVar[int] = 256
+    text_feed_forward: ClassVar[int] = 512
+    flow_shift: ClassVar[float] = 3.0
+    """Of the training times and of the shipped scheduler."""
     name = "shapes"
+    world = SHAPES_WORLD
     card = Card(
         description="A small demonstration model, trained from nothing on procedurally drawn "
         "clips: it draws simple coloured shapes that move, knows the words listed here and "
@@ -74,7 +85,23 @@ class Wan(SmallModel):
         dense_layers=1,
         dense_last_layers=1,
         reuse=2,
-        method_options={"fg-attn": {"top_p": 0.8}},
+        method_options={"fg-attn": {"top_p": 0.8}, "foresight": {"share": 0.08}},
+        # what the "refreshes" rows were measured with.
+        schedules={
+            "foresight": {
+                "dense_steps": 0.15,
+                "dense_layers": 0,
+                "dense_last_layers": 0,
+                "reuse": 1,
+                "refresh": 0.2,
+            }
+        },
+        method="foresight",
+        speeds={
+            "high": {"psnr": 37.4, "prompts": 24},
+            "balanced": {"method_options": {"share": 0.09}, "schedule": {"refresh": 0.1}},
+            "fast": {"method_options": {"share": 0.09}, "schedule": {"refresh": 0.1}},
+        },
     )
     recipe = Recipe(
         vae_minutes=4.2,
@@ -129,38 +156,38 @@ class Wan(SmallModel):
         )
 
     def build_transformer(self) -> WanTransformer3DModel:
-        """8 layers, 4 heads of 64."""
+        """The layers and heads of this model, over the autoencoder's 16 channels."""
         return WanTransformer3DModel(
             patch_size=(1, 2, 2),
-            num_attention_heads=4,
-            attention_head_dim=64,
+            num_attention_heads=self.heads,
+            attention_head_dim=self.head_dim,
             in_channels=16,
             out_channels=16,
-            text_dim=256,
+            text_dim=self.text_width,
             freq_dim=256,
-            ffn_dim=896,
-            num_layers=8,
+            ffn_dim=self.feed_forward,
+            num_layers=self.layers,
         )
 
     def build_text_encoder(self) -> UMT5EncoderModel:
         """A UMT5 encoder of two layers."""
         config = UMT5Config(
-            vocab_size=text.VOCABULARY_SIZE,
-            d_model=256,
+            vocab_size=len(self.world.vocabulary.ids),
+            d_model=self.text_width,
             d_kv=32,
-            num_heads=8,
-            d_ff=512,
+            num_heads=self.text_width // 32,
+            d_ff=self.text_feed_forward,
             num_layers=2,
             dropout_rate=0.0,
-            pad_token_id=text.PAD_ID,
-            eos_token_id=text.END_ID,
+            pad_token_id=PAD_ID,
+            eos_token_id=END_ID,
         )
         return UMT5EncoderModel(config)
 
     def build_scheduler(self) -> UniPCMultistepScheduler:
         """The scheduler of stock Wan, at the shift of the training times."""
         return UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=self.flow_shift
         )
 
     def prepare_vae(self, vae: AutoencoderKLWan) -> AutoencoderKLWan:
@@ -205,16 +232,21 @@ class Wan(SmallModel):
         vae.register_to_config(latents_mean=mean.tolist(), latents_std=deviation.tolist())
         return mean, deviation
 
+    def moments(self, vae: AutoencoderKLWan) -> tuple[Tensor, Tensor]:
+        """What the config says."""
+        config = vae.config
+        return torch.tensor(config.latents_mean), torch.tensor(config.latents_std)
+
     def embed(self, encoder: UMT5EncoderModel, ids: Tensor) -> Tensor:
-        """Embeddings [B, 512, 256], zero beyond each prompt as in the pipeline."""
-        mask = (ids != text.PAD_ID).long()
+        """Embeddings [B, 512, width], zero beyond each prompt as in the pipeline."""
+        mask = (ids != PAD_ID).long()
         hidden = encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         hidden = hidden * mask.unsqueeze(-1)
         return F.pad(hidden, (0, 0, 0, PROMPT_TOKENS - ids.shape[1]))
 
     def corrupt(self, clean: Tensor, noise: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Straight paths to noise, at the sampler's own shift; the target is the velocity."""
-        sigma = FLOW_SHIFT * u / (1 + (FLOW_SHIFT - 1) * u)
+        sigma = self.flow_shift * u / (1 + (self.flow_shift - 1) * u)
         noisy = torch.lerp(clean, noise, sigma.view(-1, 1, 1, 1, 1))
         return noisy, sigma * 1000, noise - clean
 
@@ -246,7 +278,8 @@ class Wan(SmallModel):
                 f"{space.patch_size}, {space.z_dim}",
                 "  channels, compression 8x8 in space and 4 in time; float16.",
                 "- Tokenizer: one token a word, lower case, punctuation dropped.",
-                f"- Scheduler: `UniPCMultistepScheduler`, flow prediction, shift {FLOW_SHIFT:g}.",
+                "- Scheduler: `UniPCMultistepScheduler`, flow prediction, shift "
+                f"{self.flow_shift:g}.",
             )
         )
 

@@ -17,16 +17,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-COLOURS: dict[str, tuple[float, float, float]] = {
-    "red": (0.90, 0.13, 0.16),
-    "orange": (1.00, 0.50, 0.06),
-    "yellow": (0.98, 0.85, 0.12),
-    "green": (0.15, 0.70, 0.26),
-    "cyan": (0.12, 0.80, 0.88),
-    "blue": (0.16, 0.32, 0.95),
-    "purple": (0.60, 0.20, 0.85),
-    "white": (0.95, 0.95, 0.95),
-}
+from .drawing import (
+    BEVELS,
+    COLOURS,
+    LIGHT_PLANE,
+    SHAPES,
+    TEXTURES,
+    TURNABLE,
+    coverage,
+    pattern,
+    placed,
+    shaded,
+    slope_towards,
+)
+from .words import check_word
+
 BACKGROUNDS: dict[str, tuple[float, float, float]] = {
     "black": (0.05, 0.05, 0.06),
     "gray": (0.46, 0.47, 0.49),
@@ -38,7 +43,6 @@ BACKGROUNDS: dict[str, tuple[float, float, float]] = {
 }
 # half extents, in half short sides of the frame
 SIZES: dict[str, float] = {"small": 0.18, "medium": 0.26, "large": 0.35}
-SHAPES: tuple[str, ...] = ("ball", "square", "ring", "triangle", "star", "heart")
 STRAIGHT_MOTIONS: tuple[str, ...] = ("moves right", "moves left", "moves up", "moves down")
 MOTIONS: tuple[str, ...] = (
     *STRAIGHT_MOTIONS,
@@ -49,26 +53,9 @@ MOTIONS: tuple[str, ...] = (
     "shrinks",
     "stays still",
 )
-TEXTURES: tuple[str, ...] = ("plain", "gradient", "striped", "checkered", "dotted")
 
-# width of the rounded rim as a share of the half extent; 1 makes the disc a sphere
-_BEVELS: dict[str, float] = {
-    "ball": 1.0,
-    "square": 0.34,
-    "ring": 0.27,
-    "triangle": 0.34,
-    "star": 0.26,
-    "heart": 0.50,
-}
-# a turning ball or ring looks the same all the way round
-_TURNABLE: frozenset[str] = frozenset({"square", "triangle", "star", "heart"})
 _LOW_CONTRAST: frozenset[tuple[str, str]] = frozenset({("white", "cream"), ("yellow", "cream")})
 
-# unit direction towards the light in the picture plane (up and left), and its height
-_LIGHT_PLANE = (-0.6, -0.8)
-_LIGHT_SLOPE, _LIGHT_HEIGHT = 0.62, 0.78
-# the half-way vector between that light and a viewer straight above
-_HALF_SLOPE, _HALF_HEIGHT = 0.33, 0.944
 _SHADOW_SHIFT = (0.06, 0.085)
 _SHADOW_SOFTNESS = 0.05
 _SHADOW_DEPTH = 0.45
@@ -91,14 +78,10 @@ class Body:
     phase: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("shape", self.shape, SHAPES),
-            ("colour", self.colour, tuple(COLOURS)),
-            ("size", self.size, tuple(SIZES)),
-            ("motion", self.motion, MOTIONS),
-        ):
-            if value not in allowed:
-                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {value!r}.")
+        check_word("shape", self.shape, SHAPES)
+        check_word("colour", self.colour, COLOURS)
+        check_word("size", self.size, SIZES)
+        check_word("motion", self.motion, MOTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +95,8 @@ class Scene:
     def __post_init__(self) -> None:
         if not 1 <= len(self.bodies) <= 2:
             raise ValueError(f"`bodies` must hold one or two bodies, got {len(self.bodies)}.")
-        if self.texture not in TEXTURES:
-            raise ValueError(f"`texture` must be one of {TEXTURES}, got {self.texture!r}.")
-        if self.background not in BACKGROUNDS:
-            raise ValueError(
-                f"`background` must be one of {tuple(BACKGROUNDS)}, got {self.background!r}."
-            )
+        check_word("texture", self.texture, TEXTURES)
+        check_word("background", self.background, BACKGROUNDS)
 
 
 def _held_out_triples() -> tuple[tuple[str, str, str], ...]:
@@ -143,7 +122,7 @@ def _sample_body(rng: random.Random, background: str, taken: Sequence[Body]) -> 
         motion = rng.choice(MOTIONS)
         if (colour, shape, motion) in HELD_OUT or not _contrasts(colour, background):
             continue
-        if motion == "spins" and shape not in _TURNABLE:
+        if motion == "spins" and shape not in TURNABLE:
             continue
         # two bodies that differ in neither colour nor shape would make the caption ambiguous
         if any(colour == other.colour or shape == other.shape for other in taken):
@@ -236,77 +215,16 @@ def track(
     return x, y, scale, angle
 
 
-def _rounded_polygon(planes: torch.Tensor, sharpness: float) -> torch.Tensor:
-    # a smooth maximum rounds the corners and softens the creases of the bevel
-    return torch.logsumexp(planes * sharpness, dim=0) / sharpness
-
-
-def _distance(shape: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Signed distance to a shape of half extent about 1, negative inside, any broadcast shape."""
-    if shape == "ball":
-        return torch.hypot(x, y) - 1.0
-    if shape == "ring":
-        return (torch.hypot(x, y) - 0.73).abs() - 0.27
-    if shape == "square":
-        corner = 0.18
-        u, v = x.abs() - (0.86 - corner), y.abs() - (0.86 - corner)
-        outside = torch.hypot(u.clamp_min(0), v.clamp_min(0))
-        return outside + torch.maximum(u, v).clamp_max(0) - corner
-    if shape == "triangle":
-        y = y - 0.18
-        planes = [y, -0.5 * y + 0.866 * x, -0.5 * y - 0.866 * x]
-        return _rounded_polygon(torch.stack(planes), 9.0) - 0.60
-    if shape == "star":
-        # fold the plane ten times over onto one edge of a five-pointed star
-        angle = torch.atan2(x, -y)
-        sector = 2 * math.pi / 5
-        folded = (torch.remainder(angle + sector / 2, sector) - sector / 2).abs()
-        radius = torch.hypot(x, y)
-        u, v = radius * torch.sin(folded), radius * torch.cos(folded)
-        tip, waist = 1.0, 0.5
-        inner_u, inner_v = waist * math.sin(sector / 2), waist * math.cos(sector / 2)
-        edge_u, edge_v = inner_u, inner_v - tip
-        length_squared = edge_u**2 + edge_v**2
-        along = ((u * edge_u + (v - tip) * edge_v) / length_squared).clamp(0, 1)
-        gap = torch.hypot(u - along * edge_u, v - tip - along * edge_v)
-        inside = u * -edge_v + (v - tip) * edge_u < 0
-        return torch.where(inside, -gap, gap) - 0.06
-    # heart: two arcs above, a corner below; its own frame has y up and the tip at the origin
-    u, v = 0.62 * x.abs(), 0.62 * -y + 0.56
-    lobe = torch.hypot(u - 0.25, v - 0.75) - math.sqrt(2) / 4
-    foot = 0.5 * (u + v).clamp_min(0)
-    gap = torch.minimum(torch.hypot(u, v - 1), torch.hypot(u - foot, v - foot))
-    return torch.where(u + v > 1, lobe, torch.where(u > v, gap, -gap)) / 0.62 - 0.03
-
-
-def _pattern(texture: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Brightness [H, W] of a texture, about -1 to 1, on the grid ``x`` [1, W], ``y`` [H, 1].
-
-    A caption names a texture completely: its place is fixed, so that the model need not guess it.
-    """
-    if texture == "gradient":
-        return 1.5 * y + 0.0 * x
-    if texture == "striped":
-        return torch.tanh(2.0 * torch.sin(2 * math.pi * (x + y) / 0.58))
-    if texture == "checkered":
-        return torch.tanh(3.0 * torch.sin(math.pi * x / 0.33) * torch.sin(math.pi * y / 0.33))
-    if texture == "dotted":
-        near_x = torch.remainder(x / 0.40, 1.0) - 0.5
-        near_y = torch.remainder(y / 0.40, 1.0) - 0.5
-        return torch.tanh((0.27 - torch.hypot(near_x, near_y)) / 0.07)
-    return torch.zeros_like(x + y)
-
-
 def _background(
     scenes: Sequence[Scene], x: torch.Tensor, y: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """Backgrounds [B, 3, 1, H, W] in [0, 1] of the grid ``x`` [1, W], ``y`` [H, 1]."""
     bases = torch.tensor([BACKGROUNDS[scene.background] for scene in scenes], device=device)
     base = bases.view(-1, 3, 1, 1, 1)
-    patterns = {texture: _pattern(texture, x, y) for texture in {s.texture for s in scenes}}
-    pattern = torch.stack([patterns[scene.texture] for scene in scenes])[:, None, None]
+    patterns = {texture: pattern(texture, x, y) for texture in {s.texture for s in scenes}}
+    chosen = torch.stack([patterns[scene.texture] for scene in scenes])[:, None, None]
     # dark colours need an absolute step, light ones a relative step, to look alike
-    picture = base + (0.035 + 0.075 * base) * pattern
+    picture = base + (0.035 + 0.075 * base) * chosen
     return picture * (1.0 - 0.08 * (x**2 + y**2))
 
 
@@ -330,44 +248,22 @@ def _layer(
     cos, sin = torch.cos(angle), torch.sin(angle)
     size = (len(bodies), frames, y.shape[0], x.shape[1])
     distance, slope, shadow = (torch.empty(size, device=device) for _ in range(3))
-    probe = 0.02
     for shape in {body.shape for body in bodies}:
         rows = [i for i, body in enumerate(bodies) if body.shape == shape]
         index = torch.tensor(rows, device=device)
         c, s, k = cos[index], sin[index], scale[index]
         dx, dy = x - centre_x[index], y - centre_y[index]
-
-        def at(
-            shift_x: float,
-            shift_y: float,
-            *,
-            shape: str = shape,
-            dx: torch.Tensor = dx,
-            dy: torch.Tensor = dy,
-            c: torch.Tensor = c,
-            s: torch.Tensor = s,
-            k: torch.Tensor = k,
-        ) -> torch.Tensor:
-            u, v = dx + shift_x, dy + shift_y
-            return k * _distance(shape, (c * u + s * v) / k, (c * v - s * u) / k)
-
-        here = at(0.0, 0.0)
+        here = placed(shape, dx, dy, c, s, k)
         distance[index] = here
-        # the directional derivative towards the light stands in for the surface normal
-        slope[index] = (at(probe * _LIGHT_PLANE[0], probe * _LIGHT_PLANE[1]) - here) / probe
-        shadow[index] = at(-_SHADOW_SHIFT[0], -_SHADOW_SHIFT[1])
-    bevel = torch.tensor([_BEVELS[body.shape] for body in bodies], device=device)
-    depth = (-distance / (bevel.view(-1, 1, 1, 1) * scale)).clamp(0, 1)
-    tilt = 1 - depth
-    upright = (1 - tilt**2).clamp_min(0).sqrt()
-    lean = tilt * slope.clamp(-1, 1)
-    light = 0.50 + 0.55 * (lean * _LIGHT_SLOPE + upright * _LIGHT_HEIGHT).clamp_min(0)
-    gloss = 0.55 * (lean * _HALF_SLOPE + upright * _HALF_HEIGHT).clamp(0, 1) ** 48
+        slope[index] = slope_towards(shape, dx, dy, c, s, k, here, LIGHT_PLANE)
+        shift_x, shift_y = _SHADOW_SHIFT
+        shadow[index] = placed(shape, dx - shift_x, dy - shift_y, c, s, k)
+    bevel = torch.tensor([BEVELS[body.shape] for body in bodies], device=device)
     colours = torch.tensor([COLOURS[body.colour] for body in bodies], device=device)
-    picture = colours.view(-1, 3, 1, 1, 1) * light.unsqueeze(1) + gloss.unsqueeze(1)
-    coverage = torch.sigmoid(-distance / (0.45 * pixel)).unsqueeze(1)
+    picture = shaded(colours.view(-1, 3, 1, 1, 1), distance, slope, bevel.view(-1, 1, 1, 1) * scale)
+    covered = coverage(distance, pixel).unsqueeze(1)
     shade = (_SHADOW_DEPTH * torch.sigmoid(-shadow / _SHADOW_SOFTNESS)).unsqueeze(1)
-    return picture.clamp(0, 1), coverage, shade
+    return picture.clamp(0, 1), covered, shade
 
 
 @torch.no_grad()
@@ -390,9 +286,9 @@ def render(
         rows = [i for i, scene in enumerate(scenes) if len(scene.bodies) > level]
         index = torch.tensor(rows, device=device)
         bodies = [scenes[i].bodies[level] for i in rows]
-        picture, coverage, shade = _layer(bodies, frames, x, y, aspect, pixel, device)
+        picture, covered, shade = _layer(bodies, frames, x, y, aspect, pixel, device)
         below = clip[index] * (1 - shade)
-        clip[index] = torch.lerp(below, picture, coverage)
+        clip[index] = torch.lerp(below, picture, covered)
     return clip.clamp_(0, 1).mul_(2).sub_(1)
 
 

@@ -1,6 +1,7 @@
 """What the quality study measures: configurations, a row of its file each.
 
-The first steps are dense in all of them, as many as the model's family asks for. The studies:
+The first steps are dense in all of them, as many as the model's family asks for unless a study says
+another number. The studies:
 
 - ``tiles``: FG-Attn's square tiles of four sizes, ``top_p`` swept, so that curves can be compared.
 - ``merging``: the same fine tiles merged into 128-row blocks in other ways than by XOR distance.
@@ -11,6 +12,7 @@ The first steps are dense in all of them, as many as the model's family asks for
   A method that cannot do without is calibrated, and measured in the settings that it declares.
 - ``defaults``: what a model's defaults are chosen from: FG-Attn in its own order, ``top_p``,
   the steps that a plan serves, and the first and last layer dense or not.
+- ``refreshes``: what sparse attention lacks, added from an earlier step or not, at equal work.
 - ``calibration``: methods with their paper's one number for all heads, and calibrated.
 - the ablations that methods declare (``SparseMethod.ablations``).
 """
@@ -42,7 +44,7 @@ KNOBS: Final[Mapping[str, Knob]] = {
 }
 """The number that a method's density is set by, where it has one."""
 
-STUDIES: Final = ("tiles", "merging", "orders", "equal", "curves", "defaults")
+STUDIES: Final = ("tiles", "merging", "orders", "equal", "curves", "defaults", "refreshes")
 ABLATIONS: Final = (*DECLARED, "calibration")
 
 TILES: Final = ("16x16", "32x32", "64x64", "128x128")
@@ -56,6 +58,19 @@ EQUAL_SELECTED: Final = 0.35
 DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
 REUSED: Final = (1, 2, 4)
 CURVE_COMPUTED: Final = (0.25, 0.4, 0.55, 0.7)
+REFRESHED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
+    ("foresight", {"share": 0.08}, 4),
+    ("foresight", {"share": 0.28}, 0),
+    ("foresight", {"share": 0.09}, 2),
+    ("foresight", {"share": 0.17}, 0),
+    ("foresight", {"share": 0.05}, 4),
+    ("foresight", {"share": 0.16}, 4),
+    ("fg-attn", {"topk": 0.1, "tile": "16x16"}, 4),
+    ("fg-attn", {"topk": 0.3, "tile": "16x16"}, 0),
+)
+"""Methods, their options and refreshes; the first four are pairs of equal work in 20 steps."""
+
+REFRESHED_DENSE_STEPS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +101,8 @@ class Configuration:
         order: token order; None is the model's own.
         aim: what the knob is to be set for, or None.
         reuse: steps that a plan serves.
+        refresh: steps that compute everything again; none unless said, whatever the method's own.
+        dense_steps: first steps kept dense; None is the model's own.
         dense_ends: layers kept dense at each end of the transformer.
         knob: the number that is set where there is an aim; None is the method's own of ``KNOBS``.
         calibrated: whether the numbers of each layer and head come from a preset.
@@ -97,6 +114,8 @@ class Configuration:
     order: str | None = "hilbert"
     aim: Aim | None = None
     reuse: int = 1
+    refresh: int = 0
+    dense_steps: int | None = None
     dense_ends: int = 0
     knob: Knob | None = None
     calibrated: bool = False
@@ -113,13 +132,15 @@ class Configuration:
             self.calibrated,
         )
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
-        theirs = {"reuse": 1, "dense_ends": 0, **row["options"]}
+        theirs = {"reuse": 1, "dense_ends": 0, "refresh": 0, **row["options"]}
         # a method that selects in another way leaves its usual number out.
         if self.knob is not None and theirs.get(self.knob.name) is None:
             return False
         return (
             same
-            and (theirs["reuse"], theirs["dense_ends"]) == (self.reuse, self.dense_ends)
+            and (theirs["reuse"], theirs["refresh"]) == (self.reuse, self.refresh)
+            and theirs["dense_ends"] == self.dense_ends
+            and self.dense_steps in (None, theirs["dense_steps"])
             and all(theirs.get(name) == value for name, value in mine.items())
         )
 
@@ -129,6 +150,7 @@ class Configuration:
         words += [str(word) for word in (self.aim, self.order) if word is not None]
         words += ["calibrated"] if self.calibrated else []
         words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
+        words += [f"refresh={self.refresh}"] if self.refresh else []
         words += [f"dense ends={self.dense_ends}"] if self.dense_ends else []
         return f"{self.study}: {' '.join([self.method, *words])}"
 
@@ -201,6 +223,16 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                     reuse=reuse,
                     dense_ends=ends,
                 )
+    if "refreshes" in studies:
+        for method, own, refresh in REFRESHED:
+            yield Configuration(
+                study="refreshes",
+                method=method,
+                options=own,
+                order=None,
+                refresh=refresh,
+                dense_steps=REFRESHED_DENSE_STEPS,
+            )
 
 
 def _compared() -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -174,7 +174,7 @@ class QualityStudy:
                 "total": "share of all query-key pairs of a run that were computed, dense steps "
                 "and layers included",
                 "densities": f"means over the sparse calls; the first {dense} of all steps "
-                "are dense",
+                "are dense unless a row's options say otherwise",
                 "sim_q, sim_k, l1, sparsity": f"SpargeAttn's, over the calls of {RECORDED_STEPS} "
                 f"steps, all layers, {RECORDED_PROMPTS} prompts of a dense run",
             },
@@ -218,8 +218,9 @@ class QualityStudy:
                 **{name: None for name in method.options() if name in settled},
                 "order": order,
                 "reuse": configuration.reuse,
+                "refresh": configuration.refresh,
                 "dense_ends": configuration.dense_ends,
-                "dense_steps": self._requests[0].dense_steps,
+                "dense_steps": self._dense_steps(configuration),
             },
             "total": spread([record["total"] for record in records]).mean,
             "selected": spread([record["selected"] for record in records]).mean,
@@ -258,6 +259,8 @@ class QualityStudy:
                 method_options=options,
                 order=order,
                 reuse=configuration.reuse,
+                refresh=configuration.refresh,
+                dense_steps=self._dense_steps(configuration),
                 preset=preset,
                 dense_layers=configuration.dense_ends,
                 dense_last_layers=configuration.dense_ends,
@@ -265,6 +268,10 @@ class QualityStudy:
             for request in self._requests
         ]
         return self._generate(requests, label)
+
+    def _dense_steps(self, configuration: Configuration) -> int | float | None:
+        own = configuration.dense_steps
+        return self._requests[0].dense_steps if own is None else own
 
     def _aimed(
         self,
@@ -313,6 +320,7 @@ class QualityStudy:
             "ssim_mean": ssim.mean,
             "prompts": len(qualities),
             "commit": self.commit,
+            "psnr_worst": min((q.psnr for q in qualities if q.psnr is not None), default=None),
             "ssim_std": ssim.std,
             "flicker_mean": spread([each.flicker for each in qualities]).mean,
             "identical": identical,

@@ -58,6 +58,12 @@ def knob_text(row: Row) -> str:
     return ", ".join(words)
 
 
+def _listed_text(row: Row) -> str:
+    """The table cell with the share of chunks or tiles that every block lists."""
+    options = row["options"]
+    return f"{options.get('share') or options['topk']:g}"
+
+
 def number_text(name: str, spec: str) -> CellText:
     """The table cell that shows one of a row's numbers."""
     return lambda row: format_number(row.get(name), spec)
@@ -166,6 +172,15 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         **QUALITY_COLUMNS,
     },
     "curves": _METHOD_COLUMNS,
+    "refreshes": {
+        "method": lambda row: str(row["method"]),
+        "listed": _listed_text,
+        "dense steps": option_text("dense_steps"),
+        "refreshes": option_text("refresh"),
+        "order": option_text("order"),
+        **QUALITY_COLUMNS,
+        "worst dB": number_text("psnr_worst", ".2f"),
+    },
     "calibration": _METHOD_COLUMNS,
     **{name: _declared_columns(ablation) for name, (_, ablation) in DECLARED.items()},
 }

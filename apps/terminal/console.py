@@ -7,6 +7,7 @@ printed; 130 interrupted by Ctrl-C, 143 by SIGTERM.
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import signal
@@ -38,12 +39,14 @@ class Terminal:
         quiet: print results only.
         interrupted: what to say after Ctrl-C.
         terminated: whether SIGTERM came.
+        json: print the command's answer as one JSON document and no other result.
     """
 
     verbose: int = 0
     quiet: bool = False
     interrupted: str = "Interrupted."
     terminated: bool = False
+    json: bool = False
 
     def set_up_logging(self) -> None:
         """Send the library's log to standard error, as far as ``-v`` and ``-q`` ask for it."""
@@ -60,7 +63,17 @@ class Terminal:
 
     def show(self, text: str) -> None:
         """A line of results, on standard output. Where nobody can read it, work goes on."""
-        self.put(text, err=False)
+        if not self.json:
+            self.put(text, err=False)
+
+    def answer(self, value: Any) -> None:
+        """The command's answer as one line of JSON, where ``--json`` asks for it."""
+        if self.json:
+            # numpy comes with it, which help does not wait for.
+            from vidsparse.report import finite_json
+
+            text = json.dumps(finite_json(value), ensure_ascii=False, allow_nan=False)
+            self.put(text, err=False)
 
     def complain(self, text: str) -> None:
         """An error, on standard error."""
@@ -122,6 +135,24 @@ def verbosity_options(function: Function) -> Function:
         expose_value=False,
         callback=remember_verbose,
         help="Say more; -vv shows tracebacks.",
+    )(function)
+
+
+def json_option(function: Function) -> Function:
+    """Add ``--json`` to a command, which then gives ``Terminal.answer`` what it would print."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        terminal = ctx.ensure_object(Terminal)
+        terminal.json = terminal.json or value
+        terminal.quiet = terminal.quiet or value
+        terminal.set_up_logging()
+
+    return click.option(
+        "--json",
+        is_flag=True,
+        expose_value=False,
+        callback=remember,
+        help="Print the answer as one line of JSON, for scripts.",
     )(function)
 
 

@@ -197,10 +197,16 @@ def request_options(function: Function) -> Function:
         option_group(
             "What to skip",
             option(
+                "--speed",
+                metavar="NAME",
+                help="A bundle of method, dense steps, linear layers, compilation and step cache: "
+                "exact, high, balanced, fast; every flag overrides its part.  [default: none]",
+            ),
+            option(
                 "--method",
                 metavar="NAME",
                 help=f"One of {_names(METHODS)}; see `vidsparse methods`.  "
-                "[default: fg-attn, or the preset's]",
+                "[default: the model's, the preset's, or the one whose options are given]",
             ),
             option(
                 "--preset",
@@ -245,8 +251,30 @@ def request_options(function: Function) -> Function:
                 metavar="N",
                 help="Steps that one plan serves before it is made anew.  [default: the model's]",
             ),
+            option(
+                "--refresh",
+                type=amount,
+                metavar="N|SHARE",
+                help="Steps that compute everything and keep what the plan lacks, for the steps "
+                "after them to add.  [default: the model's]",
+            ),
         ),
         _add_method_options,
+        option_group(
+            "Which steps to take from the last ones",
+            option(
+                "--cache",
+                metavar="NAME",
+                help="diffusers' step cache: none, first-block, taylorseer.  [default: none]",
+            ),
+            option(
+                "--cache-threshold",
+                type=_rate,
+                metavar="N",
+                help="first-block: change of its residual below which the other blocks are left "
+                "out (0.05). taylorseer: run one of N steps (2).",
+            ),
+        ),
         option_group(
             "How to run",
             option("--device", metavar="DEVICE", help="cpu, cuda or cuda:N.  [default: the best]"),
@@ -258,13 +286,30 @@ def request_options(function: Function) -> Function:
                 show_default=True,
                 help="Keep unused weights in the host's memory: none, model, group.",
             ),
-            option("--compile", is_flag=True, help="Run the transformer by torch.compile."),
+            option(
+                "--linear",
+                metavar="FORMAT",
+                help="The transformer's large linear layers in 8 bits: none, fp8, int8.  "
+                "[default: none]",
+            ),
+            option(
+                "--compile/--no-compile",
+                default=None,
+                help="Run the transformer by torch.compile.  [default: the speed's, or no]",
+            ),
             option(
                 "--implementation",
                 metavar="NAME",
                 default="auto",
                 show_default=True,
                 help="Kernel to run; never replaced by another. See `vidsparse doctor`.",
+            ),
+            option(
+                "--dense-kernel",
+                metavar="NAME",
+                default="auto",
+                show_default=True,
+                help="Kernel of dense steps and layers: stock, gluon, auto (the faster).",
             ),
         ),
     )
@@ -324,7 +369,7 @@ def build_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
 
     own = {k: v for k, v in options.items() if not k.startswith(_METHOD_PREFIX) and k != "size"}
     width, height = options["size"] or (None, None)
-    own["method"] = _method_name(options["method"], options["preset"])
+    own["method"] = _method_name(options)
     return GenerateRequest(
         prompt=prompt,
         width=width,
@@ -334,9 +379,19 @@ def build_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
     )
 
 
-def _method_name(given: str | None, path: str | None) -> str:
+def _method_name(options: Mapping[str, Any]) -> str:
+    given, path = options["method"], options["preset"]
+    if path is None and given:
+        return str(given)
     if path is None:
-        return given or next(iter(METHODS))
+        from vidsparse.pipelines.request import own_method
+
+        names = [
+            next(iter(one.fields.values())).name
+            for one in _method_options()
+            if options.get(one.name or "") is not None
+        ]
+        return own_method(options["model"], options["speed"], names)
     from vidsparse.presets import load_preset
 
     preset = load_preset(path)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.terminal.console import Terminal
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 StepCallback = Callable[[int, int, Any], None]
 
@@ -18,21 +21,7 @@ def step_bar(terminal: Terminal, label: str) -> Iterator[StepCallback]:
     ``step`` counts finished steps from 1. The bar is gone when the block ends, and absent with
     ``-q`` or where standard error is no terminal.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    progress = Progress(
-        # a prompt may hold square brackets: they are text here, not markup.
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[phase]}"),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        transient=True,
-        disable=terminal.quiet or not console.is_terminal,
-    )
-    with progress:
+    with _bar(terminal, "{task.fields[phase]}") as progress:
         task = progress.add_task(label, total=None, phase="preparing")
 
         def advance(step: int, steps: int, _: Any = None) -> None:
@@ -48,20 +37,7 @@ def plain_bar(terminal: Terminal, label: str) -> Iterator[Callable[[str, int, in
 
     Without a word for ``what`` only every hundredth call is shown.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeRemainingColumn(compact=True),
-        console=console,
-        transient=True,
-        disable=terminal.quiet or not console.is_terminal,
-    )
-    with progress:
+    with _bar(terminal, "{task.percentage:>3.0f}%") as progress:
         task = progress.add_task(label, total=None)
 
         def advance(what: str, done: int, total: int) -> None:
@@ -71,6 +47,24 @@ def plain_bar(terminal: Terminal, label: str) -> Iterator[Callable[[str, int, in
                 progress.update(task, description=text, total=total, completed=done)
 
         yield advance
+
+
+def _bar(terminal: Terminal, figures: str) -> Progress:
+    """A bar with a label before it and ``figures`` behind, a pattern of Rich's."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    return Progress(
+        # a prompt may hold square brackets: they are text here, not markup.
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn(figures),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+        disable=terminal.quiet or not console.is_terminal,
+    )
 
 
 def short(text: str, width: int = 44) -> str:

@@ -30,10 +30,13 @@ def is_anchored(gate: Gate | None, dtype: torch.dtype) -> bool:
 
 
 def tables(
-    q_tiles: Tensor, kv_count: Tensor, kv_index: Tensor, quantized: QuantizedQK | None
+    q_tiles: Tensor | None,
+    kv_count: Tensor | None,
+    kv_index: Tensor | None,
+    quantized: QuantizedQK | None,
 ) -> tuple[Tensor | None, ...]:
     """The plan and the scales of 8-bit operands as kernels of attention take them."""
-    plan = q_tiles.contiguous(), kv_count.contiguous(), kv_index.contiguous()
+    plan = tuple(None if x is None else x.contiguous() for x in (q_tiles, kv_count, kv_index))
     if quantized is None:
         return *plan, None, None, None
     return *plan, quantized.q_scale, quantized.k_scale, quantized.shift

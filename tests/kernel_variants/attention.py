@@ -12,6 +12,7 @@ from kernel_variants.base import EIGHT_BITS, SHARED_KIB, Variant, make_variant, 
 from vidsparse.kernels.attention import triton_gather
 from vidsparse.kernels.attention.gates import KEY_GROUP
 from vidsparse.kernels.attention.hopper import kernel, launch, layouts
+from vidsparse.kernels.attention.hopper.arguments import Sizes
 from vidsparse.kernels.attention.hopper.parts import join_parts_kernel
 
 # gate and 8-bit format of the attention kernel.
@@ -84,8 +85,12 @@ def gluon_attention(
     quantize: str | None = None,
     means: bool = False,
     second: bool = False,
+    dense: bool = False,
 ) -> Variant:
-    """The Gluon kernel of attention, in bf16 without a gate the first or the second pass."""
+    """The Gluon kernel of attention, in bf16 without a gate the first or the second launch.
+
+    ``dense`` is without lists.
+    """
     rows, keys = tile
     padded = 64 if head_dim == 64 else 128
     config = launch.config(keys, padded, key_bytes=1 if quantize else 2)
@@ -102,23 +107,28 @@ def gluon_attention(
         columns, layout = layouts.boxes_layout(padded, 16 if kind == dtype else 8)
         descriptors[f"{name}_desc"] = f"tensordesc<{kind}[1, {box}, {columns}],{layout!r}>"
     pointers = _attention_pointers(tile, dtype, aligned) | pointers_to(k=operand, words="i32")
-    constants = {
-        "D": head_dim,
-        "DP": padded,
-        "M": rows,
-        "N": keys,
-        "BN": config.step,
-        "Q_RUN": rows,
-        "K_RUN": 64,
-        "GATE": gate,
-        "GATE_ROWS": gate_rows if gate else 128,
-        "GATE_KEYS": gate_keys if gate else config.step,
-        "STAGES": config.stages,
-        "CONSUMER_REGS": config.consumer_registers,
-        "PRODUCER_REGS": config.producer_registers,
-        "PRODUCER_WARPS": 1 if keys >= 8 else 4,
-        "PASS": ("second" if second else "first") if dtype == "bf16" and gate is None else None,
-    }
+    sizes = Sizes(
+        dim=head_dim,
+        padded=padded,
+        rows=rows,
+        keys=keys,
+        step=config.step,
+        q_run=rows,
+        k_run=64,
+        gate=gate,
+        gate_rows=gate_rows if gate else 128,
+        gate_keys=gate_keys if gate else config.step,
+        stages=config.stages,
+        consumer_registers=config.consumer_registers,
+        producer_registers=config.producer_registers,
+        producer_warps=1 if keys >= 8 else 4,
+        launch=("second" if second else "first") if dtype == "bf16" and gate is None else None,
+    )
+    constants: dict[str, Any] = {"SIZES": sizes}
+    if dense:
+        for name in ("q_tiles_ptr", "kv_count_ptr", "kv_index_ptr"):
+            del pointers[name]
+            constants[name] = None
     kept = {"kept": "i32"} if gate == "absolute" else {}
     _ask(pointers, constants, quantize, gate, kept)
     _ask_means(pointers, constants, dtype, operand if quantize else None, means)
@@ -128,7 +138,8 @@ def gluon_attention(
         cc,
         f"gluon {_call(head_dim, tile, dtype, aligned)}{_extra(gate, quantize, means)}"
         + (f" of {gate_rows}x{gate_keys}" if gate else "")
-        + (" again" if second else ""),
+        + (" again" if second else "")
+        + (" dense" if dense else ""),
         kernel.gather_attention_kernel,
         descriptors | pointers,
         constants,
@@ -170,6 +181,8 @@ def gluon_extras(cc: int, head_dim: int) -> Iterator[Variant]:
     """The Gluon kernel with gates and 8-bit operands, and what attends blocks again."""
     for tile, kind in (((16, 1), None), ((16, 16), None), ((128, 64), "int8")):
         yield gluon_attention(cc, head_dim, tile, "bf16", quantize=kind, second=True)
+    for kind in (None, "int8"):
+        yield gluon_attention(cc, head_dim, (128, 128), "bf16", quantize=kind, dense=True)
     for gate, quantize in EXTRAS:
         for tile in ((128, 64),) if gate else ((16, 1), (128, 64)):
             yield gluon_attention(cc, head_dim, tile, "bf16", gate=gate, quantize=quantize)

@@ -47,6 +47,8 @@ class Method(ABC):
     free_options: ClassVar[tuple[str, ...]] = ()
     token_order: ClassVar[str | None] = None
     """The token order it is best in, where that is not the model's to say."""
+    refresh: ClassVar[int | float] = 0
+    """``Schedule.refresh`` where neither the user nor the model says another."""
 
     def options(self) -> dict[str, Any]:
         """The options as JSON values, tiles written as ``"16x16"``."""
@@ -161,6 +163,11 @@ class SparseMethod(Method):
         Asked before there is a plan: not every kernel has room for every size.
         """
         return None
+
+    @property
+    def can_do_without_gate(self) -> bool:
+        """Whether the gate only saves work: without it outputs are nearer to dense ones."""
+        return False
 
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan, kv_index: Tensor) -> Gate | None:
         """Which of the plan's products with V to skip once their scores are known; None: none.

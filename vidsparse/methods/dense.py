@@ -1,4 +1,4 @@
-"""Everything: the pipeline's own attention."""
+"""Everything: nothing is chosen, and dense attention runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vidsparse.methods.base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Method):
-    """Compute every query-key pair with the pipeline's own attention; the yardstick."""
+    """Compute every query-key pair; the yardstick."""
 
     name: ClassVar[str] = "dense"
     title: ClassVar[str] = "Dense attention"
     paper: ClassVar[str] = ""
-    summary: ClassVar[str] = "every query-key pair, by the pipeline's own attention"
+    summary: ClassVar[str] = "every query-key pair"

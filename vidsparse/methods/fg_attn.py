@@ -43,7 +43,9 @@ class FgAttn(SparseMethod):
     name: ClassVar[str] = "fg-attn"
     title: ClassVar[str] = "FG-Attn"
     paper: ClassVar[str] = "FG-Attn: Leveraging Fine-Grained Sparse Attention (arXiv 2509.16518)"
-    summary: ClassVar[str] = "top-p over pooled scores of fine tiles, alike query tiles merged"
+    summary: ClassVar[str] = (
+        "the small tiles that hold most of the attention, judged by their means"
+    )
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("top_p", 0.0, 1.0), Knob("topk", 0.01, 1.0))
     # its own tile, and the coarse one that other methods are near.
     compared: ClassVar[tuple[Settings, ...]] = (

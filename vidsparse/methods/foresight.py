@@ -66,6 +66,7 @@ class Foresight(SparseMethod):
     free_options: ClassVar[tuple[str, ...]] = ("rows",)
     # groups of neighbours in space and time have nearer means; dropping is another matter.
     token_order: ClassVar[str] = "hilbert"
+    refresh: ClassVar[int | float] = 0.2
 
     share: float = option(
         0.15, flag="--share", metavar="P", help="share of key chunks that a block attends exactly"

@@ -78,8 +78,8 @@ class SpargeAttn(SparseMethod):
     title: ClassVar[str] = "SpargeAttn"
     paper: ClassVar[str] = "SpargeAttn: Accurate Sparse Attention (arXiv 2502.18137)"
     summary: ClassVar[str] = (
-        "top-cdf over pooled blocks, blocks that are not self-similar kept; then a gate that skips "
-        "products with V far below the running maximum"
+        "the blocks that hold most of the attention, judged by their means where those speak for "
+        "them; then a gate that leaves out values that would hardly count"
     )
     free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 0.0, 1.0), Knob("topk", 0.01, 1.0))
@@ -198,6 +198,11 @@ class SpargeAttn(SparseMethod):
         """64, where there is a lambda."""
         calibrated = self.numbers is not None and "lambda_" in self.numbers
         return None if self.lambda_ is None and not calibrated else GATE_KEYS
+
+    @property
+    def can_do_without_gate(self) -> bool:
+        """Its products with V are skipped to save time alone."""
+        return True
 
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan, kv_index: Tensor) -> Gate | None:
         """Lambda of every head, where there is any (section 3.4)."""

@@ -128,7 +128,7 @@ class XAttention(SparseMethod):
     name: ClassVar[str] = "xattention"
     title: ClassVar[str] = "XAttention"
     paper: ClassVar[str] = "XAttention: Block Sparse Attention with Antidiagonal Scoring"
-    summary: ClassVar[str] = "blocks scored by the sums of their antidiagonals"
+    summary: ClassVar[str] = "the blocks with the largest sums along the diagonals of their scores"
     free_options: ClassVar[tuple[str, ...]] = ("merge",)
     # threshold, a share of the key tiles of each row, and a number of them: no more than 7,488
     # tokens have.

@@ -25,13 +25,14 @@ from ..lists import LARGEST_SUM
 from .gates import count_skipped, count_votes, is_open, soften_gated
 from .layouts import by_run, load_scalar, thread_vector
 from .ptx import OFFSET_OF_INTEGERS, as_float, meet, rescaled
+from .schedule import tile_of
 from .softmax import row_sums, soften
 
 
 @gluon.jit
 def _next_block(
-    last, block, start, left, keys, means, row_scale, threshold, q_phase, q_full, record,
-    row_scales, thresholds, WHICH: gl.constexpr, MEANS: gl.constexpr,
+    last, block, start, left, keys, means, row_scale, threshold, q_phase, q_full, tables,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """After a block's last step the record of the next one, else one step less.
 
@@ -41,50 +42,39 @@ def _next_block(
     if last:
         q_phase = q_phase ^ 1
         mbarrier.wait(q_full, q_phase)
-        block = load_scalar(record.index(0))
-        start = load_scalar(record.index(1))
-        left = load_scalar(record.index(2))
-        keys = load_scalar(record.index(3))
-        if MEANS:
-            means = load_scalar(record.index(4))
-        if row_scales is not None:
-            row_scale = row_scales.index(WHICH).load(row_scale.type.layout)
-        if thresholds is not None:
-            threshold = thresholds.index(WHICH).load(threshold.type.layout)
+        block = load_scalar(tables.record.index(0))
+        start = load_scalar(tables.record.index(1))
+        left = load_scalar(tables.record.index(2))
+        keys = load_scalar(tables.record.index(3))
+        if tables.counts is not None:
+            means = load_scalar(tables.record.index(4))
+        if tables.row_scales is not None:
+            row_scale = tables.row_scales.index(WHICH).load(row_scale.type.layout)
+        if tables.thresholds is not None:
+            threshold = tables.thresholds.index(WHICH).load(threshold.type.layout)
     return block, start, left, keys, means, row_scale, threshold, q_phase
 
 
 @gluon.jit
 def _store(
-    acc,
-    row_max,
-    sums,
-    block,
-    start,
-    q_tiles_ptr,
-    out_ptr,
-    lse_ptr,
-    shift_ptr,
-    noted_ptr,
-    S,
-    scale_log2,
-    D: gl.constexpr,
-    M: gl.constexpr,
-    FIRST: gl.constexpr,
-):
+    acc, row_max, sums, block, start, lists, outputs, lengths, work, noted_ptr,
+    FIRST: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
     """Write the rows of a block that a consumer holds, and their log-sum-exp.
 
     ``start`` is the head's first row of the output; of a part of a block, less than zero, it is
     -1 less the part's own first row. ``noted_ptr`` has a word that says whether any block is to be
     attended again, and one for each block.
     """
+    D: gl.constexpr = SIZES.dim
+    M: gl.constexpr = SIZES.rows
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
     BY_ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     place = FIRST + gl.arange(0, rows, BY_ROW)
-    tile = gl.load(q_tiles_ptr + block.to(gl.int64) * (128 // M) + place // M)
+    tile = tile_of(lists.q_tiles_ptr, block, place, work.G, M)
     row = tile * M + place % M
-    alive = (tile >= 0) & (row < S)
+    alive = (tile >= 0) & (row < lengths.S)
     sums = gl.convert_layout(gl.sum(sums, 1), BY_ROW)
     if len(row_max.shape) == 2:
         row_max = gl.max(row_max, 1)
@@ -101,89 +91,71 @@ def _store(
     whole = start >= 0
     token = gl.where(whole, start, -1 - start).to(gl.int64) + gl.where(whole, row, place)
     # eights of columns, so that addresses differ by constants.
-    out = out.to(out_ptr.dtype.element_ty).reshape([rows, columns // 8, 8])
+    out = out.to(outputs.out_ptr.dtype.element_ty).reshape([rows, columns // 8, 8])
     LAYOUT: gl.constexpr = out.type.layout
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     eight = gl.arange(0, columns // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))) * 8
     start = gl.convert_layout(token * D, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     alive_out = gl.convert_layout(alive, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    pointers = ((out_ptr + start)[:, None, None] + column[None, None, :]) + eight[None, :, None]
+    pointers = (outputs.out_ptr + start)[:, None, None] + column[None, None, :]
+    pointers += eight[None, :, None]
     mask = alive_out[:, None, None] & (eight < D)[None, :, None]
     gl.store(pointers, out, mask=mask)
-    if shift_ptr is not None:
+    if lists.shift_ptr is not None:
         # the mean key, which 8-bit keys lack. Parts get it when they are joined.
-        row_max += gl.load(shift_ptr + token, mask=alive & whole, other=0.0) * scale_log2
+        shift = gl.load(lists.shift_ptr + token, mask=alive & whole, other=0.0)
+        row_max += shift * lengths.scale_log2
     natural = (row_max + gl.log2(sums)) * LN_2
-    gl.store(lse_ptr + token, gl.where(has_keys, natural, -float("inf")), mask=alive)
+    gl.store(outputs.lse_ptr + token, gl.where(has_keys, natural, -float("inf")), mask=alive)
 
 
 @gluon.jit
 def consume(
-    q_memory,
-    k_stages,
-    v_stages,
-    record,
-    row_scales,
-    thresholds,
-    votes,
-    k_scales,
-    kept_words,
-    counts,
-    barriers,
-    q_tiles_ptr,
-    out_ptr,
-    lse_ptr,
-    shift_ptr,
-    skipped_ptr,
-    words_ptr,
-    S,
-    scale_log2,
-    WHICH_: gl.constexpr,
-    D_: gl.constexpr,
-    M_: gl.constexpr,
-    GENERIC_: gl.constexpr,
-    GATE_: gl.constexpr,
-    GATE_ROWS_: gl.constexpr,
-    PIECES_: gl.constexpr,
-    PASS_: gl.constexpr,
-):
+    stages, tables, barriers, lists, outputs, lengths, work, WHICH_: gl.constexpr,
+    SIZES_: gl.constexpr,
+):  # fmt: skip
     """Take blocks as the producer puts their records, until one says that there is none."""
     WHICH: gl.constexpr = plain(WHICH_)
-    D: gl.constexpr = plain(D_)
-    M: gl.constexpr = plain(M_)
+    SIZES: gl.constexpr = plain(SIZES_)
     # cp.async writes through the generic proxy, wgmma reads through the async one.
-    GENERIC: gl.constexpr = plain(GENERIC_)
-    GATE: gl.constexpr = plain(GATE_)
-    GATE_ROWS: gl.constexpr = plain(GATE_ROWS_)
-    PIECES: gl.constexpr = plain(PIECES_)
-    STAGES: gl.constexpr = k_stages.shape[0]
-    BN: gl.constexpr = k_stages.shape[1]
-    DP: gl.constexpr = k_stages.shape[2]
-    dtype: gl.constexpr = v_stages.dtype
-    ANCHORED: gl.constexpr = plain(PASS_) == "first"
+    GENERIC: gl.constexpr = SIZES.keys < 8
+    GATE: gl.constexpr = SIZES.gate
+    GATE_ROWS: gl.constexpr = SIZES.gate_rows
+    PIECES: gl.constexpr = SIZES.step // SIZES.gate_keys
+    STAGES: gl.constexpr = stages.k.shape[0]
+    BN: gl.constexpr = stages.k.shape[1]
+    DP: gl.constexpr = stages.k.shape[2]
+    dtype: gl.constexpr = stages.v.dtype
+    ANCHORED: gl.constexpr = SIZES.launch == "first"
     noted_ptr = None
     if ANCHORED:
-        noted_ptr = words_ptr + 2
-    QK_DEPTH: gl.constexpr = 256 // k_stages.dtype.primitive_bitwidth
-    full, empty, q_full, q_empty = barriers
+        noted_ptr = lists.words_ptr + 2
+    QK_DEPTH: gl.constexpr = 256 // stages.k.dtype.primitive_bitwidth
+    scale_log2 = lengths.scale_log2
+    full, empty = barriers.full, barriers.empty
+    q_full, q_empty = barriers.q_full, barriers.q_empty
+    record = tables.record
+    votes = stages.votes
 
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, QK_DEPTH])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DP, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     OUT_BY_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    q = q_memory.index(WHICH)
+    BY_KEY: gl.constexpr = gl.SliceLayout(0, SCORES)
+    q = stages.q.index(WHICH)
     nothing = gl.full([64, BN], 0.0, gl.float32, SCORES)
     no_scores = nothing
-    if k_stages.dtype.is_int():
+    if stages.k.dtype.is_int():
         no_scores = gl.full([64, BN], 0, gl.int32, SCORES)
     # a factor that ptxas cannot know to be 1.
-    one = gl.minimum(S, 1)
+    one = gl.minimum(lengths.S, 1)
 
-    RUNS: gl.constexpr = 1 if k_scales is None else k_scales.shape[1]
+    RUNS: gl.constexpr = 1 if tables.k_scales is None else tables.k_scales.shape[1]
     # scales of runs are few, and read while the products run: the barrier that triton puts before
     # costs nothing there.
-    EARLY: gl.constexpr = k_scales is not None and RUNS <= BN // 8
+    LINE: gl.constexpr = gl.BlockedLayout([RUNS], [32], [4], [0])
+    EARLY: gl.constexpr = tables.k_scales is not None and RUNS <= BN // 8
     # the block before the first: no weights, and a result that is not stored.
     acc = gl.full([64, DP], 0.0, gl.float32, OUTPUT)
     sums = row_sums(nothing)
@@ -203,18 +175,18 @@ def consume(
     left = load_scalar(record.index(2))
     keys = load_scalar(record.index(3))
     # steps of means, the last ones of a block.
-    MEANS: gl.constexpr = counts is not None
+    MEANS: gl.constexpr = tables.counts is not None
     means = left
     if MEANS:
         means = load_scalar(record.index(4))
     row_scale = scale_log2
-    if row_scales is not None:
-        row_scale = row_scales.index(WHICH).load(BY_ROW)
+    if tables.row_scales is not None:
+        row_scale = tables.row_scales.index(WHICH).load(BY_ROW)
     if GATE is not None:
-        threshold = thresholds.index(WHICH).load(BY_ROW)
+        threshold = tables.thresholds.index(WHICH).load(BY_ROW)
         largest_yet = row_max
         slot = WHICH + 0 * done
-        if skipped_ptr is not None:
+        if outputs.skipped_ptr is not None:
             skipped = gl.full([64], 0, gl.int32, BY_ROW)
         # whether a piece of the step before is open.
         opened = 1
@@ -229,18 +201,18 @@ def consume(
             fence_async_shared()
         last = left == 1
         k_scale_memory = None
-        if k_scales is not None:
-            k_scale_memory = k_scales.index(stage)
+        if tables.k_scales is not None:
+            k_scale_memory = tables.k_scales.index(stage)
         kept_memory = None
-        if kept_words is not None:
-            kept_memory = kept_words.index(stage)
+        if tables.kept_words is not None:
+            kept_memory = tables.kept_words.index(stage)
         counts_memory = None
         averaged = False
         if MEANS:
-            counts_memory = counts.index(stage)
+            counts_memory = tables.counts.index(stage)
             averaged = left <= means
-        k = k_stages.index(stage).permute((1, 0))
-        v = v_stages.index(stage)
+        k = stages.k.index(stage).permute((1, 0))
+        v = stages.v.index(stage)
         k_scale = None
         pending = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
         if GATE is None:
@@ -248,12 +220,12 @@ def consume(
             # assigned in the branch below would be 64 moves a step.
             pending_acc = warpgroup_mma(weights, v, acc, use_acc=not second, is_async=True)
             if EARLY:
-                k_scale = k_scales.index(stage).load(gl.BlockedLayout([RUNS], [32], [4], [0]))
+                k_scale = tables.k_scales.index(stage).load(LINE)
             scores = warpgroup_mma_wait(1, deps=[pending])
             if last:
                 mbarrier.arrive(q_empty)
             if RUNS > BN // 8:
-                k_scale = k_scales.index(stage).load(gl.SliceLayout(0, SCORES))
+                k_scale = tables.k_scales.index(stage).load(BY_KEY)
             fresh, new_max, rescale, new_sums = soften(
                 scores, first, keys, row_max, sums, row_scale, k_scale, one, counts_memory,
                 averaged, dtype, WEIGHTS, ANCHORED,
@@ -261,7 +233,7 @@ def consume(
             next_block, next_start, left, next_keys, next_means, next_row_scale, _, q_phase = (
                 _next_block(
                     last, block, start, left, keys, means, row_scale, row_scale, q_phase, q_full,
-                    record, row_scales, thresholds, WHICH, MEANS,
+                    tables, WHICH,
                 )
             )  # fmt: skip
             acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
@@ -282,7 +254,7 @@ def consume(
                 next_threshold, q_phase,
             ) = _next_block(
                 last, block, start, left, keys, means, row_scale, threshold, q_phase, q_full,
-                record, row_scales, thresholds, WHICH, MEANS,
+                tables, WHICH,
             )  # fmt: skip
             acc, weights = warpgroup_mma_wait(0, deps=[pending_acc, weights])
         else:
@@ -304,17 +276,17 @@ def consume(
                 next_threshold, q_phase,
             ) = _next_block(
                 last, block, start, left, keys, means, row_scale, threshold, q_phase, q_full,
-                record, row_scales, thresholds, WHICH, MEANS,
+                tables, WHICH,
             )  # fmt: skip
         mbarrier.arrive(empty.index(stage))
         if first:
             if done >= 0:
                 _store(
-                    acc, row_max, sums, done, done_start, q_tiles_ptr, out_ptr, lse_ptr,
-                    shift_ptr, noted_ptr, S, scale_log2, D, M, WHICH * 64,
+                    acc, row_max, sums, done, done_start, lists, outputs, lengths, work, noted_ptr,
+                    WHICH * 64, SIZES,
                 )  # fmt: skip
-                if skipped_ptr is not None:
-                    gl.atomic_add(skipped_ptr + done, gl.sum(skipped, 0), sem="relaxed")
+                if outputs.skipped_ptr is not None:
+                    gl.atomic_add(outputs.skipped_ptr + done, gl.sum(skipped, 0), sem="relaxed")
             done = block
             done_start = start
         # not between the products above: ptxas would let the second wait for the first.
@@ -340,7 +312,7 @@ def consume(
                     fresh = gl.where(opens, fresh, 0.0).to(dtype)
             else:
                 bits = gated
-            if skipped_ptr is not None:
+            if outputs.skipped_ptr is not None:
                 skipped = count_skipped(
                     gl.where(first, 0, skipped), threshold, bits, gl.where(first, keys, BN), BN,
                     PIECES, GATE_ROWS,

@@ -10,6 +10,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .arguments import (
+    Barriers,
+    Inputs,
+    Lengths,
+    Lists,
+    Outputs,
+    Pieces,
+    Stages,
+    Tables,
+    Work,
+)
 from .consumer import consume
 from .layouts import keys_of_a_scale, view
 from .producer import produce
@@ -51,29 +62,20 @@ def gather_attention_kernel(
     WHOLE,
     PARTS,
     scale_log2,
-    D: gl.constexpr,
-    DP: gl.constexpr,
-    M: gl.constexpr,
-    N: gl.constexpr,
-    BN: gl.constexpr,
-    Q_RUN: gl.constexpr,
-    K_RUN: gl.constexpr,
-    GATE: gl.constexpr,
-    GATE_ROWS: gl.constexpr,
-    GATE_KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
-    PRODUCER_WARPS: gl.constexpr,
-    PASS: gl.constexpr,
+    SIZES: gl.constexpr,
 ):
     """Attend blocks of 128 query rows to their key lists; all tensors contiguous.
 
-    ``words_ptr`` has zeros: an item counter for each pass, and where the first notes blocks for the
-    second. PASS is which it is, or None where no block can need a second one.
-    Pointers that are None leave out what they are for: scales and shift of 8-bit operands, a gate's
-    thresholds and words of kept pieces, the count of skipped pairs, means and their counts.
+    ``words_ptr`` has zeros; ``arguments`` says what it and ``SIZES`` are. Pointers that are None
+    leave out what they are for: lists (then all blocks attend all C chunks), scales and shift of
+    8-bit operands, a gate's thresholds and words of kept pieces, the count of skipped pairs, means
+    and their counts.
     """
+    STAGES: gl.constexpr = SIZES.stages
+    BN: gl.constexpr = SIZES.step
+    DP: gl.constexpr = SIZES.padded
+    M: gl.constexpr = SIZES.rows
+    N: gl.constexpr = SIZES.keys
     HALVES: gl.constexpr = DP // 64
     GENERIC: gl.constexpr = N < 8
     BOX: gl.constexpr = M if M < 64 else 64
@@ -87,7 +89,6 @@ def gather_attention_kernel(
     QK_BOXES: gl.constexpr = gl.NVMMASharedLayout(QK_SWIZZLE, BITS, rank=3)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    PIECES: gl.constexpr = BN // GATE_KEYS
     q_pieces = gl.allocate_shared_memory(
         q_desc.dtype, [128 // BOX * (DP // QK_BOX), 1, BOX, QK_BOX], QK_BOXES
     )
@@ -109,12 +110,12 @@ def gather_attention_kernel(
     record = gl.allocate_shared_memory(gl.int32, [4 if counts_ptr is None else 5, 1], ONE)
     if q_scale_ptr is not None:
         row_scales = gl.allocate_shared_memory(gl.float32, [2, 64], ONE)
-        EACH: gl.constexpr = keys_of_a_scale(N, K_RUN)
+        EACH: gl.constexpr = keys_of_a_scale(N, SIZES.k_run)
         k_scales = gl.allocate_shared_memory(gl.float32, [STAGES, BN // EACH], ONE)
     else:
         row_scales: gl.constexpr = None
         k_scales: gl.constexpr = None
-    if GATE is not None:
+    if SIZES.gate is not None:
         thresholds = gl.allocate_shared_memory(gl.float32, [2, 64], ONE)
         # of each consumer's warps, for even and odd steps.
         votes = gl.allocate_shared_memory(gl.int32, [4, 4], ONE)
@@ -136,44 +137,38 @@ def gather_attention_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     for i in gl.static_range(STAGES):
         # every thread's copies arrive by themselves; TMA's arrive with the one that expects them.
-        mbarrier.init(full.index(i), count=32 * PRODUCER_WARPS if GENERIC else 1)
+        mbarrier.init(full.index(i), count=32 * SIZES.producer_warps if GENERIC else 1)
         mbarrier.init(empty.index(i), count=2)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=2)
-    barriers = (full, empty, q_full, q_empty)
+    inputs = Inputs(
+        q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr,
+        q_scale_ptr, k_scale_ptr, k_mean_scale_ptr,
+    )  # fmt: skip
+    lists = Lists(
+        q_tiles_ptr, kv_count_ptr, kv_index_ptr, counts_ptr, kept_ptr, threshold_ptr, shift_ptr,
+        words_ptr,
+    )  # fmt: skip
+    outputs = Outputs(out_ptr, lse_ptr, skipped_ptr)
+    lengths = Lengths(S, C, P, COUNTS, scale_log2)
+    work = Work(G, BH, TOGETHER, ITEMS, WHOLE, PARTS)
+    pieces = Pieces(q_pieces, k_pieces, v_pieces, rows, q_rows)
+    stages = Stages(q_memory, k_stages, v_stages, votes)
+    tables = Tables(record, row_scales, thresholds, k_scales, kept_words, counts)
+    barriers = Barriers(full, empty, q_full, q_empty)
     # the argument tuples stand in the call: assigned to a variable, constexprs become tensors.
     gl.warp_specialize(
         [
             (
                 consume,
-                (
-                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes,
-                    k_scales, kept_words, counts, barriers, q_tiles_ptr, out_ptr, lse_ptr,
-                    shift_ptr, skipped_ptr, words_ptr, S, scale_log2, gl.constexpr(0), D, M,
-                    GENERIC, GATE, GATE_ROWS, PIECES, PASS,
-                ),
+                (stages, tables, barriers, lists, outputs, lengths, work, gl.constexpr(0), SIZES),
             ),
             (
                 consume,
-                (
-                    q_memory, k_stages, v_stages, record, row_scales, thresholds, votes,
-                    k_scales, kept_words, counts, barriers, q_tiles_ptr, out_ptr, lse_ptr,
-                    shift_ptr, skipped_ptr, words_ptr, S, scale_log2, gl.constexpr(1), D, M,
-                    GENERIC, GATE, GATE_ROWS, PIECES, PASS,
-                ),
+                (stages, tables, barriers, lists, outputs, lengths, work, gl.constexpr(1), SIZES),
             ),
-            (
-                produce,
-                (
-                    q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, k_ptr, v_ptr, k_mean_ptr,
-                    v_mean_ptr, k_mean_scale_ptr, counts_ptr, q_pieces, k_pieces, v_pieces, rows,
-                    q_rows, record, row_scales, thresholds, k_scales, kept_words, counts, barriers,
-                    q_tiles_ptr, kv_count_ptr, kv_index_ptr, q_scale_ptr, k_scale_ptr, shift_ptr,
-                    threshold_ptr, kept_ptr, words_ptr, S, G, C, P, COUNTS, BH, TOGETHER, ITEMS,
-                    WHOLE, PARTS, scale_log2, STAGES, BN, D, DP, M, N, Q_RUN, K_RUN, GATE, PASS,
-                ),
-            ),
+            (produce, (inputs, lists, lengths, work, pieces, tables, barriers, SIZES)),
         ],
-        [4, PRODUCER_WARPS],
-        [CONSUMER_REGS, PRODUCER_REGS],
-    )  # fmt: skip
+        [4, SIZES.producer_warps],
+        [SIZES.consumer_registers, SIZES.producer_registers],
+    )

@@ -1,11 +1,11 @@
-"""Launching the kernel: its configurations, operands and passes."""
+"""Launching the kernel: its configurations and operands."""
 
 # mypy: disable-error-code="no-untyped-call"
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ...tokens.formats import QuantizedQK
 from ..gates import KEY_GROUP, AbsoluteGate, Gate, gate_kind, kept_pieces
 from ..lists import heads_together, is_anchored, tables, tables_of_means
 from ..means import KeyMeans
+from .arguments import Sizes
 from .kernel import gather_attention_kernel
 from .layouts import boxes_layout
 from .parts import join_parts_kernel
@@ -81,37 +82,35 @@ def _kept_words(gate: AbsoluteGate, kv_count: Tensor, keys: int) -> Tensor:
     return (kept << torch.arange(pieces, device=kept.device)).sum(-1, dtype=torch.int32)
 
 
-# of a compiled first pass, the second one.
-_SECOND: dict[object, Any] = {}
+# of a compiled first launch, the second one and its sizes.
+_SECOND: dict[object, tuple[Any, Sizes]] = {}
 
 
-def _launch(
-    grid: tuple[int, int, int],
-    operands: tuple[Any, ...],
-    constants: dict[str, Any],
-    passes: tuple[str | None, ...],
-) -> None:
-    """Launch the kernel for each pass.
+def _launch(grid: tuple[int, int, int], operands: tuple[Any, ...], sizes: Sizes) -> None:
+    """Launch the kernel, twice where blocks may have to be attended again.
 
-    What triton finds out about arguments at every launch, which takes longer than the second pass
+    What triton finds out about arguments at every launch, which takes longer than the second launch
     on the GPU, holds for both.
     """
     launch = gather_attention_kernel[grid]
-    compiled = launch(*operands, **constants, PASS=passes[0], num_warps=4)
-    for name in passes[1:]:
-        if compiled in _SECOND:
-            _SECOND[compiled][grid](*operands, *constants.values(), name)
-        else:
-            _SECOND[compiled] = launch(*operands, **constants, PASS=name, num_warps=4)
+    compiled = launch(*operands, sizes, num_warps=4)
+    if sizes.launch is None:
+        return
+    if compiled in _SECOND:
+        again, second = _SECOND[compiled]
+        again[grid](*operands, second)
+    else:
+        second = replace(sizes, launch="second")
+        _SECOND[compiled] = launch(*operands, second, num_warps=4), second
 
 
 def gluon_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_tiles: Tensor,
-    kv_count: Tensor,
-    kv_index: Tensor,
+    q_tiles: Tensor | None,
+    kv_count: Tensor | None,
+    kv_index: Tensor | None,
     *,
     tile: tuple[int, int],
     scale: float,
@@ -122,22 +121,26 @@ def gluon_attention(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel; see ``sparse_attention`` for the arguments.
 
+    Without the three tensors of a plan every row attends all keys, in full precision or 8 bits.
+
     Raises:
         ValueError: a tile that the kernel does not have.
     """
     rows, keys = tile
     if rows not in (16, 32, 64, 128) or keys not in (1, 8, 16, 32, 64, 128):
         raise ValueError(f"no kernel for tiles of {rows}x{keys}")
-    if q_tiles.shape[3] * rows != BLOCK_ROWS:
+    if q_tiles is not None and q_tiles.shape[3] * rows != BLOCK_ROWS:
         raise ValueError(f"blocks must have {BLOCK_ROWS // rows} tiles, not {q_tiles.shape[3]}")
     batch, heads, tokens, dim = q.shape
     dtype = q.dtype
-    blocks = q_tiles.shape[2]
+    blocks = -(-tokens // BLOCK_ROWS) if q_tiles is None else q_tiles.shape[2]
+    chunks = -(-tokens // keys) if kv_index is None else kv_index.shape[-1]
     padded = 64 if dim == 64 else 128
     thresholds = kept = None
     if gate is not None:
         thresholds = gate.thresholds(q, -(-tokens // rows)).contiguous()
         if isinstance(gate, AbsoluteGate) and gate.keep is not None:
+            assert kv_count is not None
             kept = _kept_words(gate, kv_count, keys)
         if skipped is not None:
             # both consumers of a block add to it.
@@ -153,7 +156,8 @@ def gluon_attention(
     whole, parts = total, 1
     mean_steps = 0 if means is None else -(-means.groups // c.step)
     if gate is None:
-        steps = math.ceil(LEAST_SHARE * tokens / c.step) + mean_steps
+        share = 1.0 if kv_index is None else LEAST_SHARE
+        steps = math.ceil(share * tokens / c.step) + mean_steps
         # every part has means.
         whole, parts = split_tail(total, programs, steps, mean_steps or MOST_PARTS)
     items = whole + (total - whole) * parts
@@ -185,7 +189,7 @@ def gluon_attention(
         words,
         tokens,
         blocks,
-        kv_index.shape[-1],
+        chunks,
         0 if means is None else means.groups,
         0 if means is None else means.counts.shape[-1],
         batch * heads,
@@ -195,27 +199,27 @@ def gluon_attention(
         parts,
         scale * LOG2_E.value,
     )
-    constants = {
-        "D": dim,
-        "DP": padded,
-        "M": rows,
-        "N": keys,
-        "BN": c.step,
-        "Q_RUN": 1 if quantized is None else quantized.q_run,
-        "K_RUN": 1 if quantized is None else quantized.k_run,
-        "GATE": gate_kind(gate),
-        "GATE_ROWS": 128 if gate is None else gate.rows,
-        "GATE_KEYS": c.step if gate is None else gate.keys,
-        "STAGES": c.stages,
-        "CONSUMER_REGS": c.consumer_registers,
-        "PRODUCER_REGS": c.producer_registers,
-        "PRODUCER_WARPS": 1 if keys >= 8 else 4,
-    }
+    sizes = Sizes(
+        dim=dim,
+        padded=padded,
+        rows=rows,
+        keys=keys,
+        step=c.step,
+        q_run=1 if quantized is None else quantized.q_run,
+        k_run=1 if quantized is None else quantized.k_run,
+        gate=gate_kind(gate),
+        gate_rows=BLOCK_ROWS if gate is None else gate.rows,
+        gate_keys=c.step if gate is None else gate.keys,
+        stages=c.stages,
+        consumer_registers=c.consumer_registers,
+        producer_registers=c.producer_registers,
+        producer_warps=1 if keys >= 8 else 4,
+        launch="first" if is_anchored(gate, dtype) else None,
+    )
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(q):
         grid = (min(programs, items), 1, 1)
-        passes = ("first", "second") if is_anchored(gate, dtype) else (None,)
-        _launch(grid, operands, constants, passes)
+        _launch(grid, operands, sizes)
         if parts > 1:
             rows_at_once = 1024 // padded
             join_parts_kernel[(total - whole, BLOCK_ROWS // rows_at_once)](
@@ -241,9 +245,9 @@ def gluon_attention(
 
 
 def try_out(device: torch.device) -> None:
-    """Attend a block in both passes, to see whether this Triton compiles the kernel.
+    """Attend a block by both launches, to see whether this Triton compiles the kernel.
 
-    Twice, because the second call launches its second pass without looking at the arguments.
+    Twice, because the second call launches a second time without looking at the arguments.
     """
     x = torch.zeros(1, 1, BLOCK_ROWS, 64, dtype=torch.bfloat16, device=device)
     nought = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .schedule import locate
+from .schedule import locate, tile_of
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def join_parts_kernel(
     BY_ROW: gl.constexpr = gl.SliceLayout(0, PAIR)
     head, block = locate(WHOLE + gl.program_id(0), G, BH, TOGETHER)
     place = gl.program_id(1) * ROWS + gl.arange(0, ROWS, BY_ROW)
-    tile = gl.load(q_tiles_ptr + block.to(gl.int64) * (128 // M) + place // M)
+    tile = tile_of(q_tiles_ptr, block, place, G, M)
     row = tile * M + place % M
     alive = (tile >= 0) & (row < S)
     part = gl.arange(0, MOST, gl.SliceLayout(1, PAIR))

@@ -24,27 +24,39 @@ from ...logarithms import LOG2_E
 from .layouts import load_scalar, put_scalar, token_layout, view
 from .means import raised_by
 from .ptx import cp_async, thread_barrier
-from .schedule import block_of, locate, next_noted, part_of
+from .schedule import block_of, locate, next_noted, part_of, tile_of
+
+
+@gluon.jit
+def _listed(start, place, alive):
+    """Chunks at ``place`` of a list: ``start`` points to its first, or is that where all count."""
+    if start.dtype.is_ptr():
+        if alive is None:
+            return gl.load(start + place).to(gl.int32)
+        else:
+            return gl.load(start + place, mask=alive, other=0).to(gl.int32)
+    else:
+        return start + place
 
 
 @gluon.jit
 def _chunk_rows(
-    list_ptr, first, count, S, N: gl.constexpr, CHUNKS: gl.constexpr, MASKED: gl.constexpr
+    start, first, count, S, N: gl.constexpr, CHUNKS: gl.constexpr, MASKED: gl.constexpr
 ):
     """First rows of the chunks of a step; S, past the end, for a dead one."""
     place = first + gl.arange(0, CHUNKS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     if MASKED:
-        chunk = gl.load(list_ptr + place, mask=place < count, other=0).to(gl.int32)
-        return gl.where(place < count, chunk * N, S)
+        return gl.where(place < count, _listed(start, place, place < count) * N, S)
     else:
-        return gl.load(list_ptr + place).to(gl.int32) * N
+        return _listed(start, place, None) * N
 
 
 @gluon.jit
-def _load_chunks(
-    desc, pieces, bar, head, rows, stage, slot, CHUNKS: gl.constexpr, HALVES: gl.constexpr
-):  # fmt: skip
-    """Boxes of one chunk and 64 columns; ``rows`` holds the chunks' first rows, CHUNKS a slot."""
+def _load_chunks(desc, memory, bar, head, rows, stage, slot, SIZES: gl.constexpr):
+    """Boxes of one chunk and 64 columns; ``rows`` holds the chunks' first rows, a step's a slot."""
+    CHUNKS: gl.constexpr = SIZES.step // SIZES.keys
+    # 128 bytes of a row are what TMA and the tensor cores swizzle.
+    HALVES: gl.constexpr = SIZES.padded // 64 if desc.dtype.primitive_bitwidth == 16 else 1
     # four rows are read at once: no more registers, but one latency for all.
     FOUR: gl.constexpr = 4 if CHUNKS > 4 else CHUNKS
     for start in gl.static_range(0, CHUNKS, FOUR):
@@ -53,7 +65,7 @@ def _load_chunks(
             four = four + (load_scalar(rows.index(slot * CHUNKS + c)),)
         for c in gl.static_range(FOUR):
             for half in gl.static_range(HALVES):
-                piece = pieces.index((stage * HALVES + half) * CHUNKS + start + c)
+                piece = memory.index((stage * HALVES + half) * CHUNKS + start + c)
                 tma_load(desc, [head, four[c], half * 64], bar, piece)
 
 
@@ -88,7 +100,7 @@ def _copy_tokens(head_ptr, memory, tokens, D: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def _scales_of_chunks(
-    head_ptr, list_ptr, first, count, S, N: gl.constexpr, BN: gl.constexpr, K_RUN: gl.constexpr,
+    head_ptr, list_from, first, count, S, N: gl.constexpr, BN: gl.constexpr, K_RUN: gl.constexpr,
     RUNS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scales of the runs of a step's keys; 1 for what is not there."""
@@ -96,9 +108,9 @@ def _scales_of_chunks(
     key = gl.arange(0, RUNS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])) * each
     place = first + key // N
     if MASKED:
-        chunk = gl.load(list_ptr + place, mask=place < count, other=0).to(gl.int32)
+        chunk = _listed(list_from, place, place < count)
     else:
-        chunk = gl.load(list_ptr + place).to(gl.int32)
+        chunk = _listed(list_from, place, None)
     token = chunk * N + key % N
     there = token < S
     if MASKED:
@@ -107,102 +119,47 @@ def _scales_of_chunks(
 
 
 @gluon.jit
-def _put_tables(
-    row_scales, thresholds, q_tiles_ptr, q_scale_ptr, shift_ptr, threshold_ptr, block, head, S,
-    scale_log2, M: gl.constexpr, Q_RUN: gl.constexpr, GATE: gl.constexpr,
-):  # fmt: skip
+def _put_tables(tables, inputs, lists, block, head, lengths, G, SIZES: gl.constexpr):
     """Scale and threshold of every row of a block."""
+    M: gl.constexpr = SIZES.rows
+    S = lengths.S
     line = gl.arange(0, 64, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     for half in gl.static_range(2):
         place = half * 64 + line
-        tile = gl.load(q_tiles_ptr + block.to(gl.int64) * (128 // M) + place // M)
+        tile = tile_of(lists.q_tiles_ptr, block, place, G, M)
         row = tile * M + place % M
         alive = (tile >= 0) & (row < S)
-        if q_scale_ptr is not None:
-            runs = head.to(gl.int64) * ((S + Q_RUN - 1) // Q_RUN)
-            scale = gl.load(q_scale_ptr + runs + row // Q_RUN, mask=alive, other=1.0)
-            row_scales.index(half).store(scale * scale_log2)
-        if GATE is not None:
+        if inputs.q_scale_ptr is not None:
+            runs = head.to(gl.int64) * ((S + SIZES.q_run - 1) // SIZES.q_run)
+            scale = gl.load(inputs.q_scale_ptr + runs + row // SIZES.q_run, mask=alive, other=1.0)
+            tables.row_scales.index(half).store(scale * lengths.scale_log2)
+        if SIZES.gate is not None:
             tiles = head.to(gl.int64) * ((S + M - 1) // M)
-            threshold = gl.load(threshold_ptr + tiles + tile, mask=alive, other=float("nan"))
+            threshold = gl.load(lists.threshold_ptr + tiles + tile, mask=alive, other=float("nan"))
             threshold *= LOG2_E
-            if GATE == "absolute" and shift_ptr is not None:
+            if SIZES.gate == "absolute" and lists.shift_ptr is not None:
                 # thresholds are on scores with the mean key in them.
-                shift = gl.load(shift_ptr + head.to(gl.int64) * S + row, mask=alive, other=0.0)
-                threshold -= shift * scale_log2
-            thresholds.index(half).store(threshold)
+                at = head.to(gl.int64) * S + row
+                shift = gl.load(lists.shift_ptr + at, mask=alive, other=0.0)
+                threshold -= shift * lengths.scale_log2
+            tables.thresholds.index(half).store(threshold)
 
 
 @gluon.jit
-def produce(
-    q_desc,
-    k_desc,
-    v_desc,
-    k_mean_desc,
-    v_mean_desc,
-    k_ptr,
-    v_ptr,
-    k_mean_ptr,
-    v_mean_ptr,
-    k_mean_scale_ptr,
-    counts_ptr,
-    q_pieces,
-    k_pieces,
-    v_pieces,
-    rows,
-    q_rows,
-    record,
-    row_scales,
-    thresholds,
-    k_scales,
-    kept_words,
-    counts,
-    barriers,
-    q_tiles_ptr,
-    kv_count_ptr,
-    kv_index_ptr,
-    q_scale_ptr,
-    k_scale_ptr,
-    shift_ptr,
-    threshold_ptr,
-    kept_ptr,
-    words_ptr,
-    S,
-    G,
-    C,
-    P,
-    COUNTS,
-    BH,
-    TOGETHER,
-    ITEMS,
-    WHOLE,
-    PARTS,
-    scale_log2,
-    STAGES_: gl.constexpr,
-    BN_: gl.constexpr,
-    D_: gl.constexpr,
-    DP_: gl.constexpr,
-    M_: gl.constexpr,
-    N_: gl.constexpr,
-    Q_RUN_: gl.constexpr,
-    K_RUN_: gl.constexpr,
-    GATE_: gl.constexpr,
-    PASS_: gl.constexpr,
-):
-    """Take blocks, or with PASS second those that are noted, and fill the ring for each."""
-    STAGES: gl.constexpr = plain(STAGES_)
-    BN: gl.constexpr = plain(BN_)
-    D: gl.constexpr = plain(D_)
-    DP: gl.constexpr = plain(DP_)
-    M: gl.constexpr = plain(M_)
-    N: gl.constexpr = plain(N_)
-    Q_RUN: gl.constexpr = plain(Q_RUN_)
-    K_RUN: gl.constexpr = plain(K_RUN_)
-    GATE: gl.constexpr = plain(GATE_)
+def produce(inputs, lists, lengths, work, pieces, tables, barriers, SIZES_: gl.constexpr):
+    """Take blocks, or in the second launch those that are noted, and fill the ring for each."""
+    SIZES: gl.constexpr = plain(SIZES_)
+    STAGES: gl.constexpr = SIZES.stages
+    BN: gl.constexpr = SIZES.step
+    D: gl.constexpr = SIZES.dim
+    DP: gl.constexpr = SIZES.padded
+    M: gl.constexpr = SIZES.rows
+    N: gl.constexpr = SIZES.keys
+    K_RUN: gl.constexpr = SIZES.k_run
+    GATE: gl.constexpr = SIZES.gate
     CHUNKS: gl.constexpr = BN // N
     HALVES: gl.constexpr = DP // 64
-    QK_BITS: gl.constexpr = q_desc.dtype.primitive_bitwidth
-    # 128 bytes of a row are what TMA and the tensor cores swizzle.
+    QK_BITS: gl.constexpr = inputs.q_desc.dtype.primitive_bitwidth
     QK_HALVES: gl.constexpr = HALVES if QK_BITS == 16 else 1
     R: gl.constexpr = 128 // M
     BOX: gl.constexpr = M if M < 64 else 64
@@ -214,25 +171,33 @@ def produce(
     LAYOUT: gl.constexpr = token_layout(BN, DP, 16)
     K_LAYOUT: gl.constexpr = token_layout(BN, DP, QK_BITS)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    MEANS: gl.constexpr = counts_ptr is not None
+    DENSE: gl.constexpr = lists.kv_index_ptr is None
+    MEANS: gl.constexpr = lists.counts_ptr is not None
     RAISED: gl.constexpr = GATE is None and QK_BITS == 16
     # four bytes a thread are the least that cp.async copies.
     COUNTED: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
-    full, empty, q_full, q_empty = barriers
+    S, C, P = lengths.S, lengths.C, lengths.P
+    scale_log2 = lengths.scale_log2
+    full, empty = barriers.full, barriers.empty
+    q_full, q_empty = barriers.q_full, barriers.q_empty
+    record = tables.record
 
-    counter_ptr = words_ptr
+    counter_ptr = lists.words_ptr
     noted_ptr = None
-    if plain(PASS_) == "second":
-        counter_ptr = words_ptr + 1
-        noted_ptr = words_ptr + 2
+    if SIZES.launch == "second":
+        counter_ptr = lists.words_ptr + 1
+        noted_ptr = lists.words_ptr + 2
     programs = gl.num_programs(0)
     item = gl.program_id(0)
     if noted_ptr is not None:
         # most often there is none.
-        item = gl.where(gl.load(noted_ptr) == 0, ITEMS, item)
-        item = next_noted(item, noted_ptr, counter_ptr, G, BH, TOGETHER, ITEMS, WHOLE, PARTS)
-    first_block = block_of(gl.minimum(item, ITEMS - 1), G, BH, TOGETHER, WHOLE, PARTS)
-    count = gl.load(kv_count_ptr + first_block)
+        item = gl.where(gl.load(noted_ptr) == 0, work.ITEMS, item)
+        item = next_noted(item, noted_ptr, counter_ptr, work)
+    first_block = block_of(gl.minimum(item, work.ITEMS - 1), work)
+    if DENSE:
+        count = C
+    else:
+        count = gl.load(lists.kv_count_ptr + first_block)
     q_phase = 0
     stage = 0
     phase = 0
@@ -240,20 +205,23 @@ def produce(
     # before the first block stand values that do not exist.
     if TMA:
         v_head = 0
-        chunk_rows = view(rows, [2 * CHUNKS, 1], ONE)
-        rows.index(1).store(gl.full([CHUNKS], 0, gl.int32, LINE) + S)
+        chunk_rows = view(pieces.rows, [2 * CHUNKS, 1], ONE)
+        pieces.rows.index(1).store(gl.full([CHUNKS], 0, gl.int32, LINE) + S)
     else:
         tokens = gl.full([BN], 0, gl.int32, gl.SliceLayout(1, LAYOUT))
-        v_from = v_ptr
+        v_from = inputs.v_ptr
 
-    while item < ITEMS:
-        entry, part, parts = part_of(item, WHOLE, PARTS)
-        head, block = locate(entry, G, BH, TOGETHER)
+    while item < work.ITEMS:
+        entry, part, parts = part_of(item, work)
+        head, block = locate(entry, work.G, work.BH, work.TOGETHER)
         # a part is some of a block's steps.
         steps = (count + CHUNKS - 1) // CHUNKS
         begin = steps * part // parts * CHUNKS
         count = gl.minimum(steps * (part + 1) // parts * CHUNKS, count) - begin
-        list_ptr = kv_index_ptr + (block.to(gl.int64) * C + begin)
+        if DENSE:
+            list_from = begin
+        else:
+            list_from = lists.kv_index_ptr + (block.to(gl.int64) * C + begin)
         steps = gl.maximum((count + CHUNKS - 1) // CHUNKS, 1)
         # a part has some of its block's means, too: there are no more parts than steps of them.
         means = 0
@@ -263,156 +231,154 @@ def produce(
             means = of_means * (part + 1) // parts - first_mean
         # rows of parts lie behind those of all heads.
         start = head * S
-        start = gl.where(parts > 1, -1 - BH * S - (item - WHOLE) * 128, start)
+        start = gl.where(parts > 1, -1 - work.BH * S - (item - work.WHOLE) * 128, start)
         first = (steps - 1) * CHUNKS
         # the list rises: a chunk that the sequence's end cuts can only be the last.
-        last = gl.load(list_ptr + count - 1, mask=count > 0, other=0).to(gl.int32)
+        last = _listed(list_from, count - 1, count > 0)
         if TMA:
-            next_rows = _chunk_rows(list_ptr, first, count, S, N, CHUNKS, True)
+            next_rows = _chunk_rows(list_from, first, count, S, N, CHUNKS, True)
         else:
-            k_from = k_ptr + head.to(gl.int64) * S * D
-            next_tokens = _tokens(list_ptr, first, count, BN, LAYOUT, True)
+            k_from = inputs.k_ptr + head.to(gl.int64) * S * D
+            next_tokens = _tokens(list_from, first, count, BN, LAYOUT, True)
             k_tokens = next_tokens
             if QK_BITS == 8:
-                k_tokens = _tokens(list_ptr, first, count, BN, K_LAYOUT, True)
-        if k_scale_ptr is not None:
-            k_scale_from = k_scale_ptr + head.to(gl.int64) * ((S + K_RUN - 1) // K_RUN)
+                k_tokens = _tokens(list_from, first, count, BN, K_LAYOUT, True)
+        if inputs.k_scale_ptr is not None:
+            k_scale_from = inputs.k_scale_ptr + head.to(gl.int64) * ((S + K_RUN - 1) // K_RUN)
             if TMA:
-                RUNS: gl.constexpr = k_scales.shape[1]
+                RUNS: gl.constexpr = tables.k_scales.shape[1]
                 next_scales = _scales_of_chunks(
-                    k_scale_from, list_ptr, first, count, S, N, BN, K_RUN, RUNS, True
+                    k_scale_from, list_from, first, count, S, N, BN, K_RUN, RUNS, True
                 )
             else:
-                key_scales = k_scale_from + _line_tokens(list_ptr, first, count, BN, True) // K_RUN
-        if kept_ptr is not None:
-            kept_from = kept_ptr + block.to(gl.int64) * ((C * N + BN - 1) // BN)
+                key_scales = k_scale_from + _line_tokens(list_from, first, count, BN, True) // K_RUN
+        if lists.kept_ptr is not None:
+            kept_from = lists.kept_ptr + block.to(gl.int64) * ((C * N + BN - 1) // BN)
             kept = kept_from + steps - 1 + gl.arange(0, 1, LINE)
-        tile = gl.load(q_tiles_ptr + block.to(gl.int64) * R + gl.arange(0, R, LINE))
+        tile = tile_of(lists.q_tiles_ptr, block, gl.arange(0, R, LINE) * M, work.G, M)
         item = programs + gl.atomic_add(counter_ptr, 1, sem="relaxed")
         if noted_ptr is not None:
-            item = next_noted(item, noted_ptr, counter_ptr, G, BH, TOGETHER, ITEMS, WHOLE, PARTS)
-        next_block = block_of(gl.minimum(item, ITEMS - 1), G, BH, TOGETHER, WHOLE, PARTS)
-        next_count = gl.load(kv_count_ptr + next_block)
+            item = next_noted(item, noted_ptr, counter_ptr, work)
+        next_block = block_of(gl.minimum(item, work.ITEMS - 1), work)
+        if DENSE:
+            next_count = C
+        else:
+            next_count = gl.load(lists.kv_count_ptr + next_block)
 
         # the first keys of this block and the last values of the one before.
         mbarrier.wait(empty.index(stage), phase ^ 1)
         bar = full.index(stage)
         if TMA:
-            rows.index(slot).store(next_rows)
-            if k_scale_ptr is not None:
-                k_scales.index(stage).store(next_scales)
-            if kept_ptr is not None:
-                kept_words.index(stage).store(gl.load(kept))
-            if k_scale_ptr is not None or kept_ptr is not None:
+            pieces.rows.index(slot).store(next_rows)
+            if inputs.k_scale_ptr is not None:
+                tables.k_scales.index(stage).store(next_scales)
+            if lists.kept_ptr is not None:
+                tables.kept_words.index(stage).store(gl.load(kept))
+            if inputs.k_scale_ptr is not None or lists.kept_ptr is not None:
                 thread_barrier()
             mbarrier.expect(bar, K_BYTES + V_BYTES)
-            _load_chunks(k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, QK_HALVES)
+            _load_chunks(inputs.k_desc, pieces.k, bar, head, chunk_rows, stage, slot, SIZES)
             slot = slot ^ 1
             if MEANS:
                 # a block ends with means.
                 _load_chunks(
-                    v_mean_desc, v_pieces, bar, v_head, chunk_rows, stage, slot, CHUNKS, HALVES
+                    inputs.v_mean_desc, pieces.v, bar, v_head, chunk_rows, stage, slot, SIZES
                 )
             else:
-                _load_chunks(v_desc, v_pieces, bar, v_head, chunk_rows, stage, slot, CHUNKS, HALVES)
+                _load_chunks(inputs.v_desc, pieces.v, bar, v_head, chunk_rows, stage, slot, SIZES)
             v_head = head
         else:
-            _copy_tokens(k_from, k_pieces.index(stage), k_tokens, D, K_LAYOUT)
-            _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
-            if k_scale_ptr is not None:
-                cp_async(k_scales.index(stage), key_scales)
-            if kept_ptr is not None:
-                cp_async(kept_words.index(stage), kept)
+            _copy_tokens(k_from, pieces.k.index(stage), k_tokens, D, K_LAYOUT)
+            _copy_tokens(v_from, pieces.v.index(stage), tokens, D, LAYOUT)
+            if inputs.k_scale_ptr is not None:
+                cp_async(tables.k_scales.index(stage), key_scales)
+            if lists.kept_ptr is not None:
+                cp_async(tables.kept_words.index(stage), kept)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             tokens = next_tokens
-            v_from = v_ptr + head.to(gl.int64) * S * D
+            v_from = inputs.v_ptr + head.to(gl.int64) * S * D
         stage, phase = next_stage(stage, phase, STAGES)
 
         # its queries, as soon as the consumers are done with those of the block before.
         past_end = gl.maximum((last + 1) * N - S, 0)
         mbarrier.wait(q_empty, q_phase ^ 1)
         q_phase = q_phase ^ 1
-        q_rows.store(tile * M)
+        pieces.q_rows.store(tile * M)
         put_scalar(record.index(0), block)
         put_scalar(record.index(1), start)
         put_scalar(record.index(2), steps + means)
         if MEANS:
             put_scalar(record.index(4), means)
         put_scalar(record.index(3), gl.where(count > 0, (count - first) * N - past_end, 0))
-        if q_scale_ptr is not None or GATE is not None:
-            _put_tables(
-                row_scales, thresholds, q_tiles_ptr, q_scale_ptr, shift_ptr, threshold_ptr, block,
-                head, S, scale_log2, M, Q_RUN, GATE,
-            )  # fmt: skip
+        if inputs.q_scale_ptr is not None or GATE is not None:
+            _put_tables(tables, inputs, lists, block, head, lengths, work.G, SIZES)
             thread_barrier()
         mbarrier.expect(q_full, Q_BYTES)
-        q_row = view(q_rows, [R, 1], ONE)
+        q_row = view(pieces.q_rows, [R, 1], ONE)
         for b in gl.static_range(128 // BOX):
             row = load_scalar(q_row.index(b * BOX // M)) + b * BOX % M
             for half in gl.static_range(QK_HALVES):
                 piece = (b * BOX // 64 * QK_HALVES + half) * (64 // BOX) + b % (64 // BOX)
-                tma_load(q_desc, [head, row, half * 64], q_full, q_pieces.index(piece))
+                tma_load(inputs.q_desc, [head, row, half * 64], q_full, pieces.q.index(piece))
 
         for step in range(1, steps):
             at = (step - 1) * CHUNKS
             if TMA:
-                next_rows = _chunk_rows(list_ptr, at, count, S, N, CHUNKS, False)
+                next_rows = _chunk_rows(list_from, at, count, S, N, CHUNKS, False)
             else:
-                next_tokens = _tokens(list_ptr, at, count, BN, LAYOUT, False)
+                next_tokens = _tokens(list_from, at, count, BN, LAYOUT, False)
                 k_tokens = next_tokens
                 if QK_BITS == 8:
-                    k_tokens = _tokens(list_ptr, at, count, BN, K_LAYOUT, False)
-            if k_scale_ptr is not None:
+                    k_tokens = _tokens(list_from, at, count, BN, K_LAYOUT, False)
+            if inputs.k_scale_ptr is not None:
                 if TMA:
                     next_scales = _scales_of_chunks(
-                        k_scale_from, list_ptr, at, count, S, N, BN, K_RUN, RUNS, False
+                        k_scale_from, list_from, at, count, S, N, BN, K_RUN, RUNS, False
                     )
                 else:
                     key_scales = (
-                        k_scale_from + _line_tokens(list_ptr, at, count, BN, False) // K_RUN
+                        k_scale_from + _line_tokens(list_from, at, count, BN, False) // K_RUN
                     )
-            if kept_ptr is not None:
+            if lists.kept_ptr is not None:
                 kept = kept_from + step - 1 + gl.arange(0, 1, LINE)
                 if TMA:
                     next_kept = gl.load(kept)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
             if TMA:
-                rows.index(slot).store(next_rows)
-                if k_scale_ptr is not None:
-                    k_scales.index(stage).store(next_scales)
-                if kept_ptr is not None:
-                    kept_words.index(stage).store(next_kept)
-                if k_scale_ptr is not None or kept_ptr is not None:
+                pieces.rows.index(slot).store(next_rows)
+                if inputs.k_scale_ptr is not None:
+                    tables.k_scales.index(stage).store(next_scales)
+                if lists.kept_ptr is not None:
+                    tables.kept_words.index(stage).store(next_kept)
+                if inputs.k_scale_ptr is not None or lists.kept_ptr is not None:
                     thread_barrier()
                 mbarrier.expect(bar, K_BYTES + V_BYTES)
-                _load_chunks(
-                    k_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, QK_HALVES
-                )
+                _load_chunks(inputs.k_desc, pieces.k, bar, head, chunk_rows, stage, slot, SIZES)
                 slot = slot ^ 1
-                _load_chunks(v_desc, v_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, HALVES)
+                _load_chunks(inputs.v_desc, pieces.v, bar, head, chunk_rows, stage, slot, SIZES)
             else:
-                _copy_tokens(k_from, k_pieces.index(stage), k_tokens, D, K_LAYOUT)
-                _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
-                if k_scale_ptr is not None:
-                    cp_async(k_scales.index(stage), key_scales)
-                if kept_ptr is not None:
-                    cp_async(kept_words.index(stage), kept)
+                _copy_tokens(k_from, pieces.k.index(stage), k_tokens, D, K_LAYOUT)
+                _copy_tokens(v_from, pieces.v.index(stage), tokens, D, LAYOUT)
+                if inputs.k_scale_ptr is not None:
+                    cp_async(tables.k_scales.index(stage), key_scales)
+                if lists.kept_ptr is not None:
+                    cp_async(tables.kept_words.index(stage), kept)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
                 tokens = next_tokens
             stage, phase = next_stage(stage, phase, STAGES)
         if MEANS:
             for step in range(means):
                 at = (first_mean + step) * BN
-                counts_from = counts_ptr + (block.to(gl.int64) * COUNTS + at)
+                counts_from = lists.counts_ptr + (block.to(gl.int64) * lengths.COUNTS + at)
                 counts_from += gl.arange(0, BN, COUNTED)
                 if TMA:
                     next_rows = at + gl.arange(0, CHUNKS, LINE) * N
                     next_counts = gl.load(counts_from).to(gl.float32)
                     if RAISED:
                         next_counts = raised_by(next_counts, scale_log2)
-                    if k_scale_ptr is not None:
-                        scale_from = k_mean_scale_ptr + head.to(gl.int64) * (
+                    if inputs.k_scale_ptr is not None:
+                        scale_from = inputs.k_mean_scale_ptr + head.to(gl.int64) * (
                             (P + K_RUN - 1) // K_RUN
                         )
                         key = at + gl.arange(0, RUNS, LINE) * (BN // RUNS)
@@ -426,8 +392,8 @@ def produce(
                         k_tokens = gl.minimum(
                             at + gl.arange(0, BN, gl.SliceLayout(1, K_LAYOUT)), P - 1
                         )
-                    if k_scale_ptr is not None:
-                        scale_from = k_mean_scale_ptr + head.to(gl.int64) * (
+                    if inputs.k_scale_ptr is not None:
+                        scale_from = inputs.k_mean_scale_ptr + head.to(gl.int64) * (
                             (P + K_RUN - 1) // K_RUN
                         )
                         key_scales = (
@@ -436,45 +402,42 @@ def produce(
                 mbarrier.wait(empty.index(stage), phase ^ 1)
                 bar = full.index(stage)
                 if TMA:
-                    rows.index(slot).store(next_rows)
-                    counts.index(stage).store(next_counts)
-                    if k_scale_ptr is not None:
-                        k_scales.index(stage).store(next_scales)
+                    pieces.rows.index(slot).store(next_rows)
+                    tables.counts.index(stage).store(next_counts)
+                    if inputs.k_scale_ptr is not None:
+                        tables.k_scales.index(stage).store(next_scales)
                     thread_barrier()
                     mbarrier.expect(bar, K_BYTES + V_BYTES)
                     _load_chunks(
-                        k_mean_desc, k_pieces, bar, head, chunk_rows, stage, slot, CHUNKS, QK_HALVES
+                        inputs.k_mean_desc, pieces.k, bar, head, chunk_rows, stage, slot, SIZES
                     )
                     slot = slot ^ 1
                     # the first step of means goes with the values of the last chunks.
                     if step == 0:
                         _load_chunks(
-                            v_desc, v_pieces, bar, v_head, chunk_rows, stage, slot, CHUNKS, HALVES
+                            inputs.v_desc, pieces.v, bar, v_head, chunk_rows, stage, slot, SIZES
                         )
                     else:
                         _load_chunks(
-                            v_mean_desc,
-                            v_pieces,
+                            inputs.v_mean_desc,
+                            pieces.v,
                             bar,
                             v_head,
                             chunk_rows,
                             stage,
                             slot,
-                            CHUNKS,
-                            HALVES,
+                            SIZES,
                         )
                 else:
-                    _copy_tokens(
-                        k_mean_ptr + head.to(gl.int64) * P * D, k_pieces.index(stage), k_tokens, D,
-                        K_LAYOUT,
-                    )  # fmt: skip
-                    _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
-                    cp_async(counts.index(stage), counts_from)
-                    if k_scale_ptr is not None:
-                        cp_async(k_scales.index(stage), key_scales)
+                    k_mean_from = inputs.k_mean_ptr + head.to(gl.int64) * P * D
+                    _copy_tokens(k_mean_from, pieces.k.index(stage), k_tokens, D, K_LAYOUT)
+                    _copy_tokens(v_from, pieces.v.index(stage), tokens, D, LAYOUT)
+                    cp_async(tables.counts.index(stage), counts_from)
+                    if inputs.k_scale_ptr is not None:
+                        cp_async(tables.k_scales.index(stage), key_scales)
                     async_copy.mbarrier_arrive(bar, increment_count=False)
                     tokens = next_tokens
-                    v_from = v_mean_ptr + head.to(gl.int64) * P * D
+                    v_from = inputs.v_mean_ptr + head.to(gl.int64) * P * D
                 stage, phase = next_stage(stage, phase, STAGES)
         count = next_count
 
@@ -485,22 +448,21 @@ def produce(
         slot = slot ^ 1
         if MEANS:
             _load_chunks(
-                v_mean_desc,
-                v_pieces,
+                inputs.v_mean_desc,
+                pieces.v,
                 full.index(stage),
                 v_head,
                 chunk_rows,
                 stage,
                 slot,
-                CHUNKS,
-                HALVES,
+                SIZES,
             )
         else:
             _load_chunks(
-                v_desc, v_pieces, full.index(stage), v_head, chunk_rows, stage, slot, CHUNKS, HALVES
+                inputs.v_desc, pieces.v, full.index(stage), v_head, chunk_rows, stage, slot, SIZES
             )
     else:
-        _copy_tokens(v_from, v_pieces.index(stage), tokens, D, LAYOUT)
+        _copy_tokens(v_from, pieces.v.index(stage), tokens, D, LAYOUT)
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
     mbarrier.wait(q_empty, q_phase ^ 1)
     put_scalar(record.index(0), -1)

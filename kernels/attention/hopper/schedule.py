@@ -5,7 +5,8 @@ is worth it, so that the last round is a short one. With a gate all blocks stay 
 one goes by the maximum of what stands before in a list.
 """
 
-# what triton compiles is not typed python.
+# what triton compiles is not typed python: both branches of a static `if` return.
+# ruff: noqa: RET505
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from __future__ import annotations
@@ -58,33 +59,42 @@ def locate(entry, G, BH, TOGETHER):
 
 
 @gluon.jit
-def part_of(item, WHOLE, PARTS):
+def tile_of(q_tiles_ptr, block, place, G, M: gl.constexpr):
+    """Query tiles of ``place``, rows of a block, -1 for none; without lists a block is a tile."""
+    if q_tiles_ptr is None:
+        return block % G + place * 0
+    else:
+        return gl.load(q_tiles_ptr + block.to(gl.int64) * (128 // M) + place // M)
+
+
+@gluon.jit
+def part_of(item, work):
     """Place of an item's block in the order of work, which part it is and of how many.
 
     The first WHOLE items are blocks, the others parts of the blocks behind them.
     """
-    beyond = gl.maximum(item - WHOLE, 0)
-    whole = item < WHOLE
-    entry = gl.where(whole, item, WHOLE + beyond // PARTS)
-    return entry, gl.where(whole, 0, beyond % PARTS), gl.where(whole, 1, PARTS)
+    beyond = gl.maximum(item - work.WHOLE, 0)
+    whole = item < work.WHOLE
+    entry = gl.where(whole, item, work.WHOLE + beyond // work.PARTS)
+    return entry, gl.where(whole, 0, beyond % work.PARTS), gl.where(whole, 1, work.PARTS)
 
 
 @gluon.jit
-def block_of(item, G, BH, TOGETHER, WHOLE, PARTS):
+def block_of(item, work):
     """Number of an item's block among those of all heads."""
-    entry, _, _ = part_of(item, WHOLE, PARTS)
-    _, block = locate(entry, G, BH, TOGETHER)
+    entry, _, _ = part_of(item, work)
+    _, block = locate(entry, work.G, work.BH, work.TOGETHER)
     return block
 
 
 @gluon.jit
-def next_noted(item, noted_ptr, counter_ptr, G, BH, TOGETHER, ITEMS, WHOLE, PARTS):
+def next_noted(item, noted_ptr, counter_ptr, work):
     """``item``, or the next one whose block is noted."""
-    passing = item < ITEMS
+    passing = item < work.ITEMS
     while passing:
-        block = block_of(item, G, BH, TOGETHER, WHOLE, PARTS)
+        block = block_of(item, work)
         passing = gl.load(noted_ptr + 1 + block) == 0
         if passing:
             item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1, sem="relaxed")
-            passing = item < ITEMS
+            passing = item < work.ITEMS
     return item

@@ -1,0 +1,236 @@
+"""What a clip of ``scenes`` shows: its bodies by colour and shape, and how the camera moves.
+
+Read from the frames alone, without a learnt part. Bodies are what is saturated, because no ground
+is; their hue is their colour whatever the light does, and their outline their shape. The camera is
+the shift and zoom that carry one frame's ground into the next, least squares with outliers weighed
+down, so that bodies and shadows, which move on their own, do not count.
+
+Shapes: clips [T, H, W, 3] as RGB bytes; masks [T, H, W].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vidsparse.apps.small_model.drawing import SHAPES, distance
+from vidsparse.apps.small_model.verdicts import Verdict
+
+from .captions import caption
+from .world import COLOURS, PAN, SHAKE, SIZES, ZOOM, Scene, held_out_scenes
+
+# frames are read at this many pixels of their short side
+_SIDE: Final = 128
+# grounds stay below this saturation, bodies above
+_SATURATED: Final = 0.56
+# a body fills at least this share of what the smallest one does
+_LEAST_AREA: Final = 0.25 * math.pi * min(SIZES.values()) ** 2 / 4 * 0.45
+_LEAST_PRESENCE: Final = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a clip shows; bodies as (colour, shape) in alphabetical order."""
+
+    bodies: tuple[tuple[str, str], ...]
+    camera: str
+
+
+def asked_of(scene: Scene) -> Reading:
+    """What a scene's caption asks for."""
+    bodies = sorted((body.colour, body.shape) for body in scene.bodies)
+    return Reading(bodies=tuple(bodies), camera=scene.camera)
+
+
+def read_clip(frames: np.ndarray) -> Reading:
+    """Read bodies and camera from RGB bytes [T, H, W, 3]."""
+    video = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float() / 255
+    scale = _SIDE / min(video.shape[2:])
+    size = [round(side * scale) for side in video.shape[2:]]
+    video = F.interpolate(video, size=size, mode="bilinear", antialias=True)
+    colours = _colours(video)
+    bodies = []
+    for i, colour in enumerate(COLOURS):
+        shape = _shape(colours == i)
+        if shape is not None:
+            bodies.append((colour, shape))
+    return Reading(bodies=tuple(sorted(bodies)), camera=_camera(video, colours >= 0))
+
+
+def judge(clips: Sequence[np.ndarray]) -> list[Verdict]:
+    """Read one clip for each held-out scene, in their order."""
+    return [
+        Verdict(prompt=caption(scene), asked=asked_of(scene), shown=read_clip(clip))
+        for scene, clip in zip(held_out_scenes(), clips, strict=True)
+    ]
+
+
+# --- bodies ---
+
+
+def _hue(picture: Tensor) -> tuple[Tensor, Tensor]:
+    """Hue in [0, 6) and saturation of [N, 3, ...]."""
+    high, low = picture.amax(1), picture.amin(1)
+    spread = (high - low).clamp_min(1e-6)
+    red, green, blue = picture.unbind(1)
+    hue = torch.where(
+        high == red,
+        (green - blue) / spread,
+        torch.where(high == green, 2 + (blue - red) / spread, 4 + (red - green) / spread),
+    )
+    return hue.remainder(6), (high - low) / high.clamp_min(1e-6)
+
+
+def _colours(video: Tensor) -> Tensor:
+    """Number of the nearest colour of every pixel [T, H, W], -1 where it is ground."""
+    hue, saturation = _hue(video)
+    palette, _ = _hue(torch.tensor(list(COLOURS.values())).view(-1, 3, 1))
+    gap = (hue.unsqueeze(-1) - palette.view(-1) + 3).remainder(6) - 3
+    # what is nearly black has no hue to speak of
+    body = (saturation > _SATURATED) & (video.amax(1) > 0.12)
+    return torch.where(body, gap.abs().argmin(-1), -1)
+
+
+def _largest_piece(mask: Tensor) -> Tensor:
+    """The connected piece of a mask [H, W] that holds its densest place."""
+    dense = F.avg_pool2d(mask[None, None].float(), 7, 1, 3)[0, 0] * mask
+    piece = torch.zeros_like(mask)
+    piece.view(-1)[int(dense.argmax())] = True
+    while True:
+        grown = (F.max_pool2d(piece[None, None].float(), 5, 1, 2)[0, 0] > 0) & mask
+        if torch.equal(grown, piece):
+            return piece
+        piece = grown
+
+
+def _outline(mask: Tensor) -> Tensor:
+    """Numbers that say what shape a mask [H, W] is, whatever its place, size and rotation."""
+    rows, columns = mask.nonzero().float().unbind(1)
+    y, x = rows - rows.mean(), columns - columns.mean()
+    unit = math.sqrt(len(x) / math.pi)
+    radius, angle = torch.hypot(x, y) / unit, torch.atan2(y, x)
+    # a disc of the same area ends at one: how much lies in which ring
+    edges = torch.tensor([0.3, 0.5, 0.7, 0.9, 1.1, 1.3])
+    rings = torch.sigmoid((edges.view(-1, 1) - radius) / 0.08).mean(1)
+    turns = [
+        2
+        * torch.hypot((weight := radius**3) @ torch.cos(m * angle), weight @ torch.sin(m * angle))
+        / len(x)
+        for m in (1, 2, 3, 4, 5)
+    ]
+    return torch.cat([rings, torch.stack(turns)])
+
+
+@lru_cache(maxsize=1)
+def _templates() -> Tensor:
+    """Outlines [shapes, K] of the true shapes."""
+    axis = (torch.arange(96) + 0.5) / 96 * 2.6 - 1.3
+    y, x = torch.meshgrid(axis, axis, indexing="ij")
+    return torch.stack([_outline(distance(shape, x, y) < 0) for shape in SHAPES])
+
+
+def _shape(masks: Tensor) -> str | None:
+    """The shape of the body that masks [T, H, W] show, None where there is none."""
+    least = _LEAST_AREA * _SIDE**2
+    pieces = [_largest_piece(mask) for mask in masks if mask.sum() >= least]
+    pieces = [piece for piece in pieces if piece.sum() >= least]
+    if len(pieces) < _LEAST_PRESENCE * len(masks):
+        return None
+    # where it is largest it is least covered by others, or nearest
+    pieces.sort(key=lambda piece: -int(piece.sum()))
+    clear = pieces[: max(1, len(pieces) // 2)]
+    outline = torch.stack([_outline(piece) for piece in clear]).median(0).values
+    gaps = (_templates() - outline).abs().sum(1)
+    return SHAPES[int(gaps.argmin())]
+
+
+# --- camera ---
+
+
+def _ground_detail(video: Tensor) -> Tensor:
+    """Relative brightness [T, 1, H, W] less its broad course, so that light does not count."""
+    grey = (video.mean(1, keepdim=True) + 0.03).log()
+    fine = F.avg_pool2d(grey, 3, 1, 1, count_include_pad=False)
+    return fine - F.avg_pool2d(grey, 25, 1, 12, count_include_pad=False)
+
+
+def _fit(
+    first: Tensor,
+    second: Tensor,
+    keep: Tensor,
+    places: tuple[Tensor, Tensor],
+    moved: np.ndarray,
+) -> np.ndarray:
+    """Shift along x and y and log zoom that carry ``first`` [1, 1, H, W] into ``second``.
+
+    Shifts are of the picture, in half short sides, and sought from ``moved``. ``keep`` [H, W]
+    weighs the pixels.
+    """
+    x, y = places
+    height, width = x.shape
+    unit = 2 / min(height, width)
+    for _ in range(6):
+        zoom = math.exp(-moved[2])
+        grid = torch.stack(
+            [
+                (x - moved[0]) * zoom / (width * unit / 2),
+                (y - moved[1]) * zoom / (height * unit / 2),
+            ],
+            dim=-1,
+        ).float()
+        there = F.grid_sample(first, grid[None], align_corners=False)[0, 0]
+        inside = (grid.abs() < 0.97).all(-1)
+        slope_y, slope_x = torch.gradient(there, spacing=unit)
+        error = (second[0, 0] - there).double()
+        design = torch.stack([-slope_x, -slope_y, -(slope_x * x + slope_y * y)], dim=-1).double()
+        valid = keep * inside
+        noise = 1.5 * error.abs()[valid > 0].median().clamp_min(1e-4)
+        weight = valid / (1 + (error / noise) ** 2) ** 2
+        normal = torch.einsum("hwi,hwj,hw->ij", design, design, weight)
+        right = torch.einsum("hwi,hw,hw->i", design, error, weight)
+        step = torch.linalg.solve(normal + 1e-9 * normal.trace() * torch.eye(3), right).numpy()
+        moved = moved + step
+        if np.abs(step).max() < 1e-4:
+            break
+    return moved
+
+
+def _camera(video: Tensor, bodies: Tensor) -> str:
+    """How the camera moves over ``video`` [T, 3, H, W], with ``bodies`` [T, H, W] masked out."""
+    detail = _ground_detail(video)
+    height, width = video.shape[2:]
+    unit = 2 / min(height, width)
+    axis_x = (torch.arange(width) + 0.5) * unit - width * unit / 2
+    axis_y = (torch.arange(height) + 0.5) * unit - height * unit / 2
+    places = (axis_x.expand(height, -1).double(), axis_y.view(-1, 1).expand(-1, width).double())
+    # a body's rim and shadow go with it
+    near = F.max_pool2d(bodies[:, None].float(), 9, 1, 4)[:, 0]
+    broad = F.avg_pool2d(detail, 9, 1, 4, count_include_pad=False)
+    steps = []
+    for i in range(len(video) - 1):
+        keep = (1 - near[i + 1]).double()
+        # broad detail finds a step of several pixels, fine detail places it
+        moved = np.zeros(3)
+        for level in (broad, detail):
+            moved = _fit(level[i : i + 1], level[i + 1 : i + 2], keep, places, moved)
+        steps.append(moved)
+    path = np.cumsum(np.stack(steps), axis=0)
+    x, y, zoom = path[-1]
+    if abs(zoom) > math.log(ZOOM) / 2:
+        return "zoom in" if zoom > 0 else "zoom out"
+    if max(abs(x), abs(y)) > PAN / 2:
+        # the ground goes the other way
+        if abs(x) > abs(y):
+            return "pan left" if x > 0 else "pan right"
+        return "pan up" if y > 0 else "pan down"
+    course = np.linspace(0, 1, len(path))
+    sway = [part - np.polyval(np.polyfit(course, part, 1), course) for part in path.T[:2]]
+    return "shake" if np.sqrt(np.mean(np.square(sway))) > SHAKE / 3 else "still"

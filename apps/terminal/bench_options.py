@@ -1,0 +1,76 @@
+"""Command line options shared by benchmarks of single calls: tensors, device, and where rows go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import click
+
+Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
+
+
+def _all_of(*options: Decorator) -> Decorator:
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def tensor_options(*, heads: int, head_dim: int) -> Decorator:
+    """``--heads``, ``--head-dim`` and ``--dtype``, with a benchmark's own defaults."""
+    return _all_of(
+        click.option(
+            "--heads",
+            default=heads,
+            show_default=True,
+            type=click.IntRange(min=1),
+            help="Attention heads.",
+        ),
+        click.option(
+            "--head-dim",
+            default=head_dim,
+            show_default=True,
+            type=click.IntRange(min=8),
+            help="Channels of a head.",
+        ),
+        click.option("--dtype", default=None, help="fp32 (default on a CPU), bf16 or fp16."),
+    )
+
+
+def device_option(command: Command) -> Command:
+    """``--device``, the CPU by default."""
+    option = click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+    return option(command)
+
+
+def length_option(command: Command) -> Command:
+    """``--seq-len``, Wan's at 1280x720 and 81 frames by default."""
+    option = click.option(
+        "--seq-len", default=75_600, show_default=True, type=click.IntRange(min=128), help="Tokens."
+    )
+    return option(command)
+
+
+def measuring_options(*, repeats: int) -> Decorator:
+    """``--repeats``, ``--json`` and ``--show``."""
+    return _all_of(
+        click.option(
+            "--repeats",
+            default=repeats,
+            show_default=True,
+            type=click.IntRange(min=1),
+            help="Times that each call is measured, in turns with the others; medians count.",
+        ),
+        click.option(
+            "--json", "json_path", type=click.Path(dir_okay=False), help="Also write rows here."
+        ),
+        click.option(
+            "--show",
+            type=click.Path(dir_okay=False),
+            metavar="FILE",
+            help="Measure nothing: print the rows of FILE as a Markdown table.",
+        ),
+    )

@@ -1,0 +1,119 @@
+"""``accelerate``: a speed's whole bundle on a pipeline of one's own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from vidsparse.errors import OptionError
+from vidsparse.pipelines.caching import StepCache, cache_warmup, check_cache, check_family
+from vidsparse.pipelines.compilation import compile_blocks
+from vidsparse.pipelines.handle import SparseHandle, sparsify
+from vidsparse.pipelines.linear import LinearFacts, quantize_linear
+from vidsparse.pipelines.lookup import find_adapter
+from vidsparse.pipelines.placement import check_choice
+from vidsparse.pipelines.speed import SPEEDS, Bundle, bundle_for, described
+
+
+class AcceleratedPipeline(AbstractContextManager["AcceleratedPipeline"]):
+    """What ``accelerate`` has done to a pipeline.
+
+    Attributes:
+        bundle: what it stands for here, changed parts included.
+        sparse: the handle of its attention; method ``dense`` in the exact bundle.
+        cache: its step cache, None without one.
+        linear: what became of its linear layers, None where they were left.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        sparse: SparseHandle,
+        cache: StepCache | None,
+        linear: LinearFacts | None,
+    ) -> None:
+        self.bundle = bundle
+        self.sparse = sparse
+        self.cache = cache
+        self.linear = linear
+
+    def remove(self) -> None:
+        """Take sparse attention and the cache off; rounded weights and compiled blocks stay."""
+        if self.cache is not None:
+            self.cache.remove()
+        self.sparse.remove()
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        names = ("method", "method_options", "linear", "compile", "cache")
+        parts = {name: getattr(self.bundle, name) for name in names} | dict(self.bundle.schedule)
+        return f"speed {self.bundle.speed}: {described(parts)}"
+
+
+def accelerate(
+    pipe: Any,
+    speed: str = "balanced",
+    *,
+    steps: int | None = None,
+    method: str | None = None,
+    dense_steps: int | float | None = None,
+    linear: str | None = None,
+    compile: bool | None = None,
+    cache: str | None = None,
+    **method_options: Any,
+) -> AcceleratedPipeline:
+    """Put a speed's bundle on a pipeline that stands on its device; parts that are given override.
+
+    Args:
+        pipe: a pipeline of a supported class.
+        speed: ``exact``, ``high``, ``balanced`` or ``fast``.
+        steps: denoising steps that it will take; the family's own where None.
+        method: as ``sparsify``.
+        dense_steps: as ``sparsify``.
+        linear: ``none``, ``fp8`` or ``int8``; rounds weights for good.
+        compile: whether blocks are compiled, for good.
+        cache: ``none``, ``first-block`` or ``taylorseer``.
+        **method_options: the method's own options.
+
+    Raises:
+        OptionError: a value that is not valid.
+        UnsupportedError: a part cannot run on this pipeline or device.
+    """
+    check_choice("speed", speed, SPEEDS)
+    check_cache(cache, None)
+    family = find_adapter(pipe).family
+    steps = family.defaults.steps if steps is None else steps
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise OptionError(f"steps must be a whole number from 1, got {steps!r}")
+    device, dtype = str(pipe.device), str(pipe.dtype).removeprefix("torch.")
+    own = bundle_for(speed, family.defaults, steps=steps, device=device, dtype=dtype, method=method)
+    given = {} if dense_steps is None else {"dense_steps": dense_steps}
+    bundle = replace(
+        own,
+        method_options={**own.method_options, **method_options},
+        schedule={**own.schedule, **given},
+        linear=linear or own.linear,
+        compile=own.compile if compile is None else compile,
+        cache=cache or own.cache,
+    )
+    schedule: dict[str, Any] = dict(bundle.schedule)
+    sparse = sparsify(pipe, bundle.method, **schedule, **bundle.method_options)
+    try:
+        # what can be refused comes before what cannot be undone; hooks come last, around the rest.
+        check_family(bundle.cache, family)
+        facts = None
+        if bundle.linear != "none":
+            facts = quantize_linear(pipe, bundle.linear, device=device)
+        if bundle.compile:
+            compile_blocks(pipe)
+        held = None
+        if bundle.cache != "none":
+            dense = sparse.engine.schedule.dense_steps
+            held = StepCache(pipe, bundle.cache, warmup=cache_warmup(dense, steps))
+    except Exception:
+        sparse.remove()
+        raise
+    return AcceleratedPipeline(bundle, sparse, held, facts)

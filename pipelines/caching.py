@@ -1,0 +1,208 @@
+"""Step caches: denoising steps that need not be run, by diffusers' own caches.
+
+A cache puts hooks around the blocks of a transformer; whatever it leaves out, the blocks it does
+run are counted as they run, so that a record says what happened and not what was meant to. Sparse
+attention stands inside the blocks and sees the same: a plan ages by the steps that were run.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vidsparse.errors import OptionError, UnsupportedError, listed
+from vidsparse.pipelines.families import FAMILIES, Family
+from vidsparse.pipelines.placement import check_choice
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CACHES: Final[Mapping[str, float | None]] = {"none": None, "first-block": 0.05, "taylorseer": 2}
+"""The caches, and the threshold of each where none is given: diffusers' own, and the least.
+
+``first-block`` leaves a step's other blocks out where the first one's residual changed by less than
+this share since it was last computed. ``taylorseer`` runs one of so many steps, and
+extrapolates the output to the others.
+"""
+
+_EARLY: Final = 3
+"""Steps that ``taylorseer`` always runs: its slope takes two, and the first says little."""
+
+
+def check_cache(cache: str | None, threshold: float | None) -> None:
+    """Raise an ``OptionError`` unless there is such a cache and it takes such a threshold."""
+    check_choice("cache", cache, (None, *CACHES))
+    if threshold is None:
+        return
+    number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+    if cache in (None, "none"):
+        raise OptionError(
+            f"cache_threshold {threshold} was given without a cache. Hint: add --cache first-block."
+        )
+    if cache == "first-block" and not (number and 0 < threshold < float("inf")):
+        raise OptionError(
+            f"cache_threshold of first-block must be above 0, got {threshold}. Hint: 0.05."
+        )
+    if cache == "taylorseer" and not (number and threshold in range(2, 1001)):
+        raise OptionError(
+            "cache_threshold of taylorseer must be a whole number of steps from 2, got "
+            f"{threshold}. Hint: 2 runs every second step."
+        )
+
+
+def check_family(cache: str, family: Family) -> None:
+    """Raise an ``UnsupportedError`` where diffusers' cache does not know the family's blocks."""
+    if cache != "none" and cache not in family.caches:
+        able = [each.name for each in FAMILIES if cache in each.caches]
+        other = f"use {listed(family.caches)}" if family.caches else "leave --cache out"
+        raise UnsupportedError(
+            f"diffusers' cache {cache} does not know the blocks of {family.name}; it knows those "
+            f"of {listed(able)}. Hint: {other}."
+        )
+
+
+def cache_warmup(dense_steps: int | float, steps: int) -> int:
+    """First steps that ``taylorseer`` runs whole, of ``steps``: the dense ones, or a third.
+
+    With a threshold of 2, at most a third of all steps is then left out.
+    """
+    from vidsparse.schedule import share_or_count
+
+    # of the others every second one, their first included, is left out.
+    least = steps - 2 * (steps // 3)
+    return max(least, share_or_count(dense_steps, steps, "dense_steps"))
+
+
+@dataclass(slots=True)
+class _Forward:
+    """One forward of a transformer: its step, its blocks, and how many of them were run."""
+
+    step: int
+    blocks: int
+    run: int = 0
+
+
+class StepCache(AbstractContextManager["StepCache"]):
+    """A step cache on a pipeline's transformers, and what was run all the same.
+
+    As a context manager it removes itself when the block ends.
+
+    Args:
+        pipe: a pipeline of a supported class.
+        cache: ``first-block`` or ``taylorseer``.
+        threshold: of that cache; its default where None.
+        warmup: first steps that ``taylorseer`` runs whole, at least 3.
+
+    Raises:
+        OptionError: no such cache, or another kind of threshold.
+        UnsupportedError: the cache does not know the family's blocks, or the pipeline has a cache
+            already.
+    """
+
+    def __init__(
+        self, pipe: Any, cache: str, *, threshold: float | None = None, warmup: int = 0
+    ) -> None:
+        from vidsparse.pipelines.adapter import transformers_of
+        from vidsparse.pipelines.lookup import find_adapter
+
+        check_cache(cache, threshold)
+        adapter = find_adapter(pipe)
+        check_family(cache, adapter.family)
+        self.cache = cache
+        self.threshold = CACHES[cache] if threshold is None else threshold
+        self._pipe = weakref.ref(pipe)
+        self._forwards: list[_Forward] = []
+        self._undo: list[Callable[[], object]] = []
+        try:
+            for transformer in transformers_of(pipe, adapter):
+                self._attach(transformer, adapter, warmup)
+        except ValueError as error:
+            # the host's word for a cache that is there already.
+            self.remove()
+            raise UnsupportedError(f"{cache} cannot be put on this pipeline: {error}") from None
+
+    def blocks_run(self) -> dict[int, float]:
+        """By step of the last run, from 0: the share of all its blocks that were run."""
+        steps = sorted({one.step for one in self._forwards})
+        found = {}
+        for step in steps:
+            own = [one for one in self._forwards if one.step == step]
+            found[step] = sum(one.run for one in own) / sum(one.blocks for one in own)
+        return found
+
+    def remove(self) -> None:
+        """Take the cache off the transformers. Harmless when repeated."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def _attach(self, transformer: Any, adapter: Any, warmup: int) -> None:
+        import torch
+
+        from vidsparse.pipelines.adapter import transformer_blocks
+
+        blocks = transformer_blocks(transformer, adapter)
+
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._begin(module, args, kwargs, len(blocks))
+
+        eager = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
+        self._undo.append(transformer.register_forward_pre_hook(eager, with_kwargs=True).remove)
+        for block in blocks:
+            self._count(block)
+        transformer.enable_cache(self._config(warmup))
+        self._undo.append(transformer.disable_cache)
+
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: int
+    ) -> None:
+        from vidsparse.pipelines.adapter import named_arguments
+        from vidsparse.pipelines.position import denoising_position
+
+        step, _, _ = denoising_position(self._pipe(), named_arguments(module, args, kwargs))
+        if self._forwards and step < self._forwards[-1].step:
+            self._forwards.clear()
+        self._forwards.append(_Forward(step, blocks))
+
+    def _count(self, block: Any) -> None:
+        """Have the block's own forward counted, below whatever hooks the cache puts around it."""
+        from vidsparse.pipelines.compilation import uncompiled
+
+        kept = vars(block).get("forward")
+        # the host's hooks read data, which a full graph cannot: what they call is compiled instead.
+        inner, recompile = uncompiled(block)
+        self._undo.append(recompile)
+
+        @functools.wraps(inner)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._forwards[-1].run += 1
+            return inner(*args, **kwargs)
+
+        def forget() -> None:
+            vars(block).pop("forward", None)
+            if kept is not None:
+                block.forward = kept
+
+        block.forward = counted
+        self._undo.append(forget)
+
+    def _config(self, warmup: int) -> Any:
+        import diffusers
+
+        if self.cache == "first-block":
+            return diffusers.FirstBlockCacheConfig(threshold=self.threshold)
+        assert self.threshold is not None
+        # lite: the last projection alone is extrapolated. all blocks' outputs would take more
+        # memory than the model.
+        return diffusers.TaylorSeerCacheConfig(
+            cache_interval=int(self.threshold),
+            disable_cache_before_step=max(_EARLY, warmup),
+            taylor_factors_dtype=None,
+            use_lite_mode=True,
+        )

@@ -1,0 +1,184 @@
+"""Linear layers of a pipeline's transformers in 8 bits, by torchao.
+
+Weights are rounded once, by row; what a layer is given is rounded anew in every call, by token. So
+every product runs on 8-bit units, and weights take half the memory of bf16. Inside the blocks of a
+transformer only: the first and the last block, narrow projections and those of adaptive norms stay
+as they are, and so does everything around the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from vidsparse.errors import UnsupportedError
+from vidsparse.logs import logger
+from vidsparse.pipelines.placement import check_linear
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vidsparse.pipelines.adapter import Adapter
+
+SMALLEST: Final = 256
+"""Narrower layers stay as they are: rounding what goes in costs more than the product saves."""
+
+EDGES: Final = 1
+"""Blocks left as they are at either end: all others, or the output, meet what they err by."""
+
+_UNIT: Final = 16
+"""8-bit products on a GPU want both sides of a weight in multiples of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearFacts:
+    """What became of a pipeline's linear layers.
+
+    Args:
+        format: ``fp8`` or ``int8``.
+        layers: how many are in 8 bits.
+        of: how many the transformers have.
+        bytes_before: of all the transformers' weights.
+        bytes_after: the same now.
+    """
+
+    format: str
+    layers: int
+    of: int
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        before, after = (count / 2**20 for count in (self.bytes_before, self.bytes_after))
+        return (
+            f"{self.layers} of {self.of} linear layers in {self.format}: the transformer's weights "
+            f"take {after:,.1f} MiB instead of {before:,.1f}"
+        )
+
+
+def quantize_linear(
+    pipe: Any,
+    linear: str,
+    *,
+    device: str = "cpu",
+    rest: str | None = None,
+    edges: int = EDGES,
+    smallest: int = SMALLEST,
+) -> LinearFacts:
+    """Put the large linear layers of a pipeline's transformers into 8 bits, for good.
+
+    A LoRA must be fused before, or it stays beside in its own format.
+
+    Args:
+        pipe: a pipeline of a supported class, in the number format that it is to run in.
+        linear: ``fp8`` (weights in bf16 only) or ``int8``.
+        device: where weights are rounded.
+        rest: where they are left afterwards; ``device`` where None.
+        edges: blocks left as they are at either end.
+        smallest: features that a layer must have on both sides.
+
+    Raises:
+        UnsupportedError: the pipeline's class is not supported, torchao is missing, the device
+            cannot do it, or no layer is large enough.
+        OptionError: another format, or one that weights of this type cannot be put into.
+    """
+    from vidsparse.pipelines.adapter import transformers_of
+    from vidsparse.pipelines.lookup import find_adapter
+
+    adapter = find_adapter(pipe)
+    transformers = transformers_of(pipe, adapter)
+    chosen = [
+        module
+        for transformer in transformers
+        for module in _chosen(transformer, adapter, edges, smallest)
+    ]
+    if not chosen:
+        raise UnsupportedError(
+            f"this model has no linear layer of {smallest} features or more between its first and "
+            f"its last block, so none would run in {linear}. Hint: leave --linear out."
+        )
+    check_linear(linear, device, str(chosen[0].weight.dtype).removeprefix("torch."))
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        PerRow,
+        quantize_,
+    )
+
+    # by row and token. torchao would also change the compiler's settings for the whole process.
+    config = (
+        Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+        if linear == "fp8"
+        else Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
+    )
+    before = _bytes_of(transformers)
+    for module in chosen:
+        # one by one, so that a GPU never holds more than one of them in 16 bits.
+        quantize_(module, config, device=device)
+        if rest is not None:
+            module.to(rest)
+    facts = LinearFacts(
+        format=linear,
+        layers=len(chosen),
+        of=sum(1 for one in transformers for module in one.modules() if _is_linear(module)),
+        bytes_before=before,
+        bytes_after=_bytes_of(transformers),
+    )
+    logger.info("%s", facts)
+    return facts
+
+
+def fuse_lora(pipe: Any) -> None:
+    """Add a pipeline's LoRA to the weights, for good.
+
+    What is rounded afterwards is the sum: beside rounded weights a LoRA would cost two more
+    products a layer, in the model's own format.
+    """
+    from vidsparse.pipelines.lookup import find_adapter
+
+    names = [
+        name
+        for name in find_adapter(pipe).transformers
+        if getattr(getattr(pipe, name, None), "peft_config", None)
+    ]
+    pipe.fuse_lora(components=names)
+    pipe.unload_lora_weights()
+
+
+def _chosen(
+    transformer: nn.Module, adapter: Adapter, edges: int, smallest: int
+) -> Iterator[nn.Linear]:
+    from vidsparse.pipelines.adapter import transformer_blocks
+
+    blocks = transformer_blocks(transformer, adapter)
+    for block in blocks[edges : len(blocks) - edges]:
+        for name, module in block.named_modules():
+            # the rows of an adaptive norm's projection are samples, too few for 8-bit products.
+            adaptive = any(part.startswith("norm") for part in name.split("."))
+            if not adaptive and _is_linear(module) and _fits(module, smallest):
+                yield module
+
+
+def _is_linear(module: Any) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear)
+
+
+def _fits(module: Any, smallest: int) -> bool:
+    sides = (module.in_features, module.out_features)
+    return min(sides) >= smallest and not any(side % _UNIT for side in sides)
+
+
+def _bytes_of(transformers: list[nn.Module]) -> int:
+    return sum(_bytes(one) for each in transformers for one in each.state_dict().values())
+
+
+def _bytes(tensor: Tensor) -> int:
+    # the size that a tensor of torchao's gives is that of what it stands for.
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.nbytes
+    names, _ = flatten()
+    return sum(_bytes(getattr(tensor, name)) for name in names)

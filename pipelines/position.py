@@ -1,0 +1,50 @@
+"""Where a run stands: which denoising step comes next, by what pipelines and schedulers keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from vidsparse.errors import UnsupportedError
+
+
+def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, int, Any]:
+    """The step about to run (from 0), how many this run has, and the scheduler's timesteps."""
+    scheduler = pipe.scheduler
+    timesteps = getattr(scheduler, "timesteps", None)
+    current = getattr(pipe, "current_timestep", None)
+    if timesteps is None:
+        raise _no_step(scheduler)
+    total = len(timesteps)
+    steps = total
+    if current is not None:
+        # within a call of the pipeline. video-to-video runs the end of the list only, and its
+        # first step counts as 0; outside a call this number is left over from the last one.
+        steps = min(total, getattr(pipe, "num_timesteps", total))
+    if hasattr(scheduler, "step_index"):
+        index = scheduler.step_index
+    else:
+        # CogVideoX's schedulers count no steps; what the transformer is told is one of the list.
+        index = _place(timesteps, arguments.get("timestep") if current is None else current)
+        if index is None:
+            raise _no_step(scheduler)
+    step = 0 if index is None else int(index) - (total - steps)
+    return min(max(step, 0), steps - 1), steps, timesteps
+
+
+def _place(timesteps: Any, value: Any) -> int | None:
+    if value is None:
+        return None
+    at = float(value.flatten()[0] if isinstance(value, Tensor) else value)
+    values = timesteps.tolist()
+    return values.index(at) if at in values else None
+
+
+def _no_step(scheduler: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(scheduler).__name__} does not say which step it is at: it has no step_index, and "
+        "the timestep given to the transformer is not in its list of timesteps. "
+        "Hint: use the scheduler that the model came with."
+    )

@@ -1,0 +1,37 @@
+"""SkyReels-V2: Wan's blocks and names under other classes, so that Wan's processor serves it.
+
+Weights for diffusion forcing run in the same pipelines where their frames are one block; with more
+blocks than one, frames attend causally by a mask, which is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vidsparse.errors import UnsupportedError
+from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid
+from vidsparse.pipelines.families import SKYREELS_V2
+from vidsparse.pipelines.wan import WanSparseProcessor
+
+
+def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
+    config = transformer.config
+    if config.num_frame_per_block > 1 or arguments.get("enable_diffusion_forcing"):
+        raise UnsupportedError(
+            "SkyReels-V2 is sparse only where all frames are denoised together and attend each "
+            "other, not by diffusion forcing. Hint: remove() the handle to run it densely."
+        )
+    grid = latent_grid(arguments.get("hidden_states"), config.patch_size)
+    return None if grid is None else Layout(grid)
+
+
+ADAPTER: Final = Adapter(
+    family=SKYREELS_V2,
+    attention=re.compile(r"blocks\.\d+\.attn1"),
+    stock_processors=("SkyReelsV2AttnProcessor",),
+    processor=WanSparseProcessor,
+    layout=_layout,
+    branches=("conditional", "unconditional"),
+)

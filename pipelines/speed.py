@@ -1,0 +1,132 @@
+"""``--speed``: everything that trades quality for time, as four named bundles.
+
+A bundle follows from the model's own defaults, so that every family and every card has its own
+four, and from the machine: 8-bit layers and compilation are for GPUs, where they gain.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from vidsparse.pipelines.families import DEFAULT_METHOD, FAMILIES, Defaults
+from vidsparse.pipelines.placement import fp8_reason
+
+SPEEDS: Final = ("exact", "high", "balanced", "fast")
+"""From the slowest to the fastest."""
+
+FEW_STEPS: Final = 8
+"""A model distilled to so many steps changes too much in each to leave any out."""
+
+_LESS: Final = 0.1
+"""How much less of the pooled attention the faster bundles of fg-attn keep than the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """What a speed stands for on one model and one machine.
+
+    Args:
+        speed: its name.
+        method: ``dense``, or the model's own.
+        method_options: of that method, beside the model's own.
+        schedule: dense steps and the like, beside the model's own.
+        linear: number format of the large linear layers.
+        compile: whether blocks are compiled.
+        cache: step cache.
+    """
+
+    speed: str
+    method: str
+    method_options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Mapping[str, int | float] = field(default_factory=dict)
+    linear: str = "none"
+    compile: bool = False
+    cache: str = "none"
+
+
+def bundle_for(
+    speed: str,
+    defaults: Defaults,
+    *,
+    steps: int,
+    device: str,
+    dtype: str,
+    method: str | None = None,
+) -> Bundle:
+    """The bundle of ``speed`` for a model with ``defaults`` that takes ``steps`` on ``device``.
+
+    Another ``method`` than the bundle's own takes none of its numbers.
+    """
+    few = steps <= FEW_STEPS
+    quick = speed in ("balanced", "fast")
+    own_method = "dense" if speed == "exact" else defaults.method
+    method = method or own_method
+    own = defaults.speeds.get(speed, {}) if method == own_method else {}
+    options = dict(own.get("method_options", {}))
+    if quick and "method_options" not in own and method == own_method == DEFAULT_METHOD:
+        top_p = defaults.method_options.get(method, {}).get("top_p", _default_top_p())
+        options["top_p"] = round(top_p - _LESS, 4)
+    caches = next(family.caches for family in FAMILIES if family.name == defaults.family)
+    cached = speed == "fast" and not few and "taylorseer" in caches
+    schedule = dict(own.get("schedule", {}))
+    if few and speed != "exact":
+        schedule["dense_steps"] = 1
+    return Bundle(
+        speed=speed,
+        method=method,
+        method_options=options,
+        schedule=schedule,
+        linear=_linear(device, dtype) if quick else "none",
+        compile=device != "cpu",
+        cache=own.get("cache", "taylorseer" if cached else "none"),
+    )
+
+
+def measured(model: str, speed: str, defaults: Defaults) -> str:
+    """What is known of the quality of a speed on a model with ``defaults``, in words."""
+    if speed == "exact":
+        return "nothing is left out"
+    known = defaults.speeds.get(speed, {})
+    if "psnr" not in known:
+        return "its quality was not measured on this model; `vidsparse compare` does"
+    return (
+        f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default "
+        "size on a CPU"
+    )
+
+
+def described(values: Mapping[str, Any]) -> str:
+    """A bundle's parts in one line, from the fields of a ``Bundle`` or of a settled request."""
+    options = ", ".join(
+        f"{name} {value}" for name, value in values["method_options"].items() if value is not None
+    )
+    scheduled = [] if values["method"] == "dense" else ["dense_steps", "refresh"]
+    parts = [
+        values["method"] + (f" ({options})" if options else ""),
+        *(
+            f"{name.replace('_', ' ')} {values[name]}"
+            for name in scheduled
+            if values.get(name) is not None and (values[name] or name != "refresh")
+        ),
+        f"linear {values['linear']}",
+        "compiled" if values["compile"] else "not compiled",
+        f"cache {values['cache']}",
+    ]
+    return ", ".join(parts)
+
+
+def _default_top_p() -> float:
+    from vidsparse.methods import make_method
+
+    top_p: float = make_method(DEFAULT_METHOD).options()["top_p"]
+    return top_p
+
+
+def _linear(device: str, dtype: str) -> str:
+    """The 8-bit format that gains on ``device``: none on a CPU, where products of int8 are slow."""
+    if device == "cpu" or importlib.util.find_spec("torchao") is None:
+        return "none"
+    return "int8" if fp8_reason(device, dtype) else "fp8"

@@ -1,0 +1,75 @@
+"""A real browser in front of the page as its command serves it; fixtures of the tests that look.
+
+The browser is VIDSPARSE_CHROMIUM, or the first of ``chromium`` and ``google-chrome`` on the path.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_server import free_port
+from page_visitor import PATIENCE, Visitor
+from playwright import sync_api as playwright
+
+CHROMIUM = os.environ.get("VIDSPARSE_CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+MARKS = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: set VIDSPARSE_CHROMIUM to one"),
+    pytest.mark.timeout(600),
+]
+
+
+@contextmanager
+def commanded(out: Path, *options: str) -> Iterator[str]:
+    """The address of a page as the command serves it while the block runs."""
+    command = [sys.executable, "-m", "vidsparse", "ui", "--port", str(free_port())]
+    with subprocess.Popen(
+        [*command, "--out", str(out), "--max-steps", "400", "--away", "10", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[1]
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("browser") / "out"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        # no sandbox: continuous integration runs as root, and the only page is our own.
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        playwright.expect.set_options(timeout=PATIENCE)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium: Any, url: str) -> Iterator[Any]:
+    opened: list[Visitor] = []
+
+    def open_page(**options: Any) -> Visitor:
+        opened.append(Visitor(chromium, url, **options))
+        return opened[-1]
+
+    yield open_page
+    for visitor in opened:
+        visitor.context.close()
+        assert visitor.errors == []

@@ -1,0 +1,57 @@
+"""A visitor of the page in a real browser, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from playwright import sync_api as playwright
+
+# milliseconds that anything may take on a busy machine.
+PATIENCE = 180_000
+SMALL = {"Steps": 3, "Frames (4k+1)": 5, "Width": 64, "Height": 64}
+
+
+class Visitor:
+    """A browser window of its own, and everything it asked for or complained of."""
+
+    def __init__(self, chromium: Any, url: str, by_hand: bool = True, **options: Any) -> None:
+        self.context = chromium.new_context(accept_downloads=True, **options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE)
+        self.asked: list[str] = []
+        self.errors: list[str] = []
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", self._hear)
+        self.page.goto(url)
+        self.page.wait_for_selector("#generate")
+        if by_hand:
+            self.page.get_by_role("button", name="By hand").click()
+        for label, value in SMALL.items():
+            self.set(label, value)
+
+    def _hear(self, said: Any) -> None:
+        # what the page's own policy forbids it is missed by somebody.
+        if "Content Security Policy" in said.text:
+            self.errors.append(said.text)
+
+    def set(self, label: str, value: object) -> None:
+        field = self.page.get_by_label(label, exact=True)
+        field.fill(str(value))
+        field.press("Tab")
+
+    def prompt(self, text: str) -> None:
+        self.page.fill("#prompt textarea", text)
+
+    def tab(self, name: str) -> None:
+        self.page.get_by_role("tab", name=name).click()
+
+    def see(self, area: str, text: str) -> None:
+        playwright.expect(self.page.locator(area)).to_contain_text(text)
+
+    def calls(self) -> int:
+        """How often the page has called a function of the server's."""
+        return sum(url.split("?")[0].endswith("/queue/join") for url in self.asked)
+
+    def value(self, script: str) -> Any:
+        return self.page.evaluate(script)

@@ -1,0 +1,283 @@
+"""Step caches: what they leave out, that it is seen as it happens, and how plans age by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from counting_backend import CountingBackend
+from support_matrix import LIMITS, VARIANTS
+from tiny_families import TINY, latents
+from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
+
+from vidsparse.apps.cli import main
+from vidsparse.apps.runs.report_page import schedule_cells, schedule_text
+from vidsparse.engine import AttentionEngine
+from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.grid import TokenGrid
+from vidsparse.methods import make_method
+from vidsparse.pipelines import sparsify
+from vidsparse.pipelines.caching import CACHES, StepCache, cache_warmup
+from vidsparse.pipelines.compilation import compile_blocks
+from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.generate import generate
+from vidsparse.pipelines.lookup import find_adapter
+from vidsparse.pipelines.models import load
+from vidsparse.pipelines.request import GenerateRequest, settings_hash
+from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 7
+# so high that every step which may be left out is.
+THRESHOLDS = {"first-block": 1e9, "taylorseer": 2}
+CELLS = [
+    (cache, name)
+    for cache in THRESHOLDS
+    for name in VARIANTS.values()
+    if (cache, name) not in LIMITS
+]
+
+
+def blocks_of(pipe: Any) -> list[Any]:
+    from vidsparse.pipelines.adapter import transformer_blocks
+
+    return transformer_blocks(pipe.transformer, find_adapter(pipe))
+
+
+@pytest.mark.parametrize(("cache", "name"), CELLS)
+def test_what_a_cache_leaves_out_is_what_was_not_run(cache: str, name: str) -> None:
+    pipe = TINY[name].build()
+    expected = latents(name, pipe, num_inference_steps=STEPS)
+    blocks = blocks_of(pipe)
+    with sparsify(pipe, top_p=0.5, dense_steps=1) as handle:
+        cached = StepCache(pipe, cache, threshold=THRESHOLDS[cache])
+        ours = latents(name, pipe, num_inference_steps=STEPS)
+        # the attention of a block that is left out is not called.
+        called = [
+            (step, sum(value is not None for value in row) / len(blocks))
+            for step, row in enumerate(handle.trace.density_map())
+            if any(value is not None for value in row)
+        ]
+        shares = cached.blocks_run()
+        cached.remove()
+    assert bool(ours.isfinite().all())
+    assert list(shares) == list(range(STEPS))
+    assert [(step, share) for step, share in shares.items() if share] == called
+    if cache == "first-block":
+        assert shares == {0: 1.0, **dict.fromkeys(range(1, STEPS), 1 / len(blocks))}
+    else:
+        # the first three, and from then on every other one.
+        assert shares == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 1.0, 5: 0.0, 6: 1.0}
+    # nothing of it stays.
+    assert not [block for block in blocks if "forward" in vars(block)]
+    assert torch.equal(latents(name, pipe, num_inference_steps=STEPS), expected)
+
+
+@pytest.mark.parametrize("cache", list(THRESHOLDS))
+def test_families_whose_blocks_a_cache_does_not_know_are_refused(cache: str) -> None:
+    able = {each.name for each in FAMILIES if cache in each.caches}
+    assert able == {family for family, v in VARIANTS.items() if (cache, v) not in LIMITS}
+    for family, variant in VARIANTS.items():
+        if family not in able:
+            with pytest.raises(UnsupportedError, match=LIMITS[cache, variant].error):
+                StepCache(TINY[variant].build(), cache)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("cache", list(THRESHOLDS))
+def test_a_cache_goes_with_compiled_blocks(cache: str) -> None:
+    pipe = tiny_wan(layers=3)
+    with StepCache(pipe, cache, threshold=THRESHOLDS[cache]):
+        expected = latents_of(pipe, num_inference_steps=STEPS)
+    backend = CountingBackend()
+    compile_blocks(pipe, backend=backend)
+    calls = [block._compiled_call_impl for block in pipe.transformer.blocks]
+    with StepCache(pipe, cache, threshold=THRESHOLDS[cache]) as cached:
+        ours = latents_of(pipe, num_inference_steps=STEPS)
+        assert min(cached.blocks_run().values()) < 1
+    assert backend.graphs > 0
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert [block._compiled_call_impl for block in pipe.transformer.blocks] == calls
+
+
+def test_every_run_starts_with_an_empty_cache() -> None:
+    pipe = tiny_wan(layers=3)
+    with StepCache(pipe, "first-block", threshold=1e9) as cached:
+        first = latents_of(pipe)
+        shares = cached.blocks_run()
+        again = latents_of(pipe)
+        assert cached.blocks_run() == shares
+    assert shares[0] == 1.0
+    assert torch.equal(first, again)
+
+
+def test_a_second_cache_is_refused_and_the_first_one_stays() -> None:
+    pipe = tiny_wan(layers=3)
+    with StepCache(pipe, "first-block", threshold=1e9) as cached:
+        with pytest.raises(UnsupportedError, match="cannot be put on this pipeline"):
+            StepCache(pipe, "taylorseer")
+        latents_of(pipe)
+        assert cached.blocks_run()[1] == pytest.approx(1 / 3)
+    assert not pipe.transformer.is_cache_enabled
+
+
+# plans
+
+
+def actions_at(steps: tuple[int, ...], reuse: int) -> list[tuple[int, str, int | None]]:
+    """What an engine does in a run of ten steps of which ``steps`` are run."""
+    grid = TokenGrid(3, 5, 7)
+    schedule = Schedule(dense_steps=1, reuse=reuse)
+    engine = AttentionEngine(make_method("fg-attn", top_p=0.5), schedule=schedule, layers=1)
+    engine.begin_run(10)
+    q = torch.randn(1, 2, grid.tokens, 16)
+    for step in steps:
+        site = CallSite(layer=0, step=step, timestep=0.0, grid=grid, branch="conditional")
+        engine.attend(q, q, q, site)
+    return [(cell.step, cell.action, cell.plan_step) for cell in engine.trace.cells]
+
+
+def test_plans_age_by_the_steps_that_are_run() -> None:
+    assert actions_at((0, 1, 4, 5, 9), reuse=2) == [
+        (0, "dense", None),
+        (1, "replan", 1),
+        (4, "reuse", 1),
+        (5, "replan", 5),
+        (9, "reuse", 5),
+    ]
+
+
+def test_without_a_cache_plans_are_made_where_the_schedule_says() -> None:
+    schedule = Schedule(dense_steps=1, reuse=3)
+    done = actions_at(tuple(range(10)), reuse=3)
+    assert [action for _, action, _ in done] == [
+        schedule.decide(step, 10, 0, 1).value for step in range(10)
+    ]
+
+
+# commands
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_wan(tmp_path_factory.mktemp("models") / "tiny", layers=3)
+
+
+def a_request(folder: Path, **changes: Any) -> GenerateRequest:
+    small = {"frames": 5, "width": 32, "height": 32, "steps": STEPS, "model": str(folder)}
+    return GenerateRequest(**{"prompt": "a red circle", **small, **changes})
+
+
+def test_a_record_says_what_every_step_was(folder: Path) -> None:
+    loaded = load(folder, device="cpu")
+    request = a_request(folder, cache="first-block", cache_threshold=1e9, dense_steps=1, reuse=2)
+    record = generate(loaded, request).record
+    third = pytest.approx(1 / 3)
+    assert record["steps"] == [
+        {"kind": "dense", "blocks": 1.0},
+        *({"kind": "cached", "blocks": third} for _ in range(STEPS - 1)),
+    ]
+    assert record["options"]["cache"] == "first-block"
+    assert record["oldest_plan"] == 1
+    plain = generate(loaded, a_request(folder, dense_steps=2)).record
+    assert [step["kind"] for step in plain["steps"]] == ["dense"] * 2 + ["sparse"] * (STEPS - 2)
+    assert {step["blocks"] for step in plain["steps"]} == {1.0}
+    assert not loaded.pipe.transformer.is_cache_enabled
+
+
+def test_old_plans_are_told_of(folder: Path) -> None:
+    loaded = load(folder, device="cpu")
+    request = a_request(folder, cache="taylorseer", cache_threshold=2, dense_steps=1, reuse=3)
+    # run are 0, 1, 2, 4 and 6, the first three in any case: the plan of 1 serves 2 and 4.
+    record = generate(loaded, request).record
+    assert [step["kind"] for step in record["steps"]] == [
+        "dense", "sparse", "sparse", "cached", "sparse", "cached", "sparse",
+    ]  # fmt: skip
+    assert record["oldest_plan"] == 3
+
+
+def test_at_most_a_third_of_the_steps_is_left_out() -> None:
+    for steps in range(3, 101):
+        others = steps - cache_warmup(0.1, steps)
+        assert -(-others // 2) <= steps / 3
+
+
+def test_another_cache_is_another_video(folder: Path) -> None:
+    variants: list[dict[str, Any]] = [
+        {}, {"cache": "none"}, {"cache": "first-block"}, {"cache": "taylorseer"},
+        {"cache": "first-block", "cache_threshold": 0.1},
+    ]  # fmt: skip
+    hashes = [settings_hash(a_request(folder, **each)) for each in variants]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 4
+    default: dict[str, Any] = {"cache": "first-block", "cache_threshold": CACHES["first-block"]}
+    assert settings_hash(a_request(folder, **default)) == hashes[2]
+
+
+def test_steps_are_drawn_as_most_runs_had_them() -> None:
+    def run(*kinds: str) -> dict[str, Any]:
+        shares = {"dense": 1.0, "sparse": 1.0, "cached": 0.25}
+        return {"steps": [{"kind": kind, "blocks": shares[kind]} for kind in kinds]}
+
+    cells = schedule_cells([run("dense", "sparse", "cached"), run("dense", "cached", "cached"), {}])
+    assert [cell["kind"] for cell in cells] == ["dense", "sparse", "cached"]
+    assert cells[1]["label"] == "step 2: sparse in 1 of 2 runs"
+    assert cells[2]["label"] == "step 3: cached, 25.0% of the blocks run"
+    assert schedule_text(cells) == "1 dense, 1 sparse, 1 cached"
+    assert schedule_cells([{}]) == []
+
+
+def test_compare_draws_the_steps_and_tells_of_old_plans(folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n", encoding="utf-8")
+    small = ("--frames", "9", "--size", "32x32", "--steps", str(STEPS), "--device", "cpu")
+    cache = ("--cache", "taylorseer", "--dense-steps", "1", "--reuse", "3")
+    arguments = ["compare", str(prompts), "--model", str(folder), *small, *cache]
+    result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    (file,) = (tmp_path / "out").glob("*/report.json")
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert report["settings"]["cache_threshold"] == 2
+    sides = report["prompts"][0]
+    assert {step["kind"] for step in sides["dense"]["steps"]} == {"dense"}
+    assert [step["kind"] for step in sides["sparse"]["steps"]].count("cached") == 2
+    assert [note for note in report["notes"] if note.startswith("2 of the sparse side's 7 steps")]
+    assert [note for note in report["notes"] if "still served 3 steps after its own" in note]
+    page = file.with_suffix(".html").read_text(encoding="utf-8")
+    assert "1 dense, 4 sparse, 2 cached" in page
+    assert page.count('<rect class="cached"') == 2
+
+
+def test_a_command_refuses_a_cache_that_does_not_know_the_family(tmp_path: Path) -> None:
+    pipe = TINY["ltx2"].build()
+    pipe.save_pretrained(tmp_path / "model")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n", encoding="utf-8")
+    arguments = ["generate", str(prompts), "--model", str(tmp_path / "model")]
+    result = CliRunner().invoke(main, [*arguments, "--cache", "first-block", "--device", "cpu"])
+    assert result.exit_code == 2
+    words = " ".join(result.output.split())
+    assert "diffusers' cache first-block does not know the blocks of LTX-2" in words
+    assert "Hint: leave --cache out" in words
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cache": "teacache"}, "unknown cache 'teacache'. Hint: choose from none, first-block"),
+        ({"cache_threshold": 0.1}, "without a cache. Hint: add --cache first-block"),
+        ({"cache": "first-block", "cache_threshold": 0}, "must be above 0, got 0"),
+        ({"cache": "first-block", "cache_threshold": float("nan")}, "must be above 0, got nan"),
+        ({"cache": "taylorseer", "cache_threshold": 1}, "whole number of steps from 2, got 1"),
+        ({"cache": "taylorseer", "cache_threshold": 2.5}, "from 2, got 2.5"),
+    ],
+)
+def test_bad_caches_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        GenerateRequest(prompt="", **changes)

@@ -1,0 +1,95 @@
+"""What makes Triton's interpreter quick changes none of its results."""
+
+# what triton compiles is not typed python.
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+import triton
+import triton.language as tl
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "kernels are compiled for a GPU here: the interpreter is not in use",
+        allow_module_level=True,
+    )
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _later(a, at, b, bt):
+    """Of two numbers with their places, the larger, and of equal ones the later."""
+    take = b >= a
+    return tl.where(take, b, a), tl.where(take, bt, at)
+
+
+@triton.jit
+def _less(a, b):
+    # neither commutes nor associates: the order of calls shows.
+    return a - b
+
+
+@triton.jit
+def _reduce_all(x_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, KEEP: tl.constexpr):
+    row, column = tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
+    x = tl.load(x_ptr + row * C + column)
+    places = row * C + column
+    for axis in tl.static_range(2):
+        n: tl.constexpr = C if axis == 0 else R
+        to = tl.arange(0, n)
+        if KEEP:
+            to = to[None, :] if axis == 0 else to[:, None]
+        tl.store(out_ptr + to, tl.reduce(x, axis, _larger, keep_dims=KEEP))
+        tl.store(out_ptr + n + to, tl.reduce(x, axis, _less, keep_dims=KEEP))
+        largest, place = tl.reduce((x, places), axis, _later, keep_dims=KEEP)
+        tl.store(out_ptr + 2 * n + to, largest)
+        tl.store(out_ptr + 3 * n + to, place.to(tl.float32))
+        out_ptr += 4 * n
+    if not KEEP:
+        tl.store(out_ptr, tl.reduce(x, None, _less))
+        tl.store(out_ptr + 1, tl.reduce(tl.reduce(x, 1, _larger), 0, _larger))
+
+
+def reduced(x: Tensor, keep: bool) -> Tensor:
+    out = torch.zeros(4 * sum(x.shape) + 2)
+    _reduce_all[(1,)](x, out, *x.shape, keep)
+    return out
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("shape", [(4, 8), (16, 2), (1, 4)], ids=str)
+def test_reducing_by_slices_is_reducing_by_elements(
+    shape: tuple[int, int], keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime import interpreter
+
+    torch.manual_seed(0)
+    # few values, so that some are equal.
+    x = torch.randint(-3, 3, shape).float()
+    x.view(-1)[1] = torch.nan
+    ours = reduced(x, keep)
+    with monkeypatch.context() as patch:
+        # the interpreter's own, from a second copy of its file.
+        spec = importlib.util.find_spec("triton.runtime.interpreter")
+        assert spec is not None
+        assert spec.loader is not None
+        own = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(own)
+        assert own.ReduceOps.generic_reduce is not interpreter.ReduceOps.generic_reduce
+        patch.setattr(interpreter.ReduceOps, "generic_reduce", own.ReduceOps.generic_reduce)
+        theirs = reduced(x, keep)
+    assert ours.isnan().any()
+    assert torch.equal(ours.nan_to_num(99), theirs.nan_to_num(99))

@@ -1,0 +1,222 @@
+"""Coming back to the page, in a real browser: what a reload, a link or another browser shows."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the ui extra")
+pytest.importorskip("playwright", reason="playwright drives the browser")
+
+from page_browser import MARKS, commanded
+from page_visitor import Visitor
+from playwright import sync_api as playwright
+
+pytest_plugins = ["page_browser"]
+pytestmark = MARKS
+
+TILES = "#history button.thumbnail-item"
+
+
+@pytest.fixture(scope="module")
+def url(out: Path) -> Iterator[str]:
+    with commanded(out) as address:
+        yield address
+
+
+def _reload(visitor: Visitor) -> list[str]:
+    """Open the page again; answers what the browser asked before."""
+    asked: list[str] = []
+
+    def answer(dialog: Any) -> None:
+        asked.append(dialog.type)
+        dialog.accept()
+
+    visitor.page.once("dialog", answer)
+    visitor.page.reload()
+    visitor.page.wait_for_selector("#prompt textarea")
+    visitor.page.wait_for_function("window.vidsparseRestored")
+    visitor.page.remove_listener("dialog", answer)
+    return asked
+
+
+def test_a_job_goes_on_over_a_reload_and_nothing_is_lost(visit: Any, url: str) -> None:
+    visitor, other = visit(), visit()
+    page = visitor.page
+    visitor.set("Steps", 60)
+    visitor.prompt("a small blue ring that orbits")
+    page.click("#generate")
+    visitor.see("#generate-status", "step")
+    # leaving asks; the job goes on meanwhile, and its progress is told again.
+    assert _reload(visitor) == ["beforeunload"]
+    visitor.see("#generate-status", "/ 60")
+    playwright.expect(page.locator("#cancel-generate")).to_be_enabled()
+    visitor.see("#generate-status", "Your video is ready")
+    playwright.expect(page.locator(TILES)).to_have_count(1)
+    # nothing runs: nothing asks, and everything is there again.
+    assert _reload(visitor) == []
+    visitor.see("#generate-status", "Your video is ready")
+    visitor.see("#generate-facts", "a small blue ring that orbits")
+    visitor.see("#history", "a small blue ring that orbits · foresight")
+    # a second window of the same browser shows the same; another browser nothing of it.
+    second = visitor.context.new_page()
+    second.goto(url)
+    playwright.expect(second.locator(TILES)).to_have_count(1)
+    second.close()
+    other.page.reload()
+    other.page.wait_for_selector("#opening vs-viewer[data-ready]")
+    playwright.expect(other.page.locator("#history")).to_be_hidden()
+
+
+def test_a_comparison_and_its_tab_are_there_after_a_reload(visit: Any) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.tab("Report")
+    page.fill("#prompts textarea", "a red ball\na blue ring")
+    visitor.tab("Compare")
+    page.click("#compare")
+    visitor.see("#compare-status", "step")
+    _reload(visitor)
+    visitor.see("#compare-status", "Both videos are ready")
+    page.wait_for_selector("#viewer vs-viewer[data-ready]")
+    _reload(visitor)
+    page.wait_for_selector("#viewer vs-viewer[data-ready]")
+    visitor.see("#compare-facts", "PSNR")
+    visitor.tab("Report")
+    playwright.expect(page.locator("#prompts textarea")).to_have_value("a red ball\na blue ring")
+
+
+def test_a_reload_at_any_moment_loses_nothing(visit: Any) -> None:
+    visitor, chance = visit(), random.Random(24)
+    page = visitor.page
+    for seed in range(20):
+        visitor.set("Seed", seed)
+        page.click("#generate")
+        # from the moment that the page has answered the click.
+        visitor.see("#generate-status .vs-status", "")
+        # a slow machine has more jobs waiting than one visitor may have.
+        while "your share of this page" in page.locator("#generate-status").inner_text():
+            page.wait_for_timeout(1000)
+            page.click("#generate")
+        page.wait_for_timeout(chance.uniform(0, 2500))
+        _reload(visitor)
+    visitor.see("#generate-status", "Your video is ready")
+    playwright.expect(page.locator(TILES)).to_have_count(20)
+    captions = page.locator("#history").inner_text()
+    assert [seed for seed in range(20) if f"seed {seed} ·" not in captions] == []
+
+
+def test_several_jobs_of_one_visitor_wait_in_line(visit: Any) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.set("Steps", 60)
+    for seed in (1, 2, 3):
+        visitor.set("Seed", seed)
+        page.click("#generate")
+        visitor.see("#generate-status .vs-status", "")
+    visitor.see("#generate-status", "2 more of yours wait")
+    visitor.see("#generate-facts", "seed 3")
+    playwright.expect(page.locator(TILES)).to_have_count(3)
+
+
+def test_the_gallery_is_searched_by_prompt_and_method(visit: Any) -> None:
+    visitor = visit()
+    page = visitor.page
+    for prompt in ("a red ball", "a blue ring"):
+        visitor.prompt(prompt)
+        page.click("#generate")
+        visitor.see("#generate-facts", prompt)
+    page.fill("#search :is(input, textarea)", "blue foresight")
+    playwright.expect(page.locator(TILES)).to_have_count(1)
+    page.locator(TILES).click()
+    visitor.see("#generate-facts", "a blue ring")
+    page.fill("#search :is(input, textarea)", "green")
+    playwright.expect(page.locator(TILES)).to_have_count(0)
+    visitor.see("#history", "No video is like that")
+    page.fill("#search :is(input, textarea)", "")
+    playwright.expect(page.locator(TILES)).to_have_count(2)
+
+
+def test_two_kept_videos_are_compared_by_wipe_and_flip(visit: Any) -> None:
+    visitor = visit()
+    page = visitor.page
+    for seed in (1, 2):
+        visitor.set("Seed", seed)
+        page.click("#generate")
+        visitor.see("#generate-facts", f"seed {seed}")
+    page.click("#compare-this")
+    playwright.expect(page.locator("#side-a input")).to_have_value(re.compile("seed 2"))
+    visitor.tab("Generate")
+    page.locator(TILES).nth(1).click()
+    visitor.see("#generate-facts", "seed 1")
+    page.click("#compare-this")
+    playwright.expect(page.locator("#side-b input")).to_have_value(re.compile("seed 1"))
+    page.click("#compare")
+    visitor.see("#compare-facts", "as encoded")
+    page.wait_for_selector("#viewer vs-viewer[data-ready]")
+    names = page.locator("#viewer figcaption").all_inner_texts()
+    assert names[:2] == [f"A: {_made(page, 2)}", f"B: {_made(page, 1)}"]
+    for area in ("#time-pair", "#heat"):
+        playwright.expect(page.locator(area)).to_be_hidden()
+
+    # one over the other up to a line, by hand and by keys; then one at a time.
+    viewer = page.locator("#viewer vs-viewer")
+    figures = viewer.locator("figure")
+    viewer.get_by_role("button", name="Wipe").click()
+    wiper = viewer.locator(".wiper")
+    wiper.press("Home")
+    line = "(stage) => getComputedStyle(stage).getPropertyValue('--wipe')"
+    assert viewer.locator(".stage").evaluate(line) == "0%"
+    box = viewer.locator("canvas").first.bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.75, box["y"] + box["height"] / 2)
+    playwright.expect(wiper).to_have_value("75")
+    flip = viewer.get_by_role("button", name="Flip")
+    for hidden, shown in ((1, 0), (0, 1), (1, 0)):
+        flip.click()
+        playwright.expect(figures.nth(hidden)).to_be_hidden()
+        playwright.expect(figures.nth(shown)).to_be_visible()
+    viewer.get_by_role("button", name="Full screen").click()
+    playwright.expect(viewer.get_by_role("button", name="Leave full screen")).to_be_visible()
+    viewer.get_by_role("button", name="Leave full screen").click()
+
+    # the same twice is no comparison.
+    page.click("#side-b input")
+    page.get_by_role("option").filter(has_text="seed 2 ·").click()
+    page.click("#compare")
+    visitor.see("#compare-status [role=alert]", "both sides are the same")
+
+
+def _made(page: Any, seed: int) -> str:
+    """How the chosen video of that seed is called."""
+    name = page.locator(f"#side-{'ab'[2 - seed]} input").input_value()
+    return " · ".join(name.split(" · ")[1:3])
+
+
+def test_a_link_carries_all_settings(visit: Any) -> None:
+    visitor, other = visit(), visit()
+    page = visitor.page
+    visitor.prompt("a large red ball that moves right")
+    visitor.set("Seed", 12)
+    visitor.set("share", 0.055)
+    page.click("#make-link")
+    link = page.locator("#link :is(input, textarea)")
+    playwright.expect(link).to_have_value(re.compile(r"#settings=%7B"))
+    other.page.goto("about:blank")
+    other.page.goto(link.input_value())
+    playwright.expect(other.page.locator("#prompt textarea")).to_have_value(
+        "a large red ball that moves right"
+    )
+    other.page.get_by_role("button", name="By hand").click()
+    for label, value in (("Seed", "12"), ("share", "0.055"), ("Width", "64")):
+        playwright.expect(other.page.get_by_label(label, exact=True)).to_have_value(value)
+    # what is changed then outlives a reload, and the link is gone from the address.
+    assert "#" not in other.page.url
+    # one that was cut short says so.
+    other.page.goto("about:blank")
+    other.page.goto(link.input_value()[:-20])
+    playwright.expect(other.page.get_by_text("the link's settings do not fit")).to_be_visible()

@@ -1,0 +1,268 @@
+"""Steps that compute everything again, and what they leave to the steps after them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from budget import random_qkv
+from hypothesis import given
+from hypothesis import strategies as st
+from test_attention import GRID, site
+from torch import Tensor
+
+import vidsparse
+from vidsparse.engine import AttentionEngine
+from vidsparse.methods import make_method
+from vidsparse.remainder import Remainder, likeness, remainder_bytes
+from vidsparse.schedule import Action, Schedule
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 10
+
+
+def engine_of(method: str = "foresight", *, layers: int = 1, **schedule: Any) -> AttentionEngine:
+    options = {"share": 0.1} if method == "foresight" else {"topk": 0.1}
+    return AttentionEngine(
+        make_method(method, **options),
+        schedule=Schedule(**{"dense_steps": 2, "refresh": 3, **schedule}),
+        layers=layers,
+    )
+
+
+def operands(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    return random_qkv(GRID.tokens, 64, dtype, seed=seed)
+
+
+def run(engine: AttentionEngine, calls: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    engine.begin_run(len(calls))
+    return [engine.attend(*one, site(step)) for step, one in enumerate(calls)]
+
+
+# ---- when
+
+
+def row(schedule: Schedule, steps: int) -> str:
+    letters = {"dense": "d", "replan": "p", "reuse": "r", "refresh": "f"}
+    return "".join(letters[schedule.decide(step, steps, 0, 1)] for step in range(steps))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "expected"),
+    [
+        ({"dense_steps": 3, "refresh": 4}, 20, "ddfrrfrrrrfrrrfrrrrr"),
+        ({"dense_steps": 3, "refresh": 1}, 10, "ddfrrrrrrr"),
+        ({"dense_steps": 0, "refresh": 2}, 8, "frrfrrrr"),
+        ({"dense_steps": 2, "refresh": 2, "dense_last_steps": 2}, 10, "dfrrfrrrdd"),
+        # where all are refreshes none keeps anything.
+        ({"dense_steps": 1, "refresh": 1.0}, 4, "dddd"),
+        ({"dense_steps": 1, "refresh": 0, "reuse": 2}, 5, "dprpr"),
+        ({"dense_steps": 1.0, "refresh": 3}, 4, "dddd"),
+    ],
+)
+def test_refreshes_begin_with_the_last_dense_step_and_grow_apart(
+    options: dict[str, Any], steps: int, expected: str
+) -> None:
+    assert row(Schedule(**options), steps) == expected
+
+
+@given(
+    steps=st.integers(1, 120),
+    dense=st.integers(0, 30),
+    last=st.integers(0, 10),
+    wanted=st.integers(1, 130),
+)
+def test_there_are_as_many_refreshes_as_asked_for_or_as_fit(
+    steps: int, dense: int, last: int, wanted: int
+) -> None:
+    schedule = Schedule(dense_steps=dense, dense_last_steps=last, refresh=wanted)
+    window, found = schedule.sparse_window(steps), schedule.refresh_steps(steps)
+    if not window:
+        assert found == ()
+        return
+    first = max(0, window.start - 1)
+    assert len(found) == min(wanted, window.stop - first)
+    assert found[0] == first
+    assert found[-1] < window.stop
+    assert all(one < other for one, other in itertools.pairwise(found))
+    for step in window:
+        assert schedule.refresh_before(step, steps) == max(one for one in found if one <= step)
+        assert schedule.plan_step(step, steps) == schedule.refresh_before(step, steps)
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, True, "2"])
+def test_a_bad_number_of_refreshes_is_refused_by_name(bad: Any) -> None:
+    with pytest.raises(vidsparse.OptionError, match="refresh"):
+        Schedule(refresh=bad)
+
+
+# ---- what is kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_adding_what_was_kept_gives_the_dense_output_to_half_a_step(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    dense = torch.randn(2, 3, 50, 64).to(dtype)
+    sparse = (dense + 0.2 * torch.randn(2, 3, 50, 64).to(dtype)).to(dtype)
+    kept = Remainder.of(dense, sparse)
+    assert kept.values.dtype == torch.int8
+    # a step of 8 bits, and what the dtype rounds: the difference, the scale, the sum.
+    step = (dense - sparse).abs().amax(-1, keepdim=True).double() / 127
+    rounding = 4 * torch.finfo(dtype).eps * dense.double().abs().amax()
+    error = (kept.add_to(sparse.clone()).double() - dense.double()).abs()
+    assert bool((error <= 0.5 * step + rounding).all())
+    assert remainder_bytes(dense) == kept.values.nbytes + kept.scale.nbytes
+
+
+def test_a_row_that_lacks_nothing_stays_as_it_is() -> None:
+    dense, *_ = operands()
+    out = Remainder.of(dense, dense.clone()).add_to(dense.clone())
+    assert torch.equal(out, dense)
+
+
+def test_a_row_with_nan_shows_it_and_no_other_does() -> None:
+    dense, *_ = operands()
+    broken = dense.clone()
+    broken[0, 0, 7, 3] = torch.nan
+    out = Remainder.of(broken, dense).add_to(dense.clone())
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 7]]
+
+
+# ---- what a run does
+
+
+@pytest.mark.parametrize("method", ["foresight", "fg-attn", "xattention"])
+def test_where_nothing_changes_every_step_is_dense_to_8_bits(method: str) -> None:
+    q, k, v = operands()
+    dense = F.scaled_dot_product_attention(q, k, v)
+    outputs = run(engine_of(method), [(q, k, v)] * STEPS)
+    plain = run(engine_of(method, refresh=0), [(q, k, v)] * STEPS)
+    lacking = (plain[-1] - dense).abs()
+    assert float(lacking.mean()) > 0.01
+    rounded = lacking.amax(-1, keepdim=True) / 254 + 1e-5
+    refreshes = Schedule(dense_steps=2, refresh=3).refresh_steps(STEPS)
+    for step, out in enumerate(outputs):
+        age = min((step - one for one in refreshes if one <= step), default=0)
+        faded = (1 - likeness(age, STEPS)) * lacking
+        assert bool(((out - dense).abs() <= faded + rounded).all())
+
+
+def test_what_is_kept_counts_less_with_every_step_and_alike_in_runs_of_any_length() -> None:
+    factors = [likeness(age, 20) for age in range(20)]
+    assert factors[0] == 1
+    assert factors == sorted(factors, reverse=True)
+    assert factors[-1] > 0.5
+    assert likeness(10, 50) == pytest.approx(likeness(4, 20))
+
+
+def test_a_refresh_gives_the_dense_output_itself() -> None:
+    calls = [operands(seed) for seed in range(STEPS)]
+    engine = engine_of()
+    outputs = run(engine, calls)
+    refreshed = engine.schedule.refresh_steps(STEPS)
+    assert len(refreshed) == 3
+    for step in (0, *refreshed):
+        assert torch.equal(outputs[step], F.scaled_dot_product_attention(*calls[step]))
+
+
+def test_slow_changes_cost_far_less_than_without() -> None:
+    (q, k, v), other = operands(0), operands(1)
+    calls = [
+        (
+            torch.lerp(q, other[0], step / 100),
+            torch.lerp(k, other[1], step / 100),
+            torch.lerp(v, other[2], step / 100),
+        )
+        for step in range(STEPS)
+    ]
+
+    def error(outputs: list[Tensor]) -> float:
+        dense = [F.scaled_dot_product_attention(*one) for one in calls]
+        return sum(float((out - right).norm()) for out, right in zip(outputs, dense, strict=True))
+
+    assert error(run(engine_of(), calls)) < 0.25 * error(run(engine_of(refresh=0), calls))
+
+
+def test_layers_and_branches_keep_remainders_of_their_own() -> None:
+    places = list(itertools.product(range(2), ("conditional", "unconditional")))
+
+    def outputs(which: list[int]) -> dict[int, list[Tensor]]:
+        engine = engine_of(layers=2)
+        engine.begin_run(STEPS)
+        found: dict[int, list[Tensor]] = {number: [] for number in which}
+        for step in range(STEPS):
+            for number in which:
+                layer, branch = places[number]
+                at = site(step, layer, branch=branch)
+                found[number].append(engine.attend(*operands(number), at))
+        return found
+
+    together = outputs([0, 1, 2, 3])
+    for number in together:
+        (alone,) = outputs([number]).values()
+        assert all(map(torch.equal, together[number], alone))
+
+
+def test_a_refresh_that_a_step_cache_left_out_is_made_up_for() -> None:
+    engine = engine_of(refresh=3)
+    engine.begin_run(STEPS)
+    left_out = engine.schedule.refresh_steps(STEPS)[1]
+    for step in range(STEPS):
+        if step != left_out:
+            engine.attend(*operands(), site(step))
+    actions = {cell.step: cell.action for cell in engine.trace.cells}
+    assert actions[left_out - 1] == "reuse"
+    assert actions[left_out + 1] == "refresh"
+
+
+def test_shapes_that_change_in_a_run_are_refreshed() -> None:
+    engine = engine_of()
+    engine.begin_run(STEPS)
+    engine.attend(*operands(), site(1))
+    q, k, v = (torch.cat([x, x]) for x in operands())
+    engine.attend(q, k, v, site(2))
+    assert [cell.action for cell in engine.trace.cells] == ["refresh", "refresh"]
+
+
+def test_nothing_is_held_once_the_last_step_is_done() -> None:
+    engine = engine_of()
+    run(engine, [operands()] * STEPS)
+    assert all(kept.remainder is None for kept in engine._plans.values())
+
+
+def test_work_counts_a_refresh_whole_and_the_plan_beside_it() -> None:
+    engine = engine_of()
+    run(engine, [operands()] * STEPS)
+    work = engine.trace.summary().work
+    assert work is not None
+    computed = [cell.computed_share for cell in engine.trace.cells]
+    refreshes = [c.computed_share for c in engine.trace.cells if c.action == Action.REFRESH]
+    assert len(refreshes) == 3
+    assert min(refreshes) > 1.05
+    assert work.refresh == pytest.approx(sum(refreshes) / STEPS)
+    assert work.total == pytest.approx(sum(computed) / STEPS)
+    assert work.total == pytest.approx(work.dense_steps + work.refresh + work.sparse)
+    assert "refreshes" in str(work)
+    # the head map shows plans' outputs alone.
+    heads = engine.trace.head_density_map()
+    assert [step for step, layers in enumerate(heads) if layers[0] is None] == [
+        0,
+        *engine.schedule.refresh_steps(STEPS),
+    ]
+
+
+@pytest.mark.gpu
+def test_without_room_nothing_is_kept_and_the_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = torch.cuda.mem_get_info()[1]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, total))
+    engine = engine_of()
+    q, k, v = (x.cuda().bfloat16() for x in operands())
+    engine.begin_run(STEPS)
+    for step in range(STEPS):
+        engine.attend(q, k, v, site(step))
+    assert {cell.action for cell in engine.trace.cells} == {"dense", "replan"}
+    assert any("nothing was kept" in note for note in engine.trace.summary().notes)

@@ -1,0 +1,211 @@
+"""Speeds: what each stands for, that every part can be overridden, and that it is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
+
+from vidsparse.apps.cli import main
+from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.pipelines import accelerate
+from vidsparse.pipelines.families import FAMILIES, WAN
+from vidsparse.pipelines.models import resolve_model
+from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
+from vidsparse.pipelines.speed import SPEEDS, bundle_for, described, measured
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU: dict[str, Any] = {"device": "cpu", "dtype": "fp32"}
+
+
+def settled(speed: str | None, **changes: Any) -> GenerateRequest:
+    # a hub id: no card says which method it has.
+    request = GenerateRequest(prompt="", model="owner/wan", speed=speed, device="cpu", **changes)
+    return resolve(request, WAN.defaults)
+
+
+def test_exact_leaves_nothing_out() -> None:
+    one = settled("exact")
+    assert (one.method, one.linear, one.cache, one.compile) == ("dense", "none", "none", False)
+
+
+def test_high_is_the_models_own_default() -> None:
+    high, plain = settled("high"), settled(None)
+    assert high.options() == {**plain.options(), "speed": "high"}
+    # so that a folder of finished videos serves both.
+    own: dict[str, Any] = {"device": "cpu", "model": "shapes"}
+    hashes = {settings_hash(GenerateRequest(prompt="", speed=s, **own)) for s in (None, "high")}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_faster_speeds_keep_less_and_only_fast_has_a_cache(family: Any) -> None:
+    made = {speed: bundle_for(speed, family.defaults, steps=50, **CPU) for speed in SPEEDS}
+    assert [made[speed].method_options.get("top_p") for speed in SPEEDS] == [None, None, 0.8, 0.8]
+    caches = {speed: made[speed].cache for speed in SPEEDS}
+    expected = "taylorseer" if "taylorseer" in family.caches else "none"
+    assert caches == {"exact": "none", "high": "none", "balanced": "none", "fast": expected}
+
+
+def test_a_card_moves_the_bundle() -> None:
+    joint = resolve_model("shapes-joint").defaults
+    assert bundle_for("balanced", joint, steps=25, **CPU).method_options == {"top_p": 0.7}
+
+
+CARD: dict[str, Any] = {
+    "method": "foresight",
+    "method_options": {"foresight": {"share": 0.2}},
+    "schedules": {"foresight": {"dense_steps": 2, "refresh": 3}},
+    "speeds": {
+        "high": {"psnr": 36.04, "prompts": 24},
+        "fast": {"method_options": {"share": 0.1}, "schedule": {"refresh": 1}, "cache": "none"},
+    },
+}
+
+
+def test_a_model_s_own_bundles_are_its_card_s() -> None:
+    own = replace(WAN.defaults, **CARD)
+    request = GenerateRequest(prompt="", method="foresight", speed="fast", device="cpu")
+    one = resolve(request, own)
+    assert one.method_options["share"] == 0.1
+    assert (one.dense_steps, one.refresh, one.cache) == (2, 1, "none")
+    # parts that are asked for come before the card's, and another method has none of its numbers.
+    one = resolve(replace(request, refresh=0, method_options={"share": 0.3}), own)
+    assert (one.method_options["share"], one.refresh) == (0.3, 0)
+    one = resolve(replace(request, method="spargeattn", method_options={}), own)
+    assert (one.dense_steps, one.refresh) == (WAN.defaults.dense_steps, 0)
+    more: dict[str, Any] = {
+        "fast": {"schedule": {"dense_steps": 5}},
+        "balanced": {"psnr": 30.0, "prompts": 24},
+    }
+    other = replace(request, method="spargeattn", method_options={})
+    one = resolve(other, replace(own, speeds=more))
+    assert one.dense_steps == WAN.defaults.dense_steps
+    # a figure alone leaves a bundle what it was measured with.
+    plain = replace(WAN.defaults, speeds=more)
+    assert bundle_for("balanced", plain, steps=50, **CPU).method_options == {"top_p": 0.8}
+    # what the card does not change is the method's schedule there.
+    one = resolve(replace(request, speed="balanced"), own)
+    assert (one.method_options["share"], one.dense_steps, one.refresh) == (0.2, 2, 3)
+
+
+@pytest.mark.parametrize(("steps", "dense", "cache"), [(8, 1, "none"), (9, 0.24, "taylorseer")])
+def test_few_steps_leave_none_out(steps: int, dense: float, cache: str) -> None:
+    one = settled("fast", steps=steps)
+    assert (one.dense_steps, one.cache) == (dense, cache)
+
+
+def test_8_bits_and_compilation_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(capability: tuple[int, int], dtype: str = "bf16") -> tuple[str, bool]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        made = bundle_for("balanced", WAN.defaults, steps=50, device="cuda", dtype=dtype)
+        return made.linear, made.compile
+
+    assert on((9, 0)) == ("fp8", True)
+    assert on((8, 0)) == ("int8", True)
+    assert on((9, 0), "fp16") == ("int8", True)
+    made = bundle_for("fast", WAN.defaults, steps=50, **CPU)
+    assert (made.linear, made.compile) == ("none", False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"method": "spargeattn"}, {"method": "spargeattn", "cache": "taylorseer"}),
+        ({"dense_steps": 3}, {"dense_steps": 3}),
+        ({"cache": "none"}, {"cache": "none", "cache_threshold": None}),
+        ({"cache": "first-block"}, {"cache": "first-block", "cache_threshold": 0.05}),
+        ({"cache": "taylorseer", "cache_threshold": 3}, {"cache_threshold": 3}),
+        ({"linear": "int8"}, {"linear": "int8"}),
+        ({"compile": True}, {"compile": True}),
+    ],
+)
+def test_every_part_can_be_overridden(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    one = settled("fast", **changes).options()
+    assert {name: one[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"topk": 0.3}])
+def test_a_methods_own_numbers_override_the_bundles(options: dict[str, Any]) -> None:
+    one = settled("balanced", method_options=options)
+    assert {name: one.method_options[name] for name in options} == options
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    for speed in SPEEDS:
+        one = settled(speed)
+        assert resolve(one, WAN.defaults) == one
+
+
+def test_an_unknown_speed_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"unknown speed 'ludicrous'\. Hint: choose from exact"):
+        GenerateRequest(prompt="", speed="ludicrous")
+
+
+def test_what_is_measured_is_said_and_what_is_not() -> None:
+    own = replace(WAN.defaults, **CARD)
+    assert measured("shapes", "exact", own) == "nothing is left out"
+    assert "was not measured" in measured("Wan-AI/Wan2.1", "fast", own)
+    assert "36.0 dB on shapes, mean of 24 prompts" in measured("shapes", "high", own)
+    one = settled("fast").options()
+    assert described(one).startswith("fg-attn (top_p 0.8")
+    assert described(one).endswith("dense steps 0.24, linear none, not compiled, cache taylorseer")
+
+
+# running
+
+
+def test_a_command_says_its_bundle_and_records_it(tmp_path: Path) -> None:
+    folder = save_tiny_wan(tmp_path / "tiny", layers=3)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n", encoding="utf-8")
+    small = ("--frames", "5", "--size", "32x32", "--steps", "9", "--device", "cpu")
+    arguments = ["generate", str(prompts), "--model", str(folder), *small, "--speed", "fast"]
+    result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    assert "speed fast: fg-attn (top_p 0.8" in words
+    assert "its quality was not measured on this model" in words
+    assert words.index("speed fast") < words.index("Loading")
+    (file,) = (tmp_path / "out").rglob("*.json")
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert record["options"]["speed"] == "fast"
+    assert "cached" in {step["kind"] for step in record["steps"]}
+
+
+def test_accelerate_runs_the_bundle_and_takes_off_what_can_be() -> None:
+    pipe = tiny_wan(layers=3)
+    expected = latents_of(pipe, num_inference_steps=9)
+    with accelerate(pipe, "fast", steps=9) as fast:
+        latents_of(pipe, num_inference_steps=9)
+        assert fast.sparse.summary().computed is not None
+        assert min(fast.cache.blocks_run().values()) == 0
+        assert str(fast).startswith("speed fast: fg-attn (top_p 0.8)")
+    assert fast.linear is None
+    assert torch.equal(latents_of(pipe, num_inference_steps=9), expected)
+
+
+def test_accelerate_exact_is_the_stock_video() -> None:
+    pipe = tiny_wan()
+    expected = latents_of(pipe)
+    with accelerate(pipe, "exact"):
+        assert torch.equal(latents_of(pipe), expected)
+
+
+def test_accelerate_refused_leaves_the_pipeline_as_it_was() -> None:
+    pipe = tiny_wan()
+    expected = latents_of(pipe)
+    # two blocks of narrow layers: none that 8 bits are for.
+    with pytest.raises(UnsupportedError, match="no linear layer"):
+        accelerate(pipe, "balanced", linear="int8")
+    assert torch.equal(latents_of(pipe), expected)
+    with pytest.raises(OptionError, match="unknown speed"):
+        accelerate(pipe, "warp")
