@@ -29,16 +29,27 @@ MARKS = [
 ]
 
 
+def log_of(out: Path) -> Path:
+    """The log of the page whose output folder that is."""
+    return out.with_suffix(".log")
+
+
 @contextmanager
 def commanded(out: Path, *options: str) -> Iterator[str]:
-    """The address of a page as the command serves it while the block runs."""
-    command = [sys.executable, "-m", "vidsparse", "ui", "--port", str(free_port())]
-    with subprocess.Popen(
-        [*command, "--out", str(out), "--max-steps", "400", "--away", "10", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
+    """The address of a page as the command serves it while the block runs.
+
+    What it says of its work comes into ``log_of(out)``.
+    """
+    command = [sys.executable, "-m", "vidsparse", "-v", "ui", "--port", str(free_port())]
+    with (
+        log_of(out).open("w", encoding="utf-8") as log,
+        subprocess.Popen(
+            [*command, "--out", str(out), "--max-steps", "400", "--away", "10", *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             yield process.stdout.readline().split()[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 pytest.importorskip("playwright", reason="playwright drives the browser")
 
-from page_browser import MARKS, commanded
-from page_visitor import Visitor
+from page_browser import MARKS, commanded, log_of
+from page_visitor import PATIENCE, Visitor
 from playwright import sync_api as playwright
 
 pytest_plugins = ["page_browser"]
@@ -91,18 +92,28 @@ def test_a_comparison_and_its_tab_are_there_after_a_reload(visit: Any) -> None:
     playwright.expect(page.locator("#prompts textarea")).to_have_value("a red ball\na blue ring")
 
 
-def test_a_reload_at_any_moment_loses_nothing(visit: Any) -> None:
+def test_a_reload_at_any_moment_loses_nothing(visit: Any, out: Path) -> None:
     visitor, chance = visit(), random.Random(24)
     page = visitor.page
+
+    def logged(words: str) -> int:
+        return log_of(out).read_text(encoding="utf-8").count(words)
+
     for seed in range(20):
         visitor.set("Seed", seed)
-        page.click("#generate")
-        # from the moment that the page has answered the click.
-        visitor.see("#generate-status .vs-status", "")
-        # a slow machine has more jobs waiting than one visitor may have.
-        while "your share of this page" in page.locator("#generate-status").inner_text():
-            page.wait_for_timeout(1000)
+        taken = logged("a job was taken: generate")
+        # from the moment that the page has the job.
+        while logged("a job was taken: generate") == taken:
+            refused = logged("your share of this page")
             page.click("#generate")
+            until = time.monotonic() + PATIENCE / 1000
+            while logged("a job was taken: generate") == taken:
+                assert time.monotonic() < until
+                page.wait_for_timeout(20)
+                # a slow machine has more jobs waiting than one visitor may have.
+                if logged("your share of this page") > refused:
+                    page.wait_for_timeout(1000)
+                    break
         page.wait_for_timeout(chance.uniform(0, 2500))
         _reload(visitor)
     visitor.see("#generate-status", "Your video is ready")

@@ -82,6 +82,7 @@ class Desk:
             yield {place.area: alert(error), place.stop: _cancel_update(visit, place)}
             raise toast(error, shown=True) from error
         visit.add(errand)
+        logger.info("a job was taken: %s, %d of this visit", place.tab, len(visit.open()))
         async with aclosing(self.tell(request, errand)) as updates:
             async for update in updates:
                 yield update
@@ -141,33 +142,34 @@ class Desk:
     async def _follow(
         self, request: gr.Request, visit: Visit, errand: Errand
     ) -> AsyncGenerator[Snapshot, None]:
-        """An errand's snapshots; a visitor who leaves for good, or never listens, gives it up.
+        """An errand's snapshots; whoever stops listening and cannot come back gives it up.
 
         Raises:
-            UnheardError: nobody came to listen.
+            UnheardError: nobody came to listen. A browser may have been closed or opened anew
+                between its click and the answer.
         """
         call = LocalContext.event_id.get(None)
         until = time.monotonic() + UNHEARD_AFTER
-        visit.present += 1
+        visit.come()
         try:
             async with aclosing(errand.job.follow()) as snapshots:
                 async for snapshot in snapshots:
                     late = time.monotonic() > until and not snapshot.finished
                     if late and not self.listeners.came(request.session_hash, call):
-                        self._give_up([errand])
-                        raise UnheardError("nobody listened to this job, so it was given up")
+                        raise UnheardError("nobody listened to this job")
                     yield snapshot
         finally:
-            visit.present -= 1
+            visit.leave()
             if not visit.returns:
                 self._give_up([errand])
             elif not visit.present:
                 # a reload closes the page as well: the visitor has a while to come back.
                 later = asyncio.get_running_loop().call_later
-                later(self.host.limits.away, self._left, visit)
+                later(self.host.limits.away, self._left, visit, visit.times)
 
-    def _left(self, visit: Visit) -> None:
-        if not visit.present:
+    def _left(self, visit: Visit, times: int) -> None:
+        # who came back and left again meanwhile has all of the while anew.
+        if not visit.present and visit.times == times:
             self._give_up(visit.open())
 
     def _give_up(self, errands: Sequence[Errand]) -> None:

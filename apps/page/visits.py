@@ -34,6 +34,7 @@ class Visit:
         returns: whether the visitor can come back to it.
         errands: what was asked for, by tab, in order: all that waits or runs, and what ended last.
         present: how many listen to how its jobs go.
+        times: how often somebody came to listen.
         pair: the last comparison.
         cell: the last recorded cell.
         report: draws the last report.
@@ -45,6 +46,7 @@ class Visit:
     returns: bool = False
     errands: dict[str, list[Errand]] = field(default_factory=dict)
     present: int = 0
+    times: int = 0
     pair: Pair | None = None
     cell: CellRecord | None = None
     report: Callable[[], Updates] | None = None
@@ -55,6 +57,15 @@ class Visit:
 
     def __post_init__(self) -> None:
         self.gallery = Gallery(self.folder)
+
+    def come(self) -> None:
+        """Somebody listens to how a job goes."""
+        self.present += 1
+        self.times += 1
+
+    def leave(self) -> None:
+        """Somebody listens no longer."""
+        self.present -= 1
 
     def next_stem(self, prompt: str) -> Path:
         """The path, less its suffix, of the next video's files, which no folder is made for yet."""
