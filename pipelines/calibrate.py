@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,8 +50,8 @@ def calibrate(
 
     In each pass the prompts are denoised once: densely, where calls are looked at (q, k and v as
     they appear; they are never kept), or to the finished video, where that decides. Such numbers
-    hold for the dense steps they were found with; no layer is kept dense while they are found,
-    since a layer's share says how much it needs. After each prompt what is known goes to a file
+    hold for the dense steps and layers they were found with; no layer is kept dense for methods
+    whose numbers say how much each layer needs. After each prompt what is known goes to a file
     beside ``out``, from which the same call goes on when it was interrupted.
 
     Args:
@@ -78,7 +79,7 @@ def calibrate(
     # finishing a pass may add another.
     while number < len(run.calibrator.passes):
         one = run.calibrator.passes[number]
-        run.number, run.steps = number, frozenset(one.steps)
+        run.number, run.one = number, one
         with run.attached(one) as handle:
             while done < min(one.prompts or len(prompts), len(prompts)):
                 tell = None
@@ -154,19 +155,21 @@ class _Run:
         extent = Extent(parts=parts, layers=layers, heads=heads, window=window)
         self.calibrator = _calibrator(request, extent, settings)
         self._schedule: dict[str, Any] = {}
-        if self.calibrator.schedule:
+        if self.calibrator.searches:
             assert request.dense_steps is not None
+            ends = not self.calibrator.divides_layers
             self._schedule = {
                 "dense_steps": request.dense_steps,
-                "dense_layers": 0,
-                "dense_last_layers": 0,
+                "dense_layers": request.dense_layers if ends else 0,
+                "dense_last_layers": request.dense_last_layers if ends else 0,
                 "reuse": request.reuse,
                 "refresh": request.refresh,
             }
         self.number = 0
-        self.steps: frozenset[int] = frozenset()
+        self.one = self.calibrator.passes[0]
         self._grid = torch.zeros(3, dtype=torch.int64)
         self._timesteps = torch.full((request.steps,), torch.nan, dtype=torch.float64)
+        self.calibrator.timesteps = self._timesteps
 
     @property
     def request_steps(self) -> int:
@@ -197,12 +200,20 @@ class _Run:
         """Denoise a prompt, the ``number``-th, for the current pass."""
         dense = replace(self._request, method="dense", method_options={})
         one = replace(dense, prompt=prompt, seed=self._request.seed + number)
-        if self.steps:
-            denoise(self._loaded, one, max(self.steps), tell)
+        if self.one.last_step is not None:
+            denoise(self._loaded, one, self.one.last_step, tell)
             return
-        video = decoded(self._loaded, one, tell)
+        took: list[float] = []
+
+        def clocked(step: int, steps: int, seconds: float) -> None:
+            took.append(seconds)
+            if tell is not None:
+                tell(step, steps, seconds)
+
+        video = decoded(self._loaded, one, clocked)
         work = handle.summary().work
-        self.calibrator.watch(self.number, number, video, 1.0 if work is None else work.total)
+        total = 1.0 if work is None else work.total
+        self.calibrator.watch(self.number, number, video, total, math.fsum(took))
 
     def observe(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Show a call to the calibrator where it wants to see it."""
@@ -211,7 +222,7 @@ class _Run:
             return
         self._grid = torch.tensor([grid.frames, grid.height, grid.width])
         self._timesteps[site.step] = site.timestep
-        if site.step in self.steps:
+        if site.step in self.one.steps:
             order = token_order(self._order, grid, q.device)
             # autocast would round scores to 16 bits.
             with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -227,6 +238,7 @@ class _Run:
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from a ``state()``."""
         self._grid, self._timesteps = state["run.grid"], state["run.timesteps"]
+        self.calibrator.timesteps = self._timesteps
         self.calibrator.restore(state)
 
     def preset(self, prompts: int) -> Preset:
@@ -238,12 +250,11 @@ class _Run:
                 "grid that sparse attention knows. Hint: please report it with the model's name."
             )
         frames, height, width = self._grid.tolist()
-        times = self._timesteps.tolist()
         return Preset(
             method=request.method,
-            options=dict(request.method_options),
+            options={**request.method_options, **calibrator.options()},
             order=self._order,
-            edges=tuple((times[step - 1] + times[step]) / 2 for step in calibrator.starts),
+            edges=calibrator.edges,
             tables=calibrator.tables(),
             model={
                 "name": loaded.ref.name,
@@ -324,7 +335,8 @@ def _telling(
 ) -> Callable[[int, int, float], None]:
     """A denoising callback that speaks of the whole calibration, as far as it is known."""
     passes, number = run.calibrator.passes, run.number
-    lengths = [max(one.steps, default=run.request_steps - 1) + 1 for one in passes]
+    lasts = [one.last_step for one in passes]
+    lengths = [run.request_steps if last is None else last + 1 for last in lasts]
     counts = [min(one.prompts or prompts, prompts) for one in passes]
     steps = [length * count for length, count in zip(lengths, counts, strict=True)]
     before, total = sum(steps[:number]) + lengths[number] * done, sum(steps)

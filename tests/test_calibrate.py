@@ -52,6 +52,8 @@ def a_request(method: str, **changes: Any) -> GenerateRequest:
 
 # settings that make something happen at 48 tokens.
 LOOSE: dict[str, dict[str, Any]] = {
+    "fg-attn": {"target_psnr": 30.0},
+    "sol-attn": {"target_psnr": 30.0},
     "spargeattn": {"l1": 0.5, "l2": 0.6},
     "xattention": {"error": 0.5},
     "sale": {},
@@ -319,8 +321,19 @@ def test_the_command_writes_a_preset_that_generate_takes(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "say what to calibrate: --method spargeattn"),
-        (("--method", "fg-attn"), "fg-attn is not calibrated"),
+        ((), "say what to calibrate: --method fg-attn"),
+        (("--method", "dense"), "dense is not calibrated"),
+        (("--method", "fg-attn"), "fg-attn is calibrated for a target and has none"),
+        (
+            ("--method", "fg-attn", "--top-p", "none", "--topk", "0.3", "--target-psnr", "30"),
+            "leave --topk out",
+        ),
+        (("--method", "sale", "--target-psnr", "90"), "target_psnr must lie between 5 and 60 dB"),
+        (("--method", "sale", "--target-ssim", "1"), "target_ssim must lie between 0.1 and 0.999"),
+        (
+            ("--method", "sale", "--target-psnr", "30", "--target-speed", "2"),
+            "there can be one target, got a psnr and a speed",
+        ),
         (("--method", "bsfa", "--l1", "0.1"), "--l1 is for spargeattn, not for bsfa"),
         (("--method", "spargeattn", "--l1", "x"), "--l1 cannot be 'x'"),
         (("--method", "spargeattn", "--l1", "0.2"), "l2 (0.06) must not be below l1 (0.2)"),

@@ -99,7 +99,14 @@ def video(seed: int) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
 
 
-OF_CALLS = [name for name in CALIBRATORS if name != "foresight"]
+OF_CALLS = ("spargeattn", "xattention", "sale", "bsfa")
+OF_VIDEOS = ("fg-attn", "sol-attn", "foresight")
+# what a calibrator has nothing to find without.
+NEEDED = {name: {"target_psnr": 30.0} for name, cls in CALIBRATORS.items() if cls.needs_target}
+
+
+def test_every_calibrator_looks_at_calls_or_at_videos() -> None:
+    assert {*OF_CALLS, *OF_VIDEOS} == {*CALIBRATORS}
 
 
 @pytest.mark.gpu
@@ -144,7 +151,7 @@ def test_bands_answer_for_any_mask(tile: tuple[int, int], monkeypatch: pytest.Mo
 def test_errors_and_shares_are_those_of_the_kernels(tile: tuple[int, int]) -> None:
     q, k, v = call(0)
     # blocks of 64 rows on a CPU: no tiles are merged.
-    method = make_method("fg-attn", top_p=0.5, tile=tile)
+    method = make_method("fg-attn", top_p=0.5, tile=tile, means=None)
     assert isinstance(method, SparseMethod)
     mask = method.select(q, k, site())
     errors, kept = masked_errors(mask.unsqueeze(0), tile, q, k, v)
@@ -168,7 +175,7 @@ def test_steps_are_spread_over_the_window() -> None:
 @pytest.mark.parametrize("gate_rows", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_spargeattn_keeps_least_under_its_bounds(gate_rows: int, quantize: str) -> None:
     calls = [call(seed) for seed in range(3)]
-    method = SpargeAttn(gate_rows=gate_rows, quantize=quantize)
+    method = SpargeAttn(gate_rows=gate_rows, quantize=quantize, means=None)
     calibrator = SpargeCalibrator(method=method, extent=extent(), l1=0.1, l2=0.14, steps=1)
     numbers = run(calibrator, calls)
     calibrated = method.with_numbers(numbers)
@@ -179,7 +186,7 @@ def test_spargeattn_keeps_least_under_its_bounds(gate_rows: int, quantize: str) 
     for head in range(HEADS):
         kept = {}
         for theta, tau in PAIRS:
-            single = SpargeAttn(tau=tau, theta=theta, quantize="none")
+            single = SpargeAttn(tau=tau, theta=theta, quantize="none", means=None)
             found = [outcome(single, *one_head(one, head)) for one in calls]
             if max(errors.max().item() for errors, _ in found) < 0.1:
                 shares = [engine.trace.summary().selected or 0 for _, engine in found]
@@ -326,7 +333,7 @@ def test_fractions_are_different_shares(bad: tuple[float, ...]) -> None:
 
 def test_sale_halves_until_every_call_is_under_the_bound() -> None:
     calls = [call(seed, spread=1.0) for seed in range(3)]
-    method = Sale(local=64, quantize="none", merge="consecutive")
+    method = Sale(local=64, quantize="none", merge="consecutive", means=None)
     calibrator = SaleCalibrator(method=method, extent=extent(), error=0.05, tau0=0.5, steps=1)
     numbers = run(calibrator, calls)
     tau = numbers.tables["tau"][0, 0]
@@ -336,7 +343,7 @@ def test_sale_halves_until_every_call_is_under_the_bound() -> None:
         assert tau[head].item() == pytest.approx(0.5 / 2**halvings)
 
         def worst(value: float, head: int = head) -> float:
-            single = Sale(tau=value, local=64, quantize="none")
+            single = Sale(tau=value, local=64, quantize="none", means=None)
             found = [outcome(single, *one_head(one, head)) for one in calls]
             return max(errors.max().item() for errors, _ in found)
 
@@ -393,7 +400,7 @@ def test_nothing_is_adjusted_where_the_start_is_too_bad() -> None:
 
 def test_xattention_lowers_thresholds_while_the_mean_error_allows() -> None:
     calls = [call(seed, spread=2.5) for seed in range(2)]
-    method = XAttention(merge="consecutive")
+    method = XAttention(merge="consecutive", means=None)
     calibrator = XAttentionCalibrator(
         method=method, extent=extent(), error=0.2, adjustments=12, steps=1
     )
@@ -415,27 +422,32 @@ def test_xattention_lowers_thresholds_while_the_mean_error_allows() -> None:
 # ---- all ----
 
 
-def fresh(name: str) -> Iterator[Calibrator]:
+def fresh(name: str, **more: Any) -> Iterator[Calibrator]:
     method = make_method(name)
     assert isinstance(method, SparseMethod)
     while True:
-        yield CALIBRATORS[name](method=method, extent=extent())
+        yield CALIBRATORS[name](method=method, extent=extent(), **{**NEEDED.get(name, {}), **more})
 
 
-@pytest.mark.parametrize("name", CALIBRATORS)
-def test_a_restored_calibrator_goes_on_as_if_nothing_had_happened(name: str) -> None:
-    calibrators = fresh(name)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [*((name, {}) for name in CALIBRATORS), *((name, {"target_ssim": 0.5}) for name in OF_CALLS)],
+)
+def test_a_restored_calibrator_goes_on_as_if_nothing_had_happened(
+    name: str, more: dict[str, Any]
+) -> None:
+    calibrators = fresh(name, **more)
     straight, broken = next(calibrators), next(calibrators)
     calls = [call(0), call(1)]
     number = 0
     while number < len(straight.passes):
-        of_videos = straight.passes[number].method is not None
+        now = straight.passes[number]
         for prompt, (q, k, v) in enumerate(calls):
             for one in (straight, broken):
-                if of_videos:
-                    one.watch(number, prompt, video(2 * number + prompt), 0.5)
-                else:
+                if now.steps:
                     one.observe(number, q, k, v, site(3))
+                if now.last_step is None:
+                    one.watch(number, prompt, video(2 * number + prompt), 0.5, 1.0)
             state = {key: value.clone() for key, value in broken.state().items()}
             broken = next(calibrators)
             broken.restore(state)
@@ -454,7 +466,7 @@ def test_a_restored_calibrator_goes_on_as_if_nothing_had_happened(name: str) -> 
 def test_settings_are_checked(name: str, setting: str) -> None:
     method = make_method(name)
     assert isinstance(method, SparseMethod)
-    known = CALIBRATORS[name](method=method, extent=extent()).settings()
+    known = CALIBRATORS[name](method=method, extent=extent(), **NEEDED.get(name, {})).settings()
     if setting in known:
         with pytest.raises(vidsparse.OptionError, match="must"):
             CALIBRATORS[name](method=method, extent=extent(), **{setting: 0})

@@ -77,7 +77,7 @@ def watched(subject: ForesightCalibrator, prompts: int = 3) -> ForesightCalibrat
     while number < len(subject.passes):
         one = subject.passes[number]
         for prompt in range(min(prompts, one.prompts or prompts)):
-            subject.watch(number, prompt, video_of(one.method, prompt), 0.5)
+            subject.watch(number, prompt, video_of(one.method, prompt), 0.5, 1.0)
         subject.finish(number)
         number += 1
     return subject

@@ -8,14 +8,14 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import vidsparse
 from vidsparse.grid import TokenGrid
-from vidsparse.methods import FgAttn, Numbers, SpargeAttn
+from vidsparse.methods import Numbers, SpargeAttn, SparseMethod
 from vidsparse.presets import SCHEMA, Preset, load_preset, preset_files
 from vidsparse.site import CallSite
 
@@ -101,8 +101,17 @@ def test_options_that_the_numbers_settle_cannot_be_changed() -> None:
 
 
 def test_a_method_without_numbers_takes_none() -> None:
-    with pytest.raises(vidsparse.OptionError, match="fg-attn takes no calibrated numbers"):
-        FgAttn().with_numbers(Numbers({}, (1, 1, 1)))
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Everything(SparseMethod):
+        name: ClassVar[str] = "everything"
+        tile: tuple[int, int] = (16, 16)
+        merge: str = "consecutive"
+
+        def select(self, q: Any, k: Any, site: Any, *, v: Any = None) -> Any:
+            raise AssertionError("nobody asks")
+
+    with pytest.raises(vidsparse.OptionError, match="everything takes no calibrated numbers"):
+        Everything().with_numbers(Numbers({}, (1, 1, 1)))
 
 
 def test_another_model_is_refused_with_the_difference() -> None:

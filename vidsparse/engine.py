@@ -328,7 +328,8 @@ class AttentionEngine:
         )
         cell.selected, cell.computed = plan.selected, plan.computed
         if means is not None:
-            cell.computed = plan.computed + means.groups / plan.tokens
+            # where everything is listed no mean stands for anything.
+            cell.computed = (plan.computed + means.groups / plan.tokens).clamp(max=1.0)
         if skipped is not None:
             cell.count_skipped(skipped, plan.tokens)
         # the copies in order are as large as what the caller holds: not to be kept beside another.

@@ -208,7 +208,7 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    from vidsparse.methods import METHODS, make_method
+    from vidsparse.methods import METHODS
 
     if not isinstance(path, str | os.PathLike):
         raise OptionError(f"a preset is a file's name, got {path!r}")
@@ -244,8 +244,7 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
         _check_parts(value, tables)
         return Preset(
             method=value["method"],
-            # what the version that made it did not know has its default.
-            options={**make_method(value["method"]).options(), **value["options"]},
+            options=_options(value["method"], value["options"]),
             order=value["order"],
             edges=tuple(float(edge) for edge in value["edges"]),
             tables=tables,
@@ -261,6 +260,19 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
         KeyError, TypeError, ValueError, OverflowError, OptionError, SafetensorError,
     ) as error:  # fmt: skip
         raise OptionError(f"the preset {target} is damaged: {f'{error}'[:200]}") from None
+
+
+def _options(method: str, written: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a preset: what the version that made it did not know has its default.
+
+    Where that has changed since, it is what that version did: it left skipped keys out.
+    """
+    from vidsparse.methods import make_method
+
+    options = make_method(method).options()
+    if "means" in options:
+        options["means"] = None
+    return {**options, **written}
 
 
 def _check_parts(value: Mapping[str, Any], tables: Mapping[str, Tensor]) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from vidsparse.calibration import CALIBRATORS
 from vidsparse.methods import SPARSE_METHODS
 from vidsparse.methods.studied import Ablation, Knob
 from vidsparse.order import ORDERS
@@ -35,7 +36,9 @@ DECLARED: Final[Mapping[str, tuple[str, Ablation]]] = {
 """Methods' own ablations by their names, each with the method's."""
 
 CALIBRATED: Final = tuple(
-    name for name, cls in SPARSE_METHODS.items() if cls.calibratable() and not cls.needs_numbers
+    name
+    for name, cls in CALIBRATORS.items()
+    if not cls.needs_target and not cls.calibrates.needs_numbers
 )
 """Methods that can do with calibrated numbers and without."""
 

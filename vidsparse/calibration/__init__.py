@@ -1,8 +1,8 @@
 """Calibration: finding a method's numbers from attention calls of dense runs, or whole videos.
 
 A ``Calibrator`` is shown q, k and v of each call as it happens and keeps a few numbers of it, never
-the tensors; or it names methods to make videos with, and is shown these. ``CALIBRATORS`` has one
-for each method that can be calibrated.
+the tensors; or it names methods to make videos with, and is shown these, until they are as good or
+as fast as was asked. ``CALIBRATORS`` has one for each method that can be calibrated.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 from vidsparse.calibration.base import Calibrator, Extent, Pass
 from vidsparse.calibration.bsfa import BsfaCalibrator
 from vidsparse.calibration.foresight import ForesightCalibrator
+from vidsparse.calibration.plain import FgAttnCalibrator, SolAttnCalibrator
 from vidsparse.calibration.sale import SaleCalibrator
 from vidsparse.calibration.spargeattn import SpargeCalibrator
 from vidsparse.calibration.xattention import XAttentionCalibrator
@@ -22,10 +23,12 @@ CALIBRATORS: Final[Mapping[str, type[Calibrator]]] = MappingProxyType(
     {
         cls.calibrates.name: cls
         for cls in (
+            FgAttnCalibrator,
             SpargeCalibrator,
             XAttentionCalibrator,
             SaleCalibrator,
             BsfaCalibrator,
+            SolAttnCalibrator,
             ForesightCalibrator,
         )
     }
@@ -37,9 +40,11 @@ __all__ = [
     "BsfaCalibrator",
     "Calibrator",
     "Extent",
+    "FgAttnCalibrator",
     "ForesightCalibrator",
     "Pass",
     "SaleCalibrator",
+    "SolAttnCalibrator",
     "SpargeCalibrator",
     "XAttentionCalibrator",
 ]

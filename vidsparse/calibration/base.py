@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vidsparse.calibration.target import Dial, Search, Target
 from vidsparse.errors import OptionError
-from vidsparse.methods import Method, SparseMethod
+from vidsparse.methods import Method, Numbers, SparseMethod
+from vidsparse.methods.base import option, optional_number
 from vidsparse.site import CallSite
 
 Video = NDArray[np.uint8]
@@ -50,19 +52,32 @@ class Extent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One look at every prompt: at calls of a dense run, or at finished videos.
+    """One look at every prompt: at calls of a dense run, at finished videos, or at both.
 
     Args:
         title: what it looks for, in a few words.
-        steps: the denoising steps whose calls it wants to see; none where it looks at videos.
-        method: what the videos are made with.
+        steps: the denoising steps whose calls it wants to see.
+        whole: whether it wants to see the finished videos; always where it looks at no calls.
+        method: what the videos are made with, None for dense ones.
         prompts: how many of the prompts it looks at, all by default.
     """
 
     title: str
     steps: tuple[int, ...] = ()
+    whole: bool = False
     method: Method | None = None
     prompts: int | None = None
+
+    @property
+    def last_step(self) -> int | None:
+        """The last denoising step that it needs, None where it needs all."""
+        return None if self.whole or not self.steps else max(self.steps)
+
+
+def _target(kind: str, metavar: str, help: str) -> Any:
+    return option(
+        None, flag=f"--target-{kind}", metavar=metavar, convert=optional_number, help=help
+    )
 
 
 @dataclass(kw_only=True)
@@ -73,7 +88,13 @@ class Calibrator(ABC):
     the next pass may build on, and which may add passes. Everything it knows is in ``state()``, so
     that a killed run can go on.
 
+    First come the calibrator's own ``looks``. Where a quality or a speed is wanted, tries follow:
+    whole videos of all prompts, with the number of ``dial`` moved from try to try.
+
     Fields that are settings carry their command line flag, as a method's options do.
+
+    Raises:
+        OptionError: more than one target, or one that no video has.
     """
 
     calibrates: ClassVar[type[SparseMethod]]
@@ -85,58 +106,178 @@ class Calibrator(ABC):
     bound: ClassVar[str | None] = None
     """The setting that bounds the relative L1 error of the method's output, where there is one."""
 
+    divides_layers: ClassVar[bool] = False
+    """Whether its numbers say how much each layer needs, so that no layer is kept dense."""
+
+    needs_target: ClassVar[bool] = False
+    """Whether there is nothing to find without a target."""
+
+    always_tries: ClassVar[bool] = False
+    """Whether whole videos are made of what it found even where there is no target."""
+
     method: SparseMethod
     extent: Extent
+    timesteps: Tensor | None = field(default=None, init=False, repr=False)
+    """The timestep of every denoising step, as far as they were seen."""
+    search: Search = field(init=False, repr=False)
+
+    target_psnr: float | None = _target(
+        "psnr", "DB", "mean PSNR to the dense videos that is wanted, in dB, by the least work"
+    )
+    target_ssim: float | None = _target(
+        "ssim", "S", "mean SSIM to the dense videos that is wanted, by the least work"
+    )
+    target_speed: float | None = _target(
+        "speed", "X", "how many times faster than dense denoising is wanted, as near as can be"
+    )
+
+    def __post_init__(self) -> None:
+        wanted: list[Target] = []
+        for kind in ("psnr", "ssim", "speed"):
+            value = getattr(self, f"target_{kind}")
+            if value is not None:
+                wanted.append(Target(kind, value))
+        if len(wanted) > 1:
+            raise OptionError(
+                "there can be one target, got " + " and ".join(f"a {one.kind}" for one in wanted)
+            )
+        self.search = Search(wanted[0] if wanted else None)
 
     @property
-    @abstractmethod
+    def searches(self) -> bool:
+        """Whether whole videos are tried, so that numbers hold for the schedule of these alone."""
+        return self.always_tries or self.search.target is not None
+
+    @property
     def passes(self) -> Sequence[Pass]:
-        """The passes, in order."""
+        """The calibrator's own looks, the first of them at dense videos too, then the tries."""
+        looks = list(self.looks)
+        if not self.searches:
+            return looks
+        looks[0] = replace(looks[0], whole=True)
+        name = self.dial.name
+        return looks + [
+            Pass(title=f"{name} {number:.4g}", method=self.made(number))
+            for number in self.search.tried
+        ]
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Take in one call in pass ``number``: ``[B, H, S, D]``, tokens in order, text last."""
         raise NotImplementedError(f"{type(self).__name__} looks at no calls")
 
-    def watch(self, number: int, prompt: int, video: Video, total: float) -> None:
+    def watch(self, number: int, prompt: int, video: Video, total: float, seconds: float) -> None:
         """Take in one video in pass ``number``, of the prompt with that index.
 
-        ``total`` is the share of the run's query-key pairs that was computed.
+        ``total`` is the share of the run's query-key pairs that was computed, ``seconds`` what its
+        denoising took.
         """
-        raise NotImplementedError(f"{type(self).__name__} looks at no videos")
+        if number == 0:
+            self.search.keep(prompt, video, seconds)
+        elif number < len(self.looks):
+            self.learn(number, prompt, video, total)
+        else:
+            self.search.watch(prompt, video, total, seconds)
 
-    @abstractmethod
     def finish(self, number: int) -> None:
         """Conclude pass ``number``."""
+        own = len(self.looks)
+        if number < own:
+            self.conclude(number)
+        if self.searches and number == own - 1:
+            self.search.begin(self.dial.number(self.dial.place(self.dial.start)))
+        elif number >= own:
+            self.search.go_on(self.dial)
 
-    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Everything known so far."""
+        tries = {f"search.{name}": value for name, value in self.search.state().items()}
+        return {**self.known(), **tries}
 
-    @abstractmethod
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from a ``state()``."""
+        tries = {
+            name.removeprefix("search."): value
+            for name, value in state.items()
+            if name.startswith("search.")
+        }
+        self.search.restore(tries)
+        self.recall(state)
 
-    @abstractmethod
     def tables(self) -> dict[str, Tensor]:
         """The numbers, fp32 ``[P, L, H, ...]``, once all passes are finished."""
+        return self.found(self.search.number if self.searches else None)
 
-    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """Options of the method that were found as well."""
+        return self.options_at(self.search.number) if self.searches else {}
+
     def measured(self) -> dict[str, Any]:
         """What was seen on the way, as JSON values."""
+        own = self.seen()
+        return {**self.search.measured(self.dial.name), **own} if self.searches else own
+
+    def made(self, number: float) -> SparseMethod:
+        """The method at a number of the dial."""
+        # fits any grid: the engine compares, and calibration has one grid only.
+        numbers = Numbers(self.found(number), None, self.edges)
+        changed: dict[str, Any] = {**self.options_at(number), "numbers": numbers}
+        return replace(self.method, **changed)
+
+    @property
+    def edges(self) -> tuple[float, ...]:
+        """Timesteps between groups of steps, falling."""
+        if self.timesteps is None:
+            return ()
+        times = self.timesteps.tolist()
+        return tuple((times[step - 1] + times[step]) / 2 for step in self.starts)
 
     @property
     def starts(self) -> tuple[int, ...]:
         """The steps at which a new group of steps starts, where tables differ by group."""
         return ()
 
-    @property
-    def schedule(self) -> bool:
-        """Whether the numbers hold for the dense steps and layers they were found with alone."""
-        return False
-
     def settings(self) -> dict[str, Any]:
-        """The settings as JSON values."""
-        return {f.name: getattr(self, f.name) for f in setting_fields(type(self))}
+        """The settings as JSON values, without targets that were not given."""
+        values = {f.name: getattr(self, f.name) for f in setting_fields(type(self))}
+        return {name: value for name, value in values.items() if value is not None}
+
+    # ---- what a calibrator is made of ----
+
+    @property
+    @abstractmethod
+    def looks(self) -> Sequence[Pass]:
+        """Its own passes, in order. The first is at dense runs."""
+
+    @property
+    @abstractmethod
+    def dial(self) -> Dial:
+        """The number that is moved to meet a target. Asked after its own passes alone."""
+
+    def learn(self, number: int, prompt: int, video: Video, total: float) -> None:
+        """Take in one video of a pass of its own."""
+        raise NotImplementedError(f"{type(self).__name__} looks at no videos")
+
+    def conclude(self, number: int) -> None:  # noqa: B027 - many have nothing to conclude.
+        """Conclude a pass of its own."""
+
+    @abstractmethod
+    def found(self, number: float | None) -> dict[str, Tensor]:
+        """The tables at a number of the dial, None for those of the settings."""
+
+    def options_at(self, number: float) -> dict[str, Any]:
+        """Options of the method at a number of the dial, beside the tables."""
+        return {}
+
+    def seen(self) -> dict[str, Any]:
+        """What its own passes saw, as JSON values."""
+        return {}
+
+    def known(self) -> dict[str, Tensor]:
+        """What its own passes know so far."""
+        return {}
+
+    def recall(self, state: dict[str, Tensor]) -> None:  # noqa: B027 - many have nothing to recall.
+        """Continue from what is ``known()``."""
 
 
 def setting_fields(cls: type[Calibrator]) -> tuple[dataclasses.Field[Any], ...]:

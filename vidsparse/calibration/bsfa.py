@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vidsparse.calibration.base import Calibrator, Pass, check_count
 from vidsparse.calibration.sweep import selected_share
+from vidsparse.calibration.target import Dial
 from vidsparse.errors import OptionError
 from vidsparse.masks import tile_count
 from vidsparse.methods import Bsfa
@@ -57,6 +58,8 @@ class BsfaCalibrator(Calibrator):
     The paper averages the k-th largest block maximum over 16 inputs of a language model. A denoiser
     sees each input at many noise levels and in two guidance branches: a group of steps has its own
     thresholds, averaged over all calls seen in it.
+
+    With a target the preset keeps the fraction whose whole videos are as wanted.
     """
 
     calibrates = Bsfa
@@ -79,6 +82,7 @@ class BsfaCalibrator(Calibrator):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.fractions = tuple(self.fractions)
         if not self.fractions or len(set(self.fractions)) < len(self.fractions):
             raise OptionError(
@@ -94,7 +98,7 @@ class BsfaCalibrator(Calibrator):
         self._density_weight = torch.zeros((), dtype=torch.float64)
 
     @property
-    def passes(self) -> Sequence[Pass]:
+    def looks(self) -> Sequence[Pass]:
         """One, over a few steps of each group."""
         steps = [
             step
@@ -102,6 +106,20 @@ class BsfaCalibrator(Calibrator):
             for step in dataclasses.replace(self.extent, window=group).spread(self.per_group)
         ]
         return [Pass(title="thresholds", steps=tuple(steps))]
+
+    @property
+    def dial(self) -> Dial:
+        """The share kept, one of the fractions."""
+        assert isinstance(self.method, Bsfa)
+        return Dial(
+            name="keep",
+            start=self.method.keep,
+            least=min(self.fractions),
+            most=max(self.fractions),
+            scale="logarithm",
+            gain=4.0,
+            only=self.fractions,
+        )
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -136,10 +154,7 @@ class BsfaCalibrator(Calibrator):
         self._density += weight * self._kept(maxima, self._sum[at] / self._calls[at], site, always)
         self._density_weight += weight
 
-    def finish(self, number: int) -> None:
-        """Do nothing: one pass is all, and ``tables`` takes the means."""
-
-    def state(self) -> dict[str, Tensor]:
+    def known(self) -> dict[str, Tensor]:
         """Sums and counts."""
         return {
             "sum": self._sum,
@@ -148,13 +163,13 @@ class BsfaCalibrator(Calibrator):
             "density_weight": self._density_weight,
         }
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Sums and counts of a ``state()``."""
+    def recall(self, state: dict[str, Tensor]) -> None:
+        """Sums and counts."""
         self._sum, self._calls = state["sum"].clone(), state["calls"].clone()
         self._density = state["density"].clone()
         self._density_weight = state["density_weight"].clone()
 
-    def tables(self) -> dict[str, Tensor]:
+    def found(self, number: float | None) -> dict[str, Tensor]:
         """Thresholds ``[P, L, H, groups, fractions, Tq]`` and their fractions."""
         fractions = torch.tensor(self.fractions)
         return {
@@ -163,7 +178,11 @@ class BsfaCalibrator(Calibrator):
             FRACTION: self.extent.table(len(self.fractions)) + fractions,
         }
 
-    def measured(self) -> dict[str, Any]:
+    def options_at(self, number: float) -> dict[str, Any]:
+        """The fraction."""
+        return {"keep": number}
+
+    def seen(self) -> dict[str, Any]:
         """The density of products with V that each fraction stands for, kept blocks included.
 
         It is what the means so far kept of each call. The fraction itself is what a call's own

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vidsparse.calibration.base import Calibrator, Pass, check_count, check_positive
 from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
+from vidsparse.calibration.target import Dial
 from vidsparse.methods import Sale
 from vidsparse.methods.base import check_share, option
 from vidsparse.methods.sale import relative_scores
@@ -27,7 +28,8 @@ class SaleCalibrator(Calibrator):
     The paper halves on from call to call; all of them are tried on every call here, which is one
     estimate of the scores and the same result. The paper's error is |O - O'|_1 / N, with a bound of
     0.4 for one model and 2.0 for another, since it grows with the values; here it is divided by
-    |O|_1 / N, so that one bound means the same everywhere.
+    |O|_1 / N, so that one bound means the same everywhere. With a target the bound is moved until
+    whole videos are as wanted.
 
     Raises:
         OptionError: a number out of range.
@@ -49,6 +51,7 @@ class SaleCalibrator(Calibrator):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_positive("error", self.error)
         check_share("tau0", self.tau0)
         check_count("sample_steps", self.steps)
@@ -56,9 +59,16 @@ class SaleCalibrator(Calibrator):
         self._sweep = Sweep.of(self.extent, HALVINGS + 1)
 
     @property
-    def passes(self) -> Sequence[Pass]:
+    def looks(self) -> Sequence[Pass]:
         """One pass."""
         return [Pass(title="tau", steps=self.extent.spread(self.steps))]
+
+    @property
+    def dial(self) -> Dial:
+        """The bound on the error."""
+        return Dial(
+            name="bound", start=self.error, least=1e-3, most=1.0, scale="logarithm", gain=-8.7
+        )
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Measure every threshold: one estimate serves all of them."""
@@ -68,25 +78,23 @@ class SaleCalibrator(Calibrator):
         masks = scores >= self._taus.to(q.device).log().view(-1, 1, 1, 1, 1)
         self._sweep.add(site, *masked_errors(keep_text(masks, tile, site), tile, q, k, v))
 
-    def finish(self, number: int) -> None:
-        """Do nothing: the errors say how often each head halves."""
-
-    def state(self) -> dict[str, Tensor]:
+    def known(self) -> dict[str, Tensor]:
         """The sweep."""
         return self._sweep.state("sweep")
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """The sweep of a ``state()``."""
+    def recall(self, state: dict[str, Tensor]) -> None:
+        """The sweep."""
         self._sweep.restore("sweep", state)
 
-    def tables(self) -> dict[str, Tensor]:
+    def found(self, number: float | None) -> dict[str, Tensor]:
         """Tau, ``[P, L, H]``; heads that were not seen keep the paper's default."""
         assert isinstance(self.method, Sale)
-        return {"tau": torch.where(self._seen(), self._taus[self._halvings()], self.method.tau)}
+        halved = self._taus[self._halvings(number)]
+        return {"tau": torch.where(self._was_seen(), halved, self.method.tau)}
 
-    def measured(self) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
         """Density and halvings."""
-        seen, halvings = self._seen(), self._halvings()
+        seen, halvings = self._was_seen(), self._halvings(self._bound())
         kept = self._sweep.density.gather(-1, halvings.unsqueeze(-1)).squeeze(-1)
         return {
             "selected": round(kept[seen].mean().item(), 5),
@@ -94,10 +102,13 @@ class SaleCalibrator(Calibrator):
             "halvings": [int(n) for n in torch.bincount(halvings[seen]).tolist()],
         }
 
-    def _seen(self) -> Tensor:
+    def _bound(self) -> float | None:
+        return self.search.number if self.searches else None
+
+    def _was_seen(self) -> Tensor:
         return self._sweep.calls.squeeze(-1) > 0
 
-    def _halvings(self) -> Tensor:
+    def _halvings(self, error: float | None) -> Tensor:
         """The first threshold under the bound in every call, else the last, int64 ``[P, L, H]``."""
-        over = self._sweep.worst >= self.error
+        over = self._sweep.worst >= (self.error if error is None else error)
         return over.long().cumprod(-1).sum(-1).clamp_max(HALVINGS)

@@ -13,6 +13,7 @@ from torch import Tensor
 from vidsparse.calibration.bands import Band, bands
 from vidsparse.calibration.base import Calibrator, Pass, check_count, check_positive
 from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
+from vidsparse.calibration.target import Dial
 from vidsparse.errors import OptionError
 from vidsparse.kernels.attention.gates import RelativeGate, skipped_pieces
 from vidsparse.kernels.dispatch import eight_bits_that_pay
@@ -42,6 +43,9 @@ class SpargeCalibrator(Calibrator):
     one that no lambda satisfies has no gate (-inf). Where q·k will run in 8 bits, errors of the
     second stage are those of the rounded products.
 
+    With a target l1 is moved until whole videos are as wanted, and there is no gate: its errors
+    would have to be measured anew for every l1.
+
     Raises:
         OptionError: l2 below l1, numbers out of range, or a tile the gate's pieces do not divide.
     """
@@ -62,6 +66,7 @@ class SpargeCalibrator(Calibrator):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_positive("l1", self.l1)
         check_positive("l2", self.l2)
         check_count("sample_steps", self.steps)
@@ -78,8 +83,7 @@ class SpargeCalibrator(Calibrator):
             )
         self._first = Sweep.of(self.extent, len(PAIRS))
         self._second = Sweep.of(self.extent, len(LAMBDAS))
-        # what a head does that no pair satisfies.
-        self._tau, self._theta = self.extent.table(fill=1.0), self.extent.table(fill=-1.0)
+        self._tau, self._theta = self._pairs(self.l1)
 
     @property
     def _method(self) -> SpargeAttn:
@@ -87,10 +91,16 @@ class SpargeCalibrator(Calibrator):
         return self.method
 
     @property
-    def passes(self) -> Sequence[Pass]:
-        """Both stages over the same steps."""
+    def looks(self) -> Sequence[Pass]:
+        """Both stages over the same steps, or the first alone."""
         steps = self.extent.spread(self.steps)
-        return [Pass(title="tau and theta", steps=steps), Pass(title="lambda", steps=steps)]
+        first, second = (Pass(title=title, steps=steps) for title in ("tau and theta", "lambda"))
+        return [first] if self.searches else [first, second]
+
+    @property
+    def dial(self) -> Dial:
+        """l1."""
+        return Dial(name="l1", start=self.l1, least=1e-3, most=1.0, scale="logarithm", gain=-8.7)
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Measure every candidate of the stage on one call."""
@@ -100,58 +110,70 @@ class SpargeCalibrator(Calibrator):
         else:
             self._sweep_lambda(q, k, v, site)
 
-    def finish(self, number: int) -> None:
+    def conclude(self, number: int) -> None:
         """Choose tau and theta when their stage is over."""
         if number == 0:
-            fits = self._fits()
-            density = self._first.density.masked_fill(~fits, torch.inf)
-            best = density.argmin(-1)
-            found = fits.any(-1)
-            for table, place in ((self._tau, 1), (self._theta, 0)):
-                values = torch.tensor([pair[place] for pair in PAIRS])
-                table[found] = values[best][found]
+            self._tau, self._theta = self._pairs(self.l1)
 
-    def state(self) -> dict[str, Tensor]:
+    def known(self) -> dict[str, Tensor]:
         """Both sweeps and the pairs chosen."""
         chosen = {"tau": self._tau, "theta": self._theta}
         return {**self._first.state("first"), **self._second.state("second"), **chosen}
 
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """Both sweeps and the pairs of a ``state()``."""
+    def recall(self, state: dict[str, Tensor]) -> None:
+        """Both sweeps and the pairs."""
         self._first.restore("first", state)
         self._second.restore("second", state)
         self._tau, self._theta = state["tau"].clone(), state["theta"].clone()
 
-    def tables(self) -> dict[str, Tensor]:
+    def found(self, number: float | None) -> dict[str, Tensor]:
         """Tau, theta and lambda, ``[P, L, H]``; no lambda where no head has any."""
+        if number is not None:
+            tau, theta = self._pairs(number)
+            return {"tau": tau, "theta": theta}
         lambda_ = self._lambda()
         tables = {"tau": self._tau, "theta": self._theta}
         return {**tables, "lambda_": lambda_} if bool(lambda_.isfinite().any()) else tables
 
-    def measured(self) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
         """Densities and errors of the numbers chosen, over the calls seen."""
+        calls = {"calls_per_head": int(self._first.calls.max().item())}
+        if self.searches:
+            selected = self._selected(self.search.number)
+            return {"selected": round(selected.mean().item(), 5), **calls}
         place = self._lambda_place()
         gated = place < len(LAMBDAS)
         at = place.clamp_max(len(LAMBDAS) - 1).unsqueeze(-1)
         skipped = torch.where(gated, self._second.density.gather(-1, at).squeeze(-1), 0.0)
-        selected = self._selected()
+        selected = self._selected(self.l1)
         return {
             "selected": round(selected.mean().item(), 5),
             "skipped": round(skipped.mean().item(), 5),
             "sparsity": round((1 - selected + skipped / 2).mean().item(), 5),
-            "calls_per_head": int(self._first.calls.max().item()),
+            **calls,
             "heads_that_keep_all": int((selected > 1 - 1e-6).sum().item()),
             "heads_without_gate": int((~gated).sum().item()),
         }
 
-    def _selected(self) -> Tensor:
-        """Mean share of pairs of the pair chosen, ``[P, L, H]``."""
-        density = self._first.density.masked_fill(~self._fits(), torch.inf)
+    def _pairs(self, l1: float) -> tuple[Tensor, Tensor]:
+        """The sparsest tau and theta under a bound; what no pair satisfies keeps all."""
+        tau, theta = self.extent.table(fill=1.0), self.extent.table(fill=-1.0)
+        fits = self._fits(l1)
+        best = self._first.density.masked_fill(~fits, torch.inf).argmin(-1)
+        some = fits.any(-1)
+        for table, place in ((tau, 1), (theta, 0)):
+            values = torch.tensor([pair[place] for pair in PAIRS])
+            table[some] = values[best][some]
+        return tau, theta
+
+    def _selected(self, l1: float) -> Tensor:
+        """Mean share of pairs of the pair chosen under a bound, ``[P, L, H]``."""
+        density = self._first.density.masked_fill(~self._fits(l1), torch.inf)
         return density.amin(-1).clamp_max(1.0)
 
-    def _fits(self) -> Tensor:
-        """Which pairs satisfy l1, of heads that were seen at all."""
-        return (self._first.worst < self.l1) & (self._first.calls > 0)
+    def _fits(self, l1: float) -> Tensor:
+        """Which pairs satisfy the bound, of heads that were seen at all."""
+        return (self._first.worst < l1) & (self._first.calls > 0)
 
     def _lambda_place(self) -> Tensor:
         """The first of the rising distances under l2; their number where there is none.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vidsparse.calibration.base import Calibrator, Pass, check_count, check_positive
 from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
+from vidsparse.calibration.target import Dial
 from vidsparse.errors import OptionError
 from vidsparse.masks import top_p_mask
 from vidsparse.methods import XAttention
@@ -103,7 +104,7 @@ class XAttentionCalibrator(Calibrator):
     negative mean relative L1 error of head h after m adjustments. No head is lowered to a mean
     error above ``error``, and of all ways to keep that of all heads under it the one that saves
     most density is taken. (Without the bound of each head the sum lets a few go wrong for the sake
-    of the others.)
+    of the others.) With a target the bound is moved until whole videos are as wanted.
 
     Raises:
         OptionError: a number out of range, or a method that does not select by tau.
@@ -125,6 +126,7 @@ class XAttentionCalibrator(Calibrator):
     )  # fmt: skip
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_positive("error", self.error)
         check_count("adjustments", self.adjustments)
         check_count("sample_steps", self.steps)
@@ -136,7 +138,6 @@ class XAttentionCalibrator(Calibrator):
         check_share("tau", self._method.tau)
         self._taus = self._method.tau * SHRINK ** torch.arange(self.adjustments + 1)
         self._sweep = Sweep.of(self.extent, self.adjustments + 1)
-        self._made = self.extent.table()
 
     @property
     def _method(self) -> XAttention:
@@ -144,9 +145,16 @@ class XAttentionCalibrator(Calibrator):
         return self.method
 
     @property
-    def passes(self) -> Sequence[Pass]:
+    def looks(self) -> Sequence[Pass]:
         """One pass."""
         return [Pass(title="errors of all thresholds", steps=self.extent.spread(self.steps))]
+
+    @property
+    def dial(self) -> Dial:
+        """The bound on the error."""
+        return Dial(
+            name="bound", start=self.error, least=1e-3, most=1.0, scale="logarithm", gain=-8.7
+        )
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Measure every threshold."""
@@ -156,33 +164,21 @@ class XAttentionCalibrator(Calibrator):
         masks = keep_text(masks, method.tile, site)
         self._sweep.add(site, *masked_errors(masks, method.tile, q, k, v))
 
-    def finish(self, number: int) -> None:
-        """Distribute the adjustments over all heads."""
-        seen = self._sweep.calls.flatten() > 0
-        errors = self._sweep.mean.flatten(0, 2)[seen]
-        densities = self._sweep.density.flatten(0, 2)[seen]
-        most = self.error * len(errors)
-        # a head that begins above the bound stays as it is.
-        errors[:, 1:] = errors[:, 1:].masked_fill(errors[:, 1:] > self.error, torch.inf)
-        made = self._made.view(-1)
-        made[seen] = best_adjustments(errors, densities, most).float()
+    def known(self) -> dict[str, Tensor]:
+        """The sweep."""
+        return self._sweep.state("sweep")
 
-    def state(self) -> dict[str, Tensor]:
-        """The sweep, and the adjustments of each head."""
-        return {**self._sweep.state("sweep"), "made": self._made}
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        """The sweep of a ``state()``."""
+    def recall(self, state: dict[str, Tensor]) -> None:
+        """The sweep."""
         self._sweep.restore("sweep", state)
-        self._made = state["made"].clone()
 
-    def tables(self) -> dict[str, Tensor]:
+    def found(self, number: float | None) -> dict[str, Tensor]:
         """Tau, ``[P, L, H]``."""
-        return {"tau": self._taus[self._made.long()].float()}
+        return {"tau": self._taus[self._adjusted(number)].float()}
 
-    def measured(self) -> dict[str, Any]:
+    def seen(self) -> dict[str, Any]:
         """Density and error before and after."""
-        at = self._made.long().unsqueeze(-1)
+        at = self._adjusted(self.search.number if self.searches else None).unsqueeze(-1)
         seen = self._sweep.calls.squeeze(-1) > 0
         before = (self._sweep.density[..., 0], self._sweep.mean[..., 0])
         after = (self._sweep.density.gather(-1, at), self._sweep.mean.gather(-1, at))
@@ -190,3 +186,15 @@ class XAttentionCalibrator(Calibrator):
         values = (*before, *(table.squeeze(-1) for table in after))
         means = {n: round(x[seen].mean().item(), 5) for n, x in zip(names, values, strict=True)}
         return {**means, "calls_per_head": int(self._sweep.calls.max().item())}
+
+    def _adjusted(self, error: float | None) -> Tensor:
+        """How often each head's threshold is lowered under a bound, int64 ``[P, L, H]``."""
+        bound = self.error if error is None else error
+        seen = self._sweep.calls.flatten() > 0
+        errors = self._sweep.mean.flatten(0, 2)[seen]
+        densities = self._sweep.density.flatten(0, 2)[seen]
+        # a head that begins above the bound stays as it is.
+        errors[:, 1:] = errors[:, 1:].masked_fill(errors[:, 1:] > bound, torch.inf)
+        made = torch.zeros(seen.shape, dtype=torch.int64)
+        made[seen] = best_adjustments(errors, densities, bound * len(errors))
+        return made.view(self._sweep.calls.shape[:-1])

@@ -26,7 +26,10 @@ Selection = Literal["rule", "words", "blocks", "select"]
 """Which of a method's four ways its tiles are selected by; see ``SparseMethod.selection``."""
 
 MEANS: Final = (32, 64, 128)
-"""What a ``means`` option can be, beside None."""
+"""What a ``means`` option can be, beside None and ``auto``."""
+
+USUAL_MEANS: Final = 64
+"""What ``auto`` is, or the tile's keys where those are more."""
 
 QUANTIZE: Final = ("auto", "int8", "fp8", "none")
 """What a ``quantize`` option can be."""
@@ -102,7 +105,7 @@ class SparseMethod(Method):
     tile: tuple[int, int]
     merge: str
     quantize: str | None = None
-    means: int | None = None
+    means: int | str | None = None
     numbers: Numbers | None = None
     needs_numbers: ClassVar[bool] = False
     knobs: ClassVar[tuple[Knob, ...]] = ()
@@ -301,30 +304,39 @@ def merge_option(default: str = "xor-window") -> Any:
     )
 
 
-def optional_count(text: str) -> int | None:
-    """Read a whole number, or None from ``none``."""
-    return None if text.strip().lower() == "none" else int(text)
+def optional_count(text: str) -> int | str | None:
+    """Read a whole number, None from ``none``, or ``auto``."""
+    word = text.strip().lower()
+    return {"none": None, "auto": "auto"}[word] if word in ("none", "auto") else int(text)
 
 
-def means_option(default: int | None = None) -> Any:
-    """The field of what becomes of keys that are not computed."""
+def means_option() -> Any:
+    """The field of what becomes of keys that are not computed; see ``settle_means``."""
     return option(
-        default,
+        "auto",
         flag="--means",
         metavar="C",
-        help="tokens of a group whose mean stands for what is skipped: 32, 64, 128 or none",
+        help="tokens of a group whose mean stands for what is skipped: 32, 64, 128, none (skipped "
+        "keys are left out, as papers before have it), or auto: 64 or the tile's keys",
         convert=optional_count,
     )
 
 
-def check_means(means: object, tile: tuple[int, int]) -> None:
-    """Raise an ``OptionError`` unless ``means`` is None or a group of tokens that fits the tile."""
-    if means is None:
+def settle_means(method: SparseMethod) -> None:
+    """Check ``method.means``, and put the number of tokens in the place of ``auto``.
+
+    Raises:
+        OptionError: it is no group of tokens that fits the tile.
+    """
+    keys = method.tile[1]
+    if method.means == "auto":
+        object.__setattr__(method, "means", max(USUAL_MEANS, keys))
+    if method.means is None:
         return
-    sizes = [size for size in MEANS if size % tile[1] == 0]
-    if means not in sizes:
+    sizes = [size for size in MEANS if size % keys == 0]
+    if method.means not in sizes:
         raise OptionError(
-            f"means must be a multiple of the tile's {tile[1]} keys, got {means!r}. "
+            f"means must be a multiple of the tile's {keys} keys, got {method.means!r}. "
             f"Hint: choose from {', '.join(map(str, sizes))}, none."
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -14,14 +14,15 @@ from vidsparse.methods.base import (
     Selection,
     SparseMethod,
     as_tile,
-    check_means,
     means_option,
     merge_option,
+    settle_means,
     settle_share,
     share_option,
     tile_option,
     topk_option,
 )
+from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.studied import Knob, Settings
 from vidsparse.site import CallSite
 
@@ -34,6 +35,8 @@ class FgAttn(SparseMethod):
     For tile means q_avg and k_avg, A = softmax(q_avg k_avg^T / sqrt(D)); each row keeps the
     smallest set of tiles whose sum reaches p. Short tiles count like full ones, as in the paper.
     ``topk`` keeps that share of the key tiles instead, rounded up, whatever their mass.
+
+    ``top_p`` of every layer and head may come from a preset.
 
     Raises:
         OptionError: ``top_p`` or ``topk`` outside (0, 1], both of them given, a tile or merge that
@@ -64,16 +67,20 @@ class FgAttn(SparseMethod):
     tile: tuple[int, int] = tile_option((16, 16))
     merge: str = merge_option()
     means: int | None = means_option()
+    numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         settle_share(self, "top_p", self.top_p, self.topk)
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
-        check_means(self.means, self.tile)
+        settle_means(self)
 
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3)."""
-        return choose_tiles(pooled_scores(q, k, self.tile), self.top_p, self.topk)
+        top_p = self.number("top_p", site, q.device)
+        if isinstance(top_p, Tensor):
+            top_p = top_p[: q.shape[1], None, None]
+        return choose_tiles(pooled_scores(q, k, self.tile), top_p, self.topk)
 
     def selection(self, q: Tensor) -> Selection:
         """The project's kernels follow ``rule``."""
@@ -81,4 +88,5 @@ class FgAttn(SparseMethod):
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
         """Top-p or top-k alone."""
-        return PooledTopP(self.top_p or 1.0, topk=self.topk)
+        top_p = self.number("top_p", site, device)
+        return PooledTopP(1.0 if top_p is None else top_p, topk=self.topk)

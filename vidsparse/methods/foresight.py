@@ -15,10 +15,10 @@ from vidsparse.methods.base import (
     Selection,
     SparseMethod,
     as_tile,
-    check_means,
     check_share,
     means_option,
     option,
+    settle_means,
     tile_option,
 )
 from vidsparse.methods.numbers import Numbers
@@ -79,14 +79,14 @@ class Foresight(SparseMethod):
         help="query rows judged as one: 16, 32, 64, 128, or auto, by the length",
         convert=_rows,
     )
-    means: int | None = means_option(64)
+    means: int | None = means_option()
     merge: ClassVar[str] = "consecutive"  # type: ignore[misc]
     numbers: Numbers | None = None
 
     def __post_init__(self) -> None:
         check_share("share", self.share)
         object.__setattr__(self, "tile", as_tile(self.tile))
-        check_means(self.means, self.tile)
+        settle_means(self)
         if self.rows is not None and (self.rows not in ROWS or self.tile[0] % self.rows):
             fitting = ", ".join(str(rows) for rows in ROWS if self.tile[0] % rows == 0)
             raise OptionError(

@@ -19,13 +19,13 @@ from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
     check_eight_bits,
-    check_means,
     check_share,
     check_whole,
     eight_bit_option,
     means_option,
     merge_option,
     option,
+    settle_means,
     tile_option,
 )
 from vidsparse.methods.numbers import Numbers
@@ -212,7 +212,7 @@ class Sale(SparseMethod):
         check_whole("local", self.local)
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
-        check_means(self.means, self.tile)
+        settle_means(self)
 
     def threshold(self, q: Tensor, site: CallSite) -> float | Tensor:
         """Tau at a call: one number, or one for each head of ``q``, fp32 ``[H]``."""

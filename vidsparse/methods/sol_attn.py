@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -15,12 +15,13 @@ from vidsparse.masks import pooled_mean
 from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
-    check_means,
     means_option,
     merge_option,
     option,
+    settle_means,
     tile_option,
 )
+from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.studied import Knob, Settings
 from vidsparse.site import CallSite
 
@@ -36,7 +37,7 @@ class SolAttn(SparseMethod):
     all other blocks enter the softmax as the means of groups of ``means`` tokens.
 
     The paper routes inside its kernel, 64 rows at a time; here the map is made first, and blocks of
-    128 rows attend the union of two.
+    128 rows attend the union of two. Tau of every layer and head may come from a preset.
 
     Raises:
         OptionError: a tau that is no number, a tile, a merge or a group of means that does not
@@ -55,7 +56,8 @@ class SolAttn(SparseMethod):
     )
     tile: tuple[int, int] = tile_option((64, 64))
     merge: str = merge_option("consecutive")
-    means: int | None = means_option(64)
+    means: int | None = means_option()
+    numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         number = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool)
@@ -63,7 +65,7 @@ class SolAttn(SparseMethod):
             raise OptionError(f"tau must be a finite number, got {self.tau!r}")
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
-        check_means(self.means, self.tile)
+        settle_means(self)
 
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """The blocks above their row's threshold or near the diagonal, bool ``[B, H, Tq, Tk]``."""
@@ -72,7 +74,10 @@ class SolAttn(SparseMethod):
         video = keys[:, :, : max(1, site.grid.video_tiles(self.tile[1]))]
         mean = rows @ video.mean(2).unsqueeze(-1)
         spread = (rows.square() @ video.var(2, correction=0).unsqueeze(-1)).sqrt()
-        chosen = rows @ keys.mT > mean + self.tau * spread
+        tau = self.number("tau", site, q.device)
+        if isinstance(tau, Tensor):
+            tau = tau[: q.shape[1], None, None]
+        chosen = rows @ keys.mT > mean + tau * spread
         return chosen | self._beside_diagonal(*chosen.shape[2:], device=q.device)
 
     def _beside_diagonal(self, rows: int, columns: int, *, device: torch.device) -> Tensor:

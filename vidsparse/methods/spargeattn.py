@@ -18,12 +18,12 @@ from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
     check_eight_bits,
-    check_means,
     eight_bit_option,
     means_option,
     merge_option,
     option,
     optional_number,
+    settle_means,
     settle_share,
     share_option,
     tile_option,
@@ -149,7 +149,7 @@ class SpargeAttn(SparseMethod):
         check_eight_bits(self.quantize)
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
-        check_means(self.means, self.tile)
+        settle_means(self)
 
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """Top-cdf with the self-similarity judge, bool ``[B, H, Tq, Tk]`` (equations 4 and 5)."""

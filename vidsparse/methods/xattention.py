@@ -17,12 +17,12 @@ from vidsparse.methods.base import (
     Selection,
     SparseMethod,
     as_tile,
-    check_means,
     check_whole,
     means_option,
     merge_option,
     option,
     optional_number,
+    settle_means,
     settle_share,
     share_option,
     tile_option,
@@ -215,7 +215,7 @@ class XAttention(SparseMethod):
                 f"{self.tile[1]}. Hint: both sides must be multiples of the stride."
             )
         check_merge(self.merge)
-        check_means(self.means, self.tile)
+        settle_means(self)
 
     def count(self, tokens: int) -> int | None:
         """Key tiles that every row of ``tokens`` tokens keeps, or None where tau decides."""

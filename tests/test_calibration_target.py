@@ -1,0 +1,187 @@
+"""Numbers that are turned until whole videos are as wanted: every method, every kind of target."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vidsparse
+from vidsparse.calibration import CALIBRATORS
+from vidsparse.calibration.base import Video
+from vidsparse.calibration.target import TRIES, Dial, Search, Target
+from vidsparse.pipelines.calibrate import calibrate
+from vidsparse.pipelines.generate import generate
+from vidsparse.pipelines.models import LoadedPipeline, load
+from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.presets import load_preset
+
+DIALS = {
+    "logarithm": Dial(name="share", start=0.15, least=0.02, most=1.0, scale="logarithm", gain=6.0),
+    "rest": Dial(name="top_p", start=0.8, least=0.05, most=0.999, scale="rest", gain=6.0),
+    "plain": Dial(name="tau", start=1.0, least=-4.0, most=4.0, scale="plain", gain=-4.0),
+    "bound": Dial(name="l1", start=0.05, least=1e-3, most=1.0, scale="logarithm", gain=-8.7),
+}
+STILL = np.full((4, 64, 64, 3), 128, dtype=np.uint8)
+
+# ---- dials ----
+
+
+@given(st.sampled_from(sorted(DIALS)), st.floats(-50, 50))
+def test_a_dial_stays_within_its_bounds(name: str, place: float) -> None:
+    dial = DIALS[name]
+    assert dial.least <= dial.number(place) <= dial.most
+
+
+@given(st.sampled_from(sorted(DIALS)), st.floats(0.05, 0.95))
+def test_places_lead_back_to_their_numbers(name: str, share: float) -> None:
+    dial = DIALS[name]
+    number = dial.least + share * (dial.most - dial.least)
+    assert dial.number(dial.place(number)) == pytest.approx(number, rel=1e-3)
+
+
+def test_where_there_are_few_numbers_the_nearest_is_taken() -> None:
+    dial = Dial(
+        name="keep", start=0.3, least=0.1, most=0.7, scale="logarithm", gain=4.0,
+        only=(0.1, 0.3, 0.7),
+    )  # fmt: skip
+    assert [dial.number(math.log(x)) for x in (0.01, 0.16, 0.2, 0.4, 0.6)] == [
+        0.1, 0.1, 0.3, 0.3, 0.7,
+    ]  # fmt: skip
+
+
+# ---- searches in a world whose videos get better with work ----
+
+
+def noisy(decibels: float, prompt: int) -> Video:
+    """A gray video with noise of that PSNR; some prompts are harder than others."""
+    deviation = 255 * 10 ** (-(decibels - prompt) / 20)
+    noise = np.random.default_rng(prompt).standard_normal(STILL.shape)
+    return (STILL + deviation * noise).round().clip(0, 255).astype(np.uint8)
+
+
+def searched(dial: Dial, target: Target, gain: float, start: float = 26.0) -> Search:
+    """Runs a search: PSNR is ``start`` at the dial's start and has that gain; speed falls by it."""
+    search = Search(target)
+    for prompt in range(3):
+        search.keep(prompt, STILL, 10.0)
+    search.begin(dial.start)
+    number = 0
+    while number < len(search.tried):
+        along = dial.place(search.tried[number]) - dial.place(dial.start)
+        decibels = start + gain * along
+        seconds = 10 / (1.5 * 10 ** (-(decibels - start) / 80))
+        for prompt in range(3):
+            video = noisy(decibels, prompt)
+            search.watch(prompt, video, total=10 ** ((decibels - 60) / 40), seconds=seconds)
+        search.go_on(dial)
+        number += 1
+    return search
+
+
+@pytest.mark.parametrize("name", DIALS)
+@pytest.mark.parametrize("value", [22.0, 27.0, 32.0])
+@pytest.mark.parametrize("factor", [0.6, 1.0, 1.8])
+def test_a_psnr_is_met_whatever_the_first_guess(name: str, value: float, factor: float) -> None:
+    dial = DIALS[name]
+    measured = searched(dial, Target("psnr", value), factor * dial.gain).measured(dial.name)
+    assert measured["met"]
+    assert measured["psnr"] == pytest.approx(value, abs=0.3)
+    assert measured["psnr_worst"] < measured["psnr"]
+    assert len(measured["tries"]) <= TRIES
+    assert measured["target"] == {"psnr": value}
+
+
+@pytest.mark.parametrize("name", DIALS)
+def test_an_ssim_is_met(name: str) -> None:
+    dial = DIALS[name]
+    measured = searched(dial, Target("ssim", 0.3), dial.gain).measured(dial.name)
+    assert measured["met"]
+    # a third of a decibel of what is missing to one.
+    assert measured["ssim"] == pytest.approx(0.3, abs=0.06)
+
+
+@pytest.mark.parametrize("name", DIALS)
+def test_a_speed_is_met_by_less_work(name: str) -> None:
+    dial = DIALS[name]
+    search = searched(dial, Target("speed", 1.8), dial.gain)
+    measured = search.measured(dial.name)
+    assert measured["met"]
+    assert measured["speed"] == pytest.approx(1.8, rel=0.03)
+    assert measured["psnr"] < 26
+
+
+def test_what_cannot_be_met_is_said_and_the_nearest_kept() -> None:
+    measured = searched(DIALS["rest"], Target("psnr", 60.0), 2.0).measured("top_p")
+    assert not measured["met"]
+    assert measured["top_p"] > 0.99
+    assert measured["psnr"] == max(one["psnr"] for one in measured["tries"])
+
+
+def test_of_few_numbers_the_cheapest_that_meets_the_target_is_kept() -> None:
+    fractions = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+    dial = Dial(
+        name="keep", start=0.3, least=0.05, most=0.7, scale="logarithm", gain=4.0, only=fractions
+    )
+    # 26 dB at 0.3, 4 dB for each doubling: 30 dB at 0.6, which there is not.
+    search = searched(dial, Target("psnr", 29.0), 4 / math.log(2))
+    assert search.number == 0.7
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("psnr", 4), ("psnr", math.nan), ("psnr", "32"), ("ssim", 1.0), ("speed", 0.5), ("speed", True)],
+)  # fmt: skip
+def test_targets_that_mean_nothing_are_refused(kind: Any, value: Any) -> None:
+    with pytest.raises(vidsparse.OptionError, match=f"target_{kind} must lie between"):
+        Target(kind, value)
+
+
+# ---- on a pipeline ----
+
+PROMPTS = ["a red circle", "a blue square that moves left"]
+MORE: dict[str, dict[str, Any]] = {"foresight": {"probes": 1}, "bsfa": {"groups": 2}}
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model: Path) -> LoadedPipeline:
+    return load(tiny_model, device="cpu")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_what_a_preset_promises_is_what_it_makes(
+    name: str, loaded: LoadedPipeline, tmp_path: Path
+) -> None:
+    request = GenerateRequest(
+        prompt="", method=name, frames=9, width=64, height=64, steps=4, guidance=3.0,
+        dense_steps=1, dense_layers=1, order="rowmajor", device="cpu",
+    )  # fmt: skip
+    settings = {"target_psnr": 30.0, **MORE.get(name, {})}
+    calibrate(loaded, request, PROMPTS, tmp_path / "p", settings=settings)
+    preset = load_preset(tmp_path / "p")
+    promised = preset.measured
+    assert promised["target"] == {"psnr": 30.0}
+    divided = CALIBRATORS[name].divides_layers
+    assert preset.schedule["dense_layers"] == (0 if divided else 1)
+    made = GenerateRequest(
+        prompt=PROMPTS[1], seed=1, preset=str(tmp_path / "p"), model=loaded.ref.location,
+        steps=4, guidance=3.0, device="cpu",
+    )  # fmt: skip
+    sparse = generate(loaded, made)
+    assert sparse.record["work"]["dense_layers"] == (0 if divided else pytest.approx(0.375))
+    dense = generate(
+        loaded,
+        GenerateRequest(
+            prompt=PROMPTS[1], seed=1, method="dense", model=loaded.ref.location, frames=9,
+            width=64, height=64, steps=4, guidance=3.0, device="cpu",
+        ),
+    )  # fmt: skip
+    found = vidsparse.metrics.psnr(dense.frames, sparse.frames)
+    # the worse of two: no video is worse than what was promised of the worst.
+    assert found is None or found >= promised["psnr_worst"] - 0.01

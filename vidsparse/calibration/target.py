@@ -1,0 +1,305 @@
+"""A quality or a speed by name: whole videos say how far a method's number has to go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vidsparse.errors import OptionError
+from vidsparse.metrics import compare_videos
+
+if TYPE_CHECKING:
+    Video = NDArray[np.uint8]
+
+Kind = Literal["psnr", "ssim", "speed"]
+
+TRIES: Final = 5
+"""Most settings that are tried on all prompts."""
+
+# of the level that is wanted, in decibels: 3 % of a speed.
+_NEAR: Final = {"psnr": 0.3, "ssim": 0.3, "speed": 0.13}
+_RANGES: Final = {"psnr": (5.0, 60.0), "ssim": (0.1, 0.999), "speed": (1.0, 20.0)}
+_UNITS: Final = {"psnr": " dB", "ssim": "", "speed": " times"}
+# what a video is that differs nowhere: as near as 8 bits can say.
+_LEAST_ERROR: Final = 1e-3
+# how far one try may go from the last, on the dial's own scale: what was learnt holds nearby only.
+_REACH: Final = math.log(2.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is wanted: a mean PSNR in dB, a mean SSIM, or how many times faster than dense.
+
+    Raises:
+        OptionError: a value that no video has.
+    """
+
+    kind: Kind
+    value: float
+
+    def __post_init__(self) -> None:
+        low, high = _RANGES[self.kind]
+        number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+        if not number or not low <= self.value <= high:
+            raise OptionError(
+                f"target_{self.kind} must lie between {low:g} and {high:g}{_UNITS[self.kind]}, "
+                f"got {self.value!r}"
+            )
+
+    @property
+    def level(self) -> float:
+        """The same in decibels, in which errors and times add up alike at any height."""
+        return _level(self.kind, self.value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dial:
+    """The number of a method that is turned until its videos are as wanted.
+
+    Args:
+        name: of the number.
+        start: where the search begins.
+        least: the smallest number that is tried.
+        most: the largest.
+        scale: on which steps are alike: ``logarithm`` of the number, ``rest`` for the logarithm of
+            what a share leaves to one, or ``plain``.
+        gain: decibels of PSNR for a step of 1 on that scale, as a first guess; negative where
+            larger numbers compute less.
+        only: the numbers that there are, where they are few.
+    """
+
+    name: str
+    start: float
+    least: float
+    most: float
+    scale: Literal["logarithm", "rest", "plain"]
+    gain: float
+    only: tuple[float, ...] = ()
+
+    def place(self, number: float) -> float:
+        """Where a number stands on the scale."""
+        if self.scale == "logarithm":
+            return math.log(number)
+        return -math.log1p(-number) if self.scale == "rest" else number
+
+    def number(self, place: float) -> float:
+        """The number at a place of the scale, or the nearest that there is."""
+        if self.scale == "logarithm":
+            # what lies far outside of the bounds has no exponential.
+            number = math.exp(min(max(place, math.log(self.least)), math.log(self.most)))
+        else:
+            number = -math.expm1(-max(place, 0.0)) if self.scale == "rest" else place
+        number = min(max(number, self.least), self.most)
+        if self.only:
+            return min(self.only, key=lambda one: abs(self.place(one) - self.place(number)))
+        return float(f"{number:.4g}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One video of a try: log of its mean squared error, SSIM, share of pairs, and seconds."""
+
+    log_error: float
+    ssim: float
+    total: float
+    seconds: float
+
+    @property
+    def psnr(self) -> float:
+        return 20 * math.log10(255) - 10 / math.log(10) * self.log_error
+
+
+class Search:
+    """Tries numbers of a dial on whole videos until they are as wanted.
+
+    A try is a video of every prompt. The next number lies on the line between the two tries beside
+    the target, or else through the last two, or goes by the dial's first guess. What is kept is
+    the cheapest try that meets the target, or the nearest where none does.
+
+    Args:
+        target: what is wanted, None to try one number and say what comes of it.
+    """
+
+    def __init__(self, target: Target | None) -> None:
+        self.target = target
+        self.tried: list[float] = []
+        self._dense: dict[int, Tensor] = {}
+        self._dense_seconds: dict[int, float] = {}
+        self._rows: list[dict[int, _Seen]] = []
+
+    # ---- what is shown ----
+
+    def keep(self, prompt: int, video: Video, seconds: float) -> None:
+        """Take in a prompt's dense video, and the seconds of its denoising."""
+        self._dense[prompt] = torch.from_numpy(video)
+        self._dense_seconds[prompt] = seconds
+
+    def log_error(self, prompt: int, video: Video) -> float:
+        """The logarithm of a video's mean squared error to the prompt's dense one."""
+        away = torch.from_numpy(video).double() - self._dense[prompt].double()
+        return math.log(max(float(away.square().mean()), _LEAST_ERROR))
+
+    def watch(self, prompt: int, video: Video, total: float, seconds: float) -> None:
+        """Take in a video of the last try."""
+        alike = math.nan
+        if self.target is not None and self.target.kind == "ssim":
+            found = compare_videos(self._dense[prompt].numpy(), video).ssim
+            alike = math.nan if found is None else found
+        seen = _Seen(self.log_error(prompt, video), alike, total, seconds)
+        self._rows[-1][prompt] = seen
+
+    def begin(self, number: float) -> None:
+        """Try a number next."""
+        self.tried.append(number)
+        self._rows.append({})
+
+    def go_on(self, dial: Dial) -> None:
+        """After a try: begin the next, unless the target is met or nothing new is left to try."""
+        if self.target is None or self._met(-1) or len(self.tried) >= TRIES:
+            return
+        following = dial.number(self._next(dial))
+        if following not in self.tried:
+            self.begin(following)
+
+    # ---- what it comes to ----
+
+    @property
+    def best(self) -> int:
+        """The try that is kept."""
+        tries = range(len(self.tried))
+        target = self.target
+        if target is None:
+            return len(self.tried) - 1
+        met = [one for one in tries if self._missing(one) <= _NEAR[target.kind]]
+        if met and target.kind == "speed":
+            return max(met, key=lambda one: self._value(one, "psnr"))
+        if met:
+            return min(met, key=self._total)
+        return min(tries, key=lambda one: abs(self._missing(one)))
+
+    @property
+    def number(self) -> float:
+        """That of the try that is kept."""
+        return self.tried[self.best]
+
+    def measured(self, name: str) -> dict[str, Any]:
+        """What was wanted and what came of it, as JSON values; ``name`` is that of the number."""
+        best = self.best
+        seen = self._rows[best].values()
+        found: dict[str, Any] = {
+            "psnr": round(self._value(best, "psnr"), 2),
+            "psnr_worst": round(min(one.psnr for one in seen), 2),
+            "total": round(self._total(best), 4),
+        }
+        if self.target is not None:
+            found["target"] = {self.target.kind: self.target.value}
+            found["met"] = self._missing(best) <= _NEAR[self.target.kind]
+            if self.target.kind != "psnr":
+                found[self.target.kind] = round(self._value(best, self.target.kind), 4)
+        tries = [
+            {name: round(number, 4), "psnr": round(self._value(one, "psnr"), 2)}
+            for one, number in enumerate(self.tried)
+        ]
+        return {**found, name: round(self.tried[best], 4), "tries": tries}
+
+    def _value(self, one: int, kind: Kind) -> float:
+        """The mean of a try, -1 for the last."""
+        row = self._rows[one]
+        if kind == "speed":
+            return math.fsum(self._dense_seconds[prompt] for prompt in row) / math.fsum(
+                seen.seconds for seen in row.values()
+            )
+        return mean([seen.psnr if kind == "psnr" else seen.ssim for seen in row.values()])
+
+    def _total(self, one: int) -> float:
+        return mean([seen.total for seen in self._rows[one].values()])
+
+    def _at(self, one: int) -> float:
+        assert self.target is not None
+        return _level(self.target.kind, self._value(one, self.target.kind))
+
+    def _missing(self, one: int) -> float:
+        """Decibels that a try has too few of."""
+        assert self.target is not None
+        return self.target.level - self._at(one)
+
+    def _met(self, one: int) -> bool:
+        assert self.target is not None
+        return abs(self._missing(one)) <= _NEAR[self.target.kind]
+
+    def _next(self, dial: Dial) -> float:
+        """The next place on the dial's scale."""
+        assert self.target is not None
+        missing = {dial.place(number): self._missing(i) for i, number in enumerate(self.tried)}
+        last = dial.place(self.tried[-1])
+        below = min((place for place in missing if missing[place] > 0), key=missing.__getitem__,
+                    default=None)  # fmt: skip
+        above = max((place for place in missing if missing[place] <= 0), key=missing.__getitem__,
+                    default=None)  # fmt: skip
+        if below is not None and above is not None:
+            share = missing[below] / (missing[below] - missing[above])
+            return below + share * (above - below)
+        # more work costs about an eighth of the speed, in decibels, that it gains in quality.
+        slope = dial.gain if self.target.kind != "speed" else -dial.gain / 8
+        if len(self.tried) > 1:
+            before = dial.place(self.tried[-2])
+            along = (missing[before] - missing[last]) / (last - before)
+            slope = along if along * slope > 0 else slope
+        step = missing[last] / slope
+        return last + min(max(step, -_REACH), _REACH)
+
+    # ---- what is known, for a run that is interrupted ----
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything."""
+        names = sorted(self._dense)
+        rows = torch.full((len(self._rows), len(names), 4), torch.nan, dtype=torch.float64)
+        for number, row in enumerate(self._rows):
+            for prompt, seen in row.items():
+                values = (seen.log_error, seen.ssim, seen.total, seen.seconds)
+                rows[number, names.index(prompt)] = torch.tensor(values, dtype=torch.float64)
+        seconds = [self._dense_seconds[prompt] for prompt in names]
+        return {
+            **{f"dense.{prompt}": self._dense[prompt] for prompt in names},
+            "dense_seconds": torch.tensor(seconds, dtype=torch.float64),
+            "tried": torch.tensor(self.tried, dtype=torch.float64),
+            "rows": rows,
+        }
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """All of a ``state()``."""
+        names = sorted(
+            int(name.removeprefix("dense.")) for name in state if name.startswith("dense.")
+        )
+        self._dense = {prompt: state[f"dense.{prompt}"] for prompt in names}
+        seconds = state["dense_seconds"].tolist()
+        self._dense_seconds = dict(zip(names, seconds, strict=True))
+        self.tried = state["tried"].tolist()
+        self._rows = [
+            {
+                prompt: _Seen(*values)
+                for prompt, values in zip(names, row, strict=True)
+                if not math.isnan(values[0])
+            }
+            for row in state["rows"].tolist()
+        ]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Their mean, exactly rounded."""
+    return math.fsum(values) / len(values)
+
+
+def _level(kind: Kind, value: float) -> float:
+    if kind == "psnr":
+        return value
+    if kind == "ssim":
+        return -10 * math.log10(max(1 - value, 1e-6))
+    return 10 * math.log10(value)
