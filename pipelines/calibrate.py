@@ -72,7 +72,8 @@ def calibrate(
     """
     if not prompts:
         raise OptionError("calibration needs at least one prompt")
-    request = resolve(replace(request, model=loaded.ref.name), loaded.defaults)
+    request = replace(request, model=loaded.ref.name)
+    request = resolve(request, loaded.defaults, own_presets=False)
     run = _Run(loaded, request, settings or {})
     file = _ProgressFile(out, _fingerprint(loaded, request, prompts, settings))
     number, done = file.restore(run)

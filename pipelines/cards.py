@@ -17,6 +17,9 @@ from vidsparse.pipelines.speed import SPEEDS
 CARD: Final = "vidsparse.json"
 """Optional file of a model folder: its settings and the words it knows."""
 
+PRESETS: Final = "presets"
+"""Optional folder of a model folder: a preset for each of some methods, ``METHOD.json``."""
+
 GUIDER: Final = "guider/guider_config.json"
 """HunyuanVideo 1.5 holds its guidance in a component, not in the call."""
 
@@ -140,6 +143,7 @@ def _read_defaults(
     transformer = read_json(folder / "transformer" / "config.json")
     values = _own_settings(folder, index, transformer, vae)
     values |= {name: card[name] for name in _CARD_SETTINGS if name in card}
+    values["presets"] = {file.stem: str(file) for file in sorted(folder.glob(f"{PRESETS}/*.json"))}
     if "size" in card:
         match = re.fullmatch(r"(\d+)x(\d+)", str(card["size"]))
         if match is None:

@@ -43,6 +43,7 @@ class Defaults:
         speeds: by the names of ``--speed``, what this model's own bundles change of the method's
             settings (``method_options``, ``schedule``, ``cache``), and what was measured with them:
             ``psnr``, the mean in dB against the dense run over so many ``prompts``.
+        presets: files of calibrated numbers that come with the model, by the names of methods.
         source: where these settings of sparse attention come from.
     """
 
@@ -66,6 +67,7 @@ class Defaults:
     method_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     speeds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    presets: Mapping[str, str] = field(default_factory=dict)
     source: str
 
     def with_method(self, method: str) -> Defaults:

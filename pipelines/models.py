@@ -21,7 +21,7 @@ from typing import Any, Final
 from vidsparse.errors import ModelError, OptionError, UnsupportedError
 from vidsparse.files import file_hash
 from vidsparse.logs import logger
-from vidsparse.pipelines.cards import CARD, GUIDER, checked_defaults, read_card, read_json
+from vidsparse.pipelines.cards import CARD, GUIDER, PRESETS, checked_defaults, read_card, read_json
 from vidsparse.pipelines.compilation import compile_blocks, require_compiler
 from vidsparse.pipelines.families import FAMILIES, Defaults, Family, image_pipelines
 from vidsparse.pipelines.linear import LinearFacts, fuse_lora, quantize_linear
@@ -338,9 +338,12 @@ def unknown_words(ref: ModelRef, prompt: str) -> list[str]:
 
 
 def weights_hash(folder: Path) -> str:
-    """SHA-256 over the names and contents of the safetensors files below ``folder``."""
+    """SHA-256 over the names and contents of the safetensors files of a model's parts."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.safetensors")):
+        # numbers that were found with the weights.
+        if path.parent.name == PRESETS:
+            continue
         digest.update(path.relative_to(folder).as_posix().encode())
         digest.update(_file_hash(path).encode())
     return digest.hexdigest()

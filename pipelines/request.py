@@ -233,19 +233,65 @@ def own_method(model: str, speed: str | None, options: Collection[str]) -> str:
     return able[0] if own not in able and len(able) == 1 else own
 
 
-def check_ready(request: GenerateRequest) -> None:
-    """Raise an ``OptionError`` where the method needs calibrated numbers and no preset is given."""
+def check_ready(request: GenerateRequest, defaults: Defaults) -> None:
+    """Raise an ``OptionError`` where the method needs calibrated numbers and there are none.
+
+    ``request`` is one that was resolved.
+    """
     from vidsparse.methods import SparseMethod, make_method
+    from vidsparse.presets import load_preset
 
     method = make_method(request.method, **request.method_options)
-    if request.preset is None and isinstance(method, SparseMethod):
+    if request.preset is not None or not isinstance(method, SparseMethod):
+        return
+    own = defaults.presets.get(request.method)
+    if own is None:
         method.check_numbers()
+        return
+    video = "{frames} frames of {width}x{height}".format_map(load_preset(own).video)
+    if method.needs_numbers:
+        raise OptionError(
+            f"{method.name} needs calibrated numbers, and those that come with {request.model} are "
+            f"for {video} in the model's own order. Hint: leave size, order and options out, or "
+            f"make a preset with `vidsparse calibrate --method {method.name}`."
+        )
 
 
-def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
+def _own_preset(request: GenerateRequest, defaults: Defaults) -> str | None:
+    """The preset that comes with the model, where it fits what the request says; else None.
+
+    It does not where the request names a speed, which has settings of its own, or a LoRA, or
+    changes what the numbers were found with.
+    """
+    from vidsparse.methods import METHODS
+    from vidsparse.presets import load_preset
+
+    path = defaults.presets.get(request.method)
+    if path is None or any((request.preset, request.speed, request.lora)):
+        return None
+    preset = load_preset(path)
+    width, height = _size(request, defaults)
+    video = {"frames": request.frames or defaults.frames, "width": width, "height": height}
+    free = METHODS[request.method].free_options
+    fits = (
+        video == dict(preset.video)
+        and request.order in (None, preset.order)
+        and all(
+            name in free or (name not in preset.tables and preset.options[name] == value)
+            for name, value in request.method_options.items()
+        )
+    )
+    return path if fits else None
+
+
+def resolve(
+    request: GenerateRequest, defaults: Defaults, *, own_presets: bool = True
+) -> GenerateRequest:
     """Fill in what the request leaves open, and check it against the model's units.
 
-    A size left open follows the shape of the image, where there is one, at the model's area.
+    Calibrated numbers that come with the model are taken where they fit the request, unless they
+    are not wanted (``own_presets``). A size left open follows the shape of the image, where there
+    is one, at the model's area.
 
     Raises:
         OptionError: frames or size that the model cannot make, or a device that is not there.
@@ -258,6 +304,9 @@ def resolve(request: GenerateRequest, defaults: Defaults) -> GenerateRequest:
         "dense_steps", "dense_layers", "dense_last_layers", "reuse", "refresh", "steps", "frames",
         "fps", "guidance",
     )  # fmt: skip
+    own_preset = _own_preset(request, defaults) if own_presets else None
+    if own_preset is not None:
+        request = replace(request, preset=own_preset)
     defaults = defaults.with_method(request.method)
     values = {
         name: getattr(defaults, name) if getattr(request, name) is None else getattr(request, name)
@@ -342,16 +391,17 @@ def settings_hash(request: GenerateRequest) -> str:
     from vidsparse.presets import load_preset
 
     ref = resolve_model(request.model)
-    settings = resolve(request, ref.defaults).options()
+    resolved = resolve(request, ref.defaults)
+    settings = resolved.options()
     settings["model"] = f"{ref.source}:{ref.location}"
     for name in ("image", "last_image"):
         if (path := getattr(request, name)) is not None:
             settings[name] = image_hash(path)
     if request.lora is not None and os.path.exists(request.lora):
         settings["lora"] = os.path.realpath(request.lora)
-    if request.preset is not None:
+    if resolved.preset is not None:
         # what it says, not where it lies.
-        settings["preset"] = load_preset(request.preset).digest
+        settings["preset"] = load_preset(resolved.preset).digest
     # what it stood for is there already.
     del settings["speed"]
     del settings["offload"]

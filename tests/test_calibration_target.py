@@ -135,7 +135,10 @@ def test_of_few_numbers_the_cheapest_that_meets_the_target_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [("psnr", 4), ("psnr", math.nan), ("psnr", "32"), ("ssim", 1.0), ("speed", 0.5), ("speed", True)],
+    [
+        *(("psnr", 4), ("psnr", math.nan), ("psnr", "32")),
+        *(("ssim", 1.0), ("speed", 0.5), ("speed", True)),
+    ],
 )  # fmt: skip
 def test_targets_that_mean_nothing_are_refused(kind: Any, value: Any) -> None:
     with pytest.raises(vidsparse.OptionError, match=f"target_{kind} must lie between"):

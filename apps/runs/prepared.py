@@ -87,8 +87,6 @@ def prepare(
 
     # the prompts share everything else, which is looked at once.
     first = build_request(source.prompts[0].text, options)
-    if ready:
-        check_ready(first)
     model = resolve_model(first.model)
     check_takes(model, image=first.image is not None, last_image=first.last_image is not None)
     if first.preset is not None:
@@ -98,7 +96,13 @@ def prepare(
                 f"{preset.source} was calibrated for {preset.model['name']}, and {model.name} has "
                 "another transformer. Hint: calibrate for this model."
             )
-    settled = resolve(first, model.defaults)
+    settled = resolve(first, model.defaults, own_presets=ready)
+    if ready:
+        check_ready(settled, model.defaults)
+    if settled.preset is not None and first.preset is None:
+        promised = load_preset(settled.preset).measured.get("psnr")
+        quality = "" if promised is None else f", made for {promised:.1f} dB"
+        terminal.say(f"Numbers of {settled.method}: those that come with {model.name}{quality}.")
     if settled.speed is not None:
         known = measured(first.model, settled.speed, model.defaults)
         terminal.say(f"speed {settled.speed}: {described(settled.options())}; {known}.")

@@ -102,7 +102,7 @@ def held_out_rows(study: QualityStudy) -> Iterator[dict[str, Any]]:
         if calibrator.bound is None:
             continue
         preset = study.preset(name)
-        plain = make_method(name)
+        plain = make_method(name, **calibrator.calibrates.as_published)
         assert isinstance(plain, SparseMethod)
         for words, method in (("one number", plain), ("calibrated", preset.make_method())):
             meters.append(

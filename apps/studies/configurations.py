@@ -20,7 +20,7 @@ another number. The studies:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from vidsparse.calibration import CALIBRATORS
@@ -159,7 +159,16 @@ class Configuration:
 
 
 def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
-    """The rows of ``studies``, the most telling first within each."""
+    """The rows of ``studies``, the most telling first within each; methods as they are published.
+
+    A method's settings say where it is measured otherwise.
+    """
+    for one in _configurations(studies):
+        published = SPARSE_METHODS[one.method].as_published
+        yield replace(one, options={**published, **one.options})
+
+
+def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
     if "tiles" in studies:
         for top_p in TOP_P:
             for tile in TILES:

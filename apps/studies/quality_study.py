@@ -343,6 +343,7 @@ class QualityStudy:
             OptionError: what lies there cannot be read, or was made for another model.
         """
         from vidsparse.calibration import CALIBRATORS
+        from vidsparse.methods import SPARSE_METHODS
         from vidsparse.pipelines.calibrate import calibrate
         from vidsparse.pipelines.handle import transformer_configs
         from vidsparse.presets import load_preset, preset_files
@@ -359,7 +360,7 @@ class QualityStudy:
                         replace(
                             first,
                             method=method,
-                            method_options={},
+                            method_options=SPARSE_METHODS[method].as_published,
                             seed=CALIBRATION_SEED,
                             order=self._own_order(method),
                         ),

@@ -99,7 +99,8 @@ class SparseMethod(Method):
     Studies and benchmarks find a method by what it declares: its ``knobs``, of which the first is
     the usual one; the settings it is ``compared`` in with other methods (each at one density by its
     knob, or as it stands where there is none); the settings whose ``masks`` are timed; and its
-    paper's ``ablations``.
+    paper's ``ablations``. All of that is measured with ``as_published``, the options that make the
+    method what its paper has, unless the settings say otherwise.
     """
 
     tile: tuple[int, int]
@@ -109,6 +110,7 @@ class SparseMethod(Method):
     numbers: Numbers | None = None
     needs_numbers: ClassVar[bool] = False
     knobs: ClassVar[tuple[Knob, ...]] = ()
+    as_published: ClassVar[Settings] = {}
     compared: ClassVar[tuple[Settings, ...]] = ({},)
     masks: ClassVar[tuple[Settings, ...]] = ({},)
     ablations: ClassVar[tuple[Ablation, ...]] = ()

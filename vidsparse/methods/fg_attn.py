@@ -49,6 +49,7 @@ class FgAttn(SparseMethod):
     summary: ClassVar[str] = (
         "the small tiles that hold most of the attention, judged by their means"
     )
+    as_published: ClassVar[Settings] = {"means": None}
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("top_p", 0.0, 1.0), Knob("topk", 0.01, 1.0))
     # its own tile, and the coarse one that other methods are near.
     compared: ClassVar[tuple[Settings, ...]] = (

@@ -29,7 +29,7 @@ from vidsparse.methods.base import (
     tile_option,
 )
 from vidsparse.methods.numbers import Numbers
-from vidsparse.methods.studied import Knob
+from vidsparse.methods.studied import Knob, Settings
 from vidsparse.site import CallSite
 
 # estimates held at once, in numbers: what a CPU keeps near, 16 MB in fp32.
@@ -184,6 +184,7 @@ class Sale(SparseMethod):
     paper: ClassVar[str] = "SALE: Low-bit Estimation for Efficient Sparse Attention"
     summary: ClassVar[str] = "every score estimated in 4 bits and compared with its neighbourhood's"
     free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
+    as_published: ClassVar[Settings] = {"means": None}
     # from a score as high as all of a neighbourhood's down to a millionth of it.
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 1.0, 1e-6, logarithmic=True),)
 

@@ -82,6 +82,7 @@ class SpargeAttn(SparseMethod):
         "them; then a gate that leaves out values that would hardly count"
     )
     free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
+    as_published: ClassVar[Settings] = {"means": None}
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 0.0, 1.0), Knob("topk", 0.01, 1.0))
     masks: ClassVar[tuple[Settings, ...]] = ({}, {"topk": 0.3})
     ablations: ClassVar[tuple[Ablation, ...]] = (

@@ -132,6 +132,7 @@ class XAttention(SparseMethod):
     free_options: ClassVar[tuple[str, ...]] = ("merge",)
     # threshold, a share of the key tiles of each row, and a number of them: no more than 7,488
     # tokens have.
+    as_published: ClassVar[Settings] = {"means": None}
     knobs: ClassVar[tuple[Knob, ...]] = (
         Knob("tau", 0.0, 1.0),
         Knob("topk", 0.01, 1.0),

@@ -1,0 +1,117 @@
+"""Calibrated numbers that come with a model: taken where they fit, and said to be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from vidsparse.apps.cli import main
+from vidsparse.errors import OptionError
+from vidsparse.pipelines.calibrate import calibrate
+from vidsparse.pipelines.models import load, resolve_model
+from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
+
+FITTING = {"frames": 9, "width": 64, "height": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with numbers of two methods."""
+    folder = tmp_path_factory.mktemp("own") / "tiny"
+    shutil.copytree(tiny_model, folder)
+    loaded = load(folder, device="cpu")
+    for method, settings in (("bsfa", {"groups": 1, "fractions": (0.3, 0.6)}), ("sale", {})):
+        request = GenerateRequest(
+            prompt="", method=method, steps=3, dense_steps=1, device="cpu", **FITTING
+        )
+        calibrate(loaded, request, ["a red circle"], folder / "presets" / method, settings=settings)
+    return folder
+
+
+def resolved(model: Path, method: str, **changes: object) -> GenerateRequest:
+    request = GenerateRequest(
+        prompt="a red circle", model=str(model), method=method, device="cpu", **changes
+    )
+    return resolve(request, resolve_model(str(model)).defaults)
+
+
+def test_a_request_that_fits_takes_them(model: Path) -> None:
+    made = resolved(model, "sale", **FITTING)
+    assert made.preset == str(model / "presets" / "sale.json")
+    # options that need no new numbers may differ.
+    assert resolved(model, "bsfa", **FITTING, method_options={"keep": 0.6}).preset is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"frames": 13},
+        {"width": 96},
+        {"order": "random"},
+        {"method_options": {"tau": 0.01}},
+        # what the numbers stand for, although it is the option's default.
+        {"method_options": {"tau": 0.004}},
+        {"method_options": {"local": 16}},
+        {"speed": "high"},
+    ],
+)
+def test_other_requests_run_by_what_they_say(model: Path, changes: dict[str, object]) -> None:
+    assert resolved(model, "sale", **{**FITTING, **changes}).preset is None
+
+
+def test_a_method_without_numbers_of_its_own_has_none(model: Path) -> None:
+    assert resolved(model, "spargeattn", **FITTING).preset is None
+
+
+def test_a_run_is_the_same_wherever_the_model_lies(model: Path, tmp_path: Path) -> None:
+    request = GenerateRequest(prompt="", model=str(model), method="sale", device="cpu", **FITTING)
+    first = settings_hash(request)
+    preset = model / "presets" / "sale.json"
+    written = preset.read_text(encoding="utf-8")
+    try:
+        preset.write_text(written.replace('"prompts": 1', '"prompts": 2'), encoding="utf-8")
+        assert settings_hash(request) != first
+    finally:
+        preset.write_text(written, encoding="utf-8")
+    assert settings_hash(request) == first
+
+
+def invoke(model: Path, out: Path, *more: str) -> Result:
+    prompts = out / "prompts.txt"
+    out.mkdir(parents=True, exist_ok=True)
+    prompts.write_text("a red circle\n", encoding="utf-8")
+    return CliRunner().invoke(
+        main,
+        ["generate", str(prompts), "--model", str(model), "--out", str(out), "--steps", "3",
+         "--device", "cpu", *more],
+    )  # fmt: skip
+
+
+def test_generate_runs_a_method_that_needs_numbers(model: Path, tmp_path: Path) -> None:
+    result = invoke(model, tmp_path, "--method", "bsfa", "--frames", "9", "--size", "64x64")
+    assert result.exit_code == 0, result.output
+    assert "Numbers of bsfa: those that come with " in result.output
+    (record,) = tmp_path.glob("*/0001*.json")
+    assert json.loads(record.read_text())["options"]["preset"].endswith("bsfa.json")
+
+
+def test_another_size_is_refused_with_the_one_there_is(model: Path, tmp_path: Path) -> None:
+    result = invoke(model, tmp_path, "--method", "bsfa", "--frames", "13", "--size", "64x64")
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.split())
+    assert "are for 9 frames of 64x64" in said
+    assert "vidsparse calibrate --method bsfa" in said
+
+
+def test_a_damaged_preset_of_a_model_is_one_sentence(model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "tiny"
+    shutil.copytree(model, broken)
+    (broken / "presets" / "sale.json").write_text("{", encoding="utf-8")
+    with pytest.raises(OptionError, match="is no JSON file"):
+        resolved(broken, "sale", **FITTING)
+    # other methods do not ask for it.
+    assert resolved(broken, "fg-attn", **FITTING).preset is None
