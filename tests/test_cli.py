@@ -208,9 +208,10 @@ def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, ou
         assert record["options"]["method_options"] == {
             "top_p": 0.9,
             "topk": None,
+            "score": "mass",
             "tile": "16x16",
             "merge": "xor-window",
-            "means": None,
+            "means": 64,
         }
         assert 0 < record["selected"] <= record["computed"] <= 1
         assert read_video(folder / f"{name}.mp4").shape == (5, 32, 32, 3)

@@ -21,11 +21,11 @@ from vidsparse.kernels.attention.means import KeyMeans, counts_of_lists, group_m
 from vidsparse.kernels.attention.reference import reference_attention
 from vidsparse.kernels.attention.torch_sdpa import gather_attention
 from vidsparse.masks import unpack_bits
-from vidsparse.methods import Foresight
-from vidsparse.methods.foresight import error_of_means
+from vidsparse.methods import Foresight, SparseMethod
 from vidsparse.order import token_order
 from vidsparse.plan import plan_of_blocks
 from vidsparse.planning import key_means, plan_attention
+from vidsparse.residual import error_of_means
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
@@ -194,7 +194,7 @@ def test_it_errs_less_than_top_p_at_the_same_work() -> None:
         return float((out - dense).norm() / dense.norm()), float(computed.mean())
 
     error, work = run("foresight", share=0.2)
-    dropped, more = run("fg-attn", top_p=0.4)
+    dropped, more = run("fg-attn", top_p=0.4, means=None)
     assert more > work
     assert error < 0.75 * dropped
 
@@ -362,3 +362,38 @@ def test_on_a_gpu_it_chooses_as_on_a_cpu(dtype: torch.dtype, text: int) -> None:
         out = attend(there[0], there[1], there[2], grid, "foresight", share=0.2)
         errors.append(float((out.cpu().float() - dense).norm() / dense.norm()))
     assert errors[1] == pytest.approx(errors[0], rel=0.05)
+
+
+# ---- the same score in another method ----
+
+
+@pytest.mark.parametrize("topk", [0.1, 0.3])
+def test_by_the_residual_score_top_k_keeps_the_tiles_whose_mean_would_err_most(topk: float) -> None:
+    grid = TokenGrid(3, 9, 9)
+    q, k, v = structured(grid)
+    method = make_method("fg-attn", topk=topk, score="residual", tile=(32, 16))
+    assert isinstance(method, SparseMethod)
+    kept = method.select(q, k, site(grid), v=v)
+    errors = error_of_means(q, k, v, 32, (32, 16))
+    assert bool((kept.sum(-1) == math.ceil(topk * errors.shape[-1])).all())
+    least_kept = errors.masked_fill(~kept, torch.inf).amin(-1)
+    assert bool((least_kept >= errors.masked_fill(kept, -torch.inf).amax(-1)).all())
+
+
+def test_by_the_residual_score_top_p_leaves_no_more_than_the_rest_of_the_error() -> None:
+    grid = TokenGrid(3, 9, 9)
+    q, k, v = structured(grid)
+    method = make_method("fg-attn", top_p=0.8, score="residual", tile=(32, 16))
+    assert isinstance(method, SparseMethod)
+    kept = method.select(q, k, site(grid), v=v)
+    errors = error_of_means(q, k, v, 32, (32, 16))
+    held = (errors * kept).sum(-1) / errors.sum(-1)
+    assert float(held.min()) >= 0.8 - 1e-5
+    # the smallest set: without its least tile it would hold less.
+    least = errors.masked_fill(~kept, torch.inf).amin(-1) / errors.sum(-1)
+    assert bool((held - least < 0.8 + 1e-5).all())
+
+
+def test_an_unknown_score_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"unknown score 'error'.*mass, residual"):
+        make_method("fg-attn", score="error")

@@ -76,9 +76,10 @@ def test_a_tile_is_written_as_on_the_command_line() -> None:
     assert make_method("fg-attn", tile=(32, 8)).options() == {
         "top_p": 0.9,
         "topk": None,
+        "score": "mass",
         "tile": "32x8",
         "merge": "xor-window",
-        "means": None,
+        "means": 64,
     }
 
 

@@ -114,7 +114,11 @@ class SparseMethod(Method):
     compared: ClassVar[tuple[Settings, ...]] = ({},)
     masks: ClassVar[tuple[Settings, ...]] = ({},)
     ablations: ClassVar[tuple[Ablation, ...]] = ()
-    looks_at_values: ClassVar[bool] = False
+
+    @property
+    def looks_at_values(self) -> bool:
+        """Whether ``select`` needs ``v``."""
+        return False
 
     @abstractmethod
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:

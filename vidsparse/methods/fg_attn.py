@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
+from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
 from vidsparse.masks import PooledTopP, choose_tiles, pooled_scores
 from vidsparse.methods.base import (
@@ -16,6 +17,7 @@ from vidsparse.methods.base import (
     as_tile,
     means_option,
     merge_option,
+    option,
     settle_means,
     settle_share,
     share_option,
@@ -24,7 +26,14 @@ from vidsparse.methods.base import (
 )
 from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.studied import Knob, Settings
+from vidsparse.residual import error_of_means
 from vidsparse.site import CallSite
+
+SCORES: Final = ("mass", "residual")
+"""What ``score`` can be."""
+
+# tiles whose mean leaves no error are alike.
+LEAST_ERROR: Final = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +45,15 @@ class FgAttn(SparseMethod):
     smallest set of tiles whose sum reaches p. Short tiles count like full ones, as in the paper.
     ``topk`` keeps that share of the key tiles instead, rounded up, whatever their mass.
 
+    ``score="residual"`` puts ``error_of_means``, foresight's score, in the place of A, so that
+    choice and approximation can be told apart: where skipped tiles enter by their means, those are
+    computed whose mean would err most. It is made in torch.
+
     ``top_p`` of every layer and head may come from a preset.
 
     Raises:
-        OptionError: ``top_p`` or ``topk`` outside (0, 1], both of them given, a tile or merge that
-            does not exist.
+        OptionError: ``top_p`` or ``topk`` outside (0, 1], both of them given, a score, tile or
+            merge that does not exist.
     """
 
     name: ClassVar[str] = "fg-attn"
@@ -65,6 +78,15 @@ class FgAttn(SparseMethod):
         0.9, "--top-p", "share of pooled attention kept per row, in (0, 1]"
     )
     topk: float | None = topk_option()
+    score: str = option(
+        "mass",
+        flag="--score",
+        metavar="NAME",
+        help="what tiles are kept by: mass, the pooled attention, or residual, the error that "
+        "their mean would leave",
+        convert=str,
+        choices=SCORES,
+    )
     tile: tuple[int, int] = tile_option((16, 16))
     merge: str = merge_option()
     means: int | None = means_option()
@@ -72,20 +94,39 @@ class FgAttn(SparseMethod):
 
     def __post_init__(self) -> None:
         settle_share(self, "top_p", self.top_p, self.topk)
+        if self.score not in SCORES:
+            raise OptionError(
+                f"unknown score {self.score!r}. Hint: choose from {', '.join(SCORES)}."
+            )
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
         settle_means(self)
 
+    @property
+    def looks_at_values(self) -> bool:
+        """For the residual score."""
+        return self.score == "residual"
+
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
-        """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3)."""
+        """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3).
+
+        Raises:
+            OptionError: the residual score, and no values were given.
+        """
         top_p = self.number("top_p", site, q.device)
         if isinstance(top_p, Tensor):
             top_p = top_p[: q.shape[1], None, None]
-        return choose_tiles(pooled_scores(q, k, self.tile), top_p, self.topk)
+        if self.score == "mass":
+            return choose_tiles(pooled_scores(q, k, self.tile), top_p, self.topk)
+        if v is None:
+            raise OptionError("the residual score looks at values, and got queries and keys alone")
+        errors = error_of_means(q, k, v, self.tile[0], self.tile)
+        # the softmax of logarithms is each error's share of their sum.
+        return choose_tiles(errors.clamp_min(LEAST_ERROR).log(), top_p, self.topk)
 
     def selection(self, q: Tensor) -> Selection:
-        """The project's kernels follow ``rule``."""
-        return "rule"
+        """The project's kernels follow ``rule``; for the residual score they have none."""
+        return "rule" if self.score == "mass" else "select"
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
         """Top-p or top-k alone."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vidsparse.errors import OptionError
@@ -23,6 +22,7 @@ from vidsparse.methods.base import (
 )
 from vidsparse.methods.numbers import Numbers
 from vidsparse.plan import BLOCK_ROWS
+from vidsparse.residual import error_of_means
 from vidsparse.site import CallSite
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ class Foresight(SparseMethod):
     title: ClassVar[str] = "Foresight"
     paper: ClassVar[str] = ""
     summary: ClassVar[str] = "exact where a mean would err most, means of groups everywhere else"
-    looks_at_values: ClassVar[bool] = True
     free_options: ClassVar[tuple[str, ...]] = ("rows",)
     # groups of neighbours in space and time have nearer means; dropping is another matter.
     token_order: ClassVar[str] = "hilbert"
@@ -93,6 +92,11 @@ class Foresight(SparseMethod):
                 f"rows must divide the {self.tile[0]} of the tile, got {self.rows!r}. "
                 f"Hint: choose from {fitting}."
             )
+
+    @property
+    def looks_at_values(self) -> bool:
+        """For their spread."""
+        return True
 
     def rows_for(self, tokens: int) -> int:
         """Query rows of a tile that is judged as one, in a sequence of so many tokens."""
@@ -158,46 +162,3 @@ class Foresight(SparseMethod):
         shared = site.grid.text or size != self.means
         means = None if shared else (k_groups.mean, v_groups.mean)
         return BlockChoice(q, k, v, words, count, means)
-
-
-def _moments(x: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Means and variances of runs of ``size`` tokens ``[B, H, T, D]``, and their sizes ``[T]``."""
-    tokens = x.shape[2]
-    starts = torch.arange(0, tokens, size, device=x.device)
-    sizes = (tokens - starts).clamp_max(size).to(x.dtype)
-    runs = F.pad(x, (0, 0, 0, -tokens % size)).reshape(*x.shape[:2], -1, size, x.shape[3])
-    mean = runs.sum(3) / sizes.unsqueeze(-1)
-    there = torch.arange(size, device=x.device) < sizes.unsqueeze(-1)
-    away = (runs - mean.unsqueeze(3)).masked_fill(~there.unsqueeze(-1), 0)
-    return mean, away.square().sum(3) / sizes.unsqueeze(-1), sizes
-
-
-def error_of_means(q: Tensor, k: Tensor, v: Tensor, rows: int, tile: tuple[int, int]) -> Tensor:
-    """The squared error to expect of a mean in a chunk's place, fp32 ``[B, H, Tq, Tk]``.
-
-    For a tile t of ``rows`` queries and a chunk j of n keys, with c = 1/sqrt(D), from means and
-    variances of every channel:
-
-        s_j = c q_t·k_j + ln n + c²/2 Σ_d ((q_t² + var q_t) var k_j + var q_t k_j²)
-        σ²  = c² Σ_d (q_t² + var q_t) var k_j
-        p   = softmax(s),  o = Σ_j p_j v_j
-        E_j = rows p_j² (σ² var v_j / n + σ⁴/4 |v_j - o|²)
-
-    σ² is the spread of the logits inside the chunk. The first term is values that go with logits,
-    the second mass that a mean misses. A block of M rows sums E over its tiles.
-    """
-    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-    scale_2 = 1 / q.shape[-1]
-    q_mean, q_variance, q_sizes = _moments(q, rows)
-    k_mean, k_variance, k_sizes = _moments(k, tile[1])
-    v_mean, v_variance, _ = _moments(v, tile[1])
-    spread = scale_2 * ((q_mean.square() + q_variance) @ k_variance.mT)
-    across = scale_2 * (q_variance @ k_mean.square().mT)
-    logits = scale_2**0.5 * (q_mean @ k_mean.mT) + k_sizes.log() + 0.5 * (spread + across)
-    share = logits.softmax(-1)
-    away = torch.cdist(share @ v_mean, v_mean).square()
-    error = spread * (v_variance.sum(-1) / k_sizes).unsqueeze(-2) + 0.25 * spread.square() * away
-    error = error * share.square() * q_sizes.unsqueeze(-1)
-    per_block = tile[0] // rows
-    error = F.pad(error, (0, 0, 0, -error.shape[2] % per_block))
-    return error.reshape(*error.shape[:2], -1, per_block, error.shape[3]).sum(3)
