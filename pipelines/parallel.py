@@ -108,6 +108,12 @@ def check_parallel(config: Any, shares: Shares | None) -> None:
         )
 
 
+def process_count() -> int:
+    """The processes of ``torch.distributed``; 1 where it was not started."""
+    started = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if started else 1
+
+
 def all_processes() -> Any:
     """diffusers' configuration that deals to every process of ``torch.distributed``; None if one.
 
