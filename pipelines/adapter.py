@@ -37,7 +37,14 @@ from vidsparse.kernels.hardware import triton_reason
 from vidsparse.order import wants_gradient
 from vidsparse.pipelines.families import Family
 from vidsparse.pipelines.operators import SESSIONS, dense_video_attention, video_attention
-from vidsparse.pipelines.parallel import check_parallel, to_heads, to_tokens, ulysses_group
+from vidsparse.pipelines.parallel import (
+    Shares,
+    check_parallel,
+    check_tokens,
+    deal,
+    exchanged,
+    parallel_group,
+)
 from vidsparse.pipelines.position import denoising_position
 from vidsparse.site import CallSite
 
@@ -90,7 +97,7 @@ class Adapter:
             name; None where they are not what the family's pipelines pass.
         branches: guidance branches in the order of a step's forwards; one entry where guidance
             is batched or distilled. Used where the pipeline does not name the branch itself.
-        parallel: the video's tokens are the whole sequence, and diffusers splits it by equal runs.
+        shares: how the sequence is dealt to several processes; None where it cannot be.
     """
 
     family: Family
@@ -100,7 +107,7 @@ class Adapter:
     processor: type[SparseProcessor]
     layout: Callable[[Any, Mapping[str, Any]], Layout | None]
     branches: tuple[str, ...] = ("conditional",)
-    parallel: bool = False
+    shares: Shares | None = None
 
 
 def transformers_of(pipe: Any, adapter: Adapter) -> list[nn.Module]:
@@ -218,6 +225,11 @@ class Session:
             engine.forget()
         self._site = self._layout = None
 
+    def parallelize(self, config: Any) -> None:
+        """Deal the sequences of all transformers to the processes of ``config``, until detached."""
+        family = self.adapter.family.name
+        self._watches += deal(self._living(), self.adapter.shares, config, family)
+
     def undo_parallel(self, config: Any) -> None:
         """Take back what the host has set of a parallel configuration that is refused.
 
@@ -292,6 +304,7 @@ class Session:
         if layout is None:
             self._site = None
             return
+        check_tokens(layout.grid, getattr(module, "_parallel_config", None))
         step, steps, timesteps = denoising_position(pipe, arguments)
         last = self._site.step if self._site is not None else -1
         # every pipeline call sets new timesteps; a step that goes back covers loops that do not.
@@ -335,7 +348,7 @@ class Session:
             UnsupportedError: under context parallelism, what is not known to be right there.
         """
         # the transformer's, not the processor's: a processor put in since may have lost it.
-        group = ulysses_group(getattr(self._transformers[part](), "_parallel_config", None))
+        group = parallel_group(getattr(self._transformers[part](), "_parallel_config", None))
         if group is None:
             return self._attend_whole(q, k, v, part, layer)
         if wants_gradient(q, k, v):
@@ -347,13 +360,9 @@ class Session:
                 "parallelism a process has only some. Hint: leave the preset out, or run in one "
                 "process."
             )
-        q, k, v = (to_heads(x, group) for x in (q, k, v))
-        if self._layout is None or self._layout.grid.tokens != q.shape[1]:
-            raise UnsupportedError(
-                f"the processes hold {q.shape[1]} tokens together, which is not the video's "
-                "grid. Hint: split the sequence by the model's own plan."
-            )
-        return to_tokens(self._attend_whole(q, k, v, part, layer), group)
+        attend = partial(self._attend_whole, part=part, layer=layer)
+        grid = None if self._layout is None else self._layout.grid
+        return exchanged(attend, (q, k, v), grid, group)
 
     def attend_dense(
         self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int
@@ -549,7 +558,7 @@ class SparseProcessor:
     @_parallel_config.setter
     def _parallel_config(self, config: Any) -> None:
         try:
-            check_parallel(config, supported=self.session.adapter.parallel)
+            check_parallel(config, self.session.adapter.shares)
         except UnsupportedError:
             self.session.undo_parallel(config)
             raise

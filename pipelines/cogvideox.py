@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.adapter import (
     Adapter,
     Layout,
@@ -21,6 +22,7 @@ from vidsparse.pipelines.adapter import (
     rotate,
 )
 from vidsparse.pipelines.families import COGVIDEOX
+from vidsparse.pipelines.parallel import Shares, gathered, split_input
 
 _FUSED: Final = "FusedCogVideoXAttnProcessor2_0"
 
@@ -73,10 +75,25 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return None if grid is None else Layout(grid)
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """Split before the blocks, where video and text have parted again."""
+    if type(transformer).__name__ != "CogVideoXTransformer3DModel":
+        raise UnsupportedError(
+            f"{type(transformer).__name__} looks at faces beside attention, and cannot be dealt to "
+            "several processes. Hint: run it in one process."
+        )
+    return {
+        "": {"image_rotary_emb": [split_input(0, 2), split_input(0, 2)]},
+        "transformer_blocks.0": {"hidden_states": split_input(1, 3)},
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=COGVIDEOX,
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("CogVideoXAttnProcessor2_0", _FUSED),
     processor=CogVideoXSparseProcessor,
     layout=_layout,
+    shares=Shares(plan=_plan),
 )

@@ -12,6 +12,7 @@ from typing import Any, Final
 from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid
 from vidsparse.pipelines.families import EASYANIMATE
 from vidsparse.pipelines.hunyuan_video import HunyuanVideoSparseProcessor
+from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 
 
 class EasyAnimateSparseProcessor(HunyuanVideoSparseProcessor):
@@ -29,10 +30,20 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return None if grid is None else Layout(grid)
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """Split before the blocks, where the text is whole."""
+    return {
+        "rope_embedding": split_outputs(0, 2, 2),
+        "transformer_blocks.0": {"hidden_states": split_input(1, 3)},
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=EASYANIMATE,
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("EasyAnimateAttnProcessor2_0",),
     processor=EasyAnimateSparseProcessor,
     layout=_layout,
+    shares=Shares(plan=_plan),
 )

@@ -26,6 +26,7 @@ from vidsparse.pipelines.caching import StepCache, cache_warmup
 from vidsparse.pipelines.calling import ONE_PROMPT, called_as, image_arguments
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
+from vidsparse.pipelines.parallel import process_count
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.records import shared_record
 from vidsparse.pipelines.request import GenerateRequest, resolve
@@ -65,6 +66,9 @@ def generate(
     The frames are those of the stock pipeline called with the same arguments, rounded to 8 bits.
     With method ``dense`` the pipeline is not touched at all, unless a faster kernel runs its
     attention (``dense_kernel``).
+
+    Where ``torch.distributed`` was started with several processes, all of them make the video
+    together (``SparseHandle.parallelize``), and each must be called with the same request.
 
     Args:
         loaded: the model; its device, dtype, offload, compile, linear and LoRA are what runs.
@@ -139,6 +143,9 @@ def generate_batch(
         total = clock.now()
         record = shared_record(loaded, first, handle, cache)
         record["batch"] = len(settings)
+        if (processes := process_count()) > 1:
+            # densities above are of the heads of the process that writes this.
+            record["processes"] = processes
         record["began"] = began.isoformat(timespec="seconds")
         record["times"] = {
             "load": loaded.load_seconds,
@@ -318,15 +325,19 @@ def check_preset(loaded: LoadedPipeline, request: GenerateRequest) -> Preset | N
 def _maybe_sparse(
     loaded: LoadedPipeline, request: GenerateRequest
 ) -> Iterator[SparseHandle | None]:
+    several = process_count() > 1
     if request.method == "dense":
         if is_sparse(loaded.pipe):
             raise UnsupportedError(
                 "method dense runs the stock pipeline, but this one is sparse. "
                 "Hint: call remove() on its handle first."
             )
-        if request.dense_kernel == "stock" or (
-            request.dense_kernel == "auto"
-            and support("gluon", loaded.device, torch.bfloat16, 128) is not None
+        if not several and (
+            request.dense_kernel == "stock"
+            or (
+                request.dense_kernel == "auto"
+                and support("gluon", loaded.device, torch.bfloat16, 128) is not None
+            )
         ):
             # not touched at all.
             yield None
@@ -347,6 +358,8 @@ def _maybe_sparse(
         dense_kernel=request.dense_kernel,
         **request.method_options,
     ) as handle:
+        if several:
+            handle.parallelize()
         yield handle
 
 

@@ -22,7 +22,7 @@ from vidsparse.pipelines.adapter import (
     transformers_of,
 )
 from vidsparse.pipelines.lookup import find_adapter
-from vidsparse.pipelines.parallel import check_parallel
+from vidsparse.pipelines.parallel import all_processes, check_parallel
 from vidsparse.presets import Preset, load_preset
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
@@ -72,6 +72,22 @@ class SparseHandle:
         """Have ``probe`` record its call in the runs to come; None records nothing."""
         for engine in self._session.engines:
             engine.probe = probe
+
+    def parallelize(self) -> None:
+        """Denoise each video over all processes of ``torch.distributed``, until ``remove()``.
+
+        Every process makes the same pipeline, and calls it with the same arguments and seeds; each
+        returns the whole video. Text is the same in all of them, and each computes an equal share
+        of the video's tokens, and attention for an equal share of the heads. With one process
+        nothing changes.
+
+        Raises:
+            UnsupportedError: ``torch.distributed`` was not started, the pipeline's transformer
+                cannot be dealt to processes, or runs under context parallelism already.
+        """
+        config = all_processes()
+        if config is not None:
+            self._session.parallelize(config)
 
     def remove(self) -> None:
         """Restore the pipeline: the same processor objects, no hooks. Harmless when repeated."""
@@ -149,8 +165,8 @@ def sparsify(
 
     Raises:
         UnsupportedError: the pipeline's class is not supported, it is sparse already, it runs
-            under context parallelism other than Wan's by Ulysses, or its attention processors are
-            not diffusers' own.
+            under ``enable_parallelism`` and is not Wan's by Ulysses (see
+            ``SparseHandle.parallelize``), or its attention processors are not diffusers' own.
         OptionError: an option is unknown, or has a value that is not valid; a preset cannot be
             read, or was made for another model, method or order.
     """
@@ -308,7 +324,7 @@ def _checked_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, Any]
             )
         # CogVideoX's and Mochi's processors do not know of it; the transformer does.
         for holder in (processor, transformer):
-            check_parallel(getattr(holder, "_parallel_config", None), supported=adapter.parallel)
+            check_parallel(getattr(holder, "_parallel_config", None), adapter.shares)
     if not found:
         raise UnsupportedError(
             f"{type(transformer).__name__} has no module named like {adapter.attention.pattern}. "

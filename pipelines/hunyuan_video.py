@@ -13,9 +13,11 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid, valid_text
 from vidsparse.pipelines.families import HUNYUAN_VIDEO
 from vidsparse.pipelines.joint import JointSparseProcessor
+from vidsparse.pipelines.parallel import Shares, gathered, split_outputs
 
 
 class HunyuanVideoSparseProcessor(JointSparseProcessor):
@@ -34,6 +36,20 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return None if grid is None else Layout(grid, valid_text(mask))
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """Split after the patches and the angles, since the forward asks the latent for its size."""
+    if getattr(transformer.config, "image_condition_type", None) == "token_replace":
+        raise UnsupportedError(
+            "HunyuanVideo's image-to-video by token replacement modulates the first frame's tokens "
+            "apart, and cannot be dealt to several processes. Hint: run it in one process."
+        )
+    return {
+        "x_embedder": split_outputs(1, 3),
+        "rope": split_outputs(0, 2, 2),
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=HUNYUAN_VIDEO,
     attention=re.compile(r"(?:single_)?transformer_blocks\.\d+\.attn"),
@@ -41,4 +57,5 @@ ADAPTER: Final = Adapter(
     processor=HunyuanVideoSparseProcessor,
     layout=_layout,
     branches=("conditional", "unconditional"),
+    shares=Shares(plan=_plan),
 )

@@ -14,6 +14,7 @@ from typing import Any, Final
 from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid, valid_text
 from vidsparse.pipelines.families import HUNYUAN_VIDEO_15
 from vidsparse.pipelines.hunyuan_video import HunyuanVideoSparseProcessor
+from vidsparse.pipelines.parallel import Shares, gathered, split_outputs
 
 
 def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
@@ -31,6 +32,15 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return Layout(grid, tuple(valid))
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """Split after the patches and the angles, since the forward asks the latent for its size."""
+    return {
+        "x_embedder": split_outputs(1, 3),
+        "rope": split_outputs(0, 2, 2),
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=HUNYUAN_VIDEO_15,
     attention=re.compile(r"transformer_blocks\.\d+\.attn"),
@@ -38,4 +48,5 @@ ADAPTER: Final = Adapter(
     processor=HunyuanVideoSparseProcessor,
     layout=_layout,
     branches=("conditional", "unconditional"),
+    shares=Shares(plan=_plan),
 )

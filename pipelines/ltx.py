@@ -20,6 +20,7 @@ from vidsparse.pipelines.adapter import (
     rotate,
 )
 from vidsparse.pipelines.families import LTX
+from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 
 
 class LTXSparseProcessor(SparseProcessor):
@@ -68,10 +69,23 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return Layout(TokenGrid(coordinates.shape[-1] // (height * width), height, width))
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """The video and what belongs to its tokens; the text, which diffusers would split, stays whole.
+
+    An image or a condition gives every token a timestep of its own.
+    """
+    return {
+        "": {"hidden_states": split_input(1, 3), "timestep": split_input(1, 2)},
+        "rope": split_outputs(1, 3, 2),
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=LTX,
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("LTXVideoAttnProcessor",),
     processor=LTXSparseProcessor,
     layout=_layout,
+    shares=Shares(plan=_plan),
 )

@@ -6,6 +6,7 @@ Guidance is batched; spatio-temporal and modality guidance are forwards of their
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from vidsparse.pipelines.adapter import (
 )
 from vidsparse.pipelines.families import LTX_2
 from vidsparse.pipelines.ltx import sizes_layout
+from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 
 
 def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kind: str) -> Tensor:
@@ -90,10 +92,29 @@ class LTX2SparseProcessor(SparseProcessor):
         return out.flatten(2, 3).type_as(q)
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """The video and what belongs to its tokens; text and sound stay whole.
+
+    Sound attends to the video by the host's own exchange.
+    """
+    heads = transformer.config.rope_type == "split"
+    angles = split_outputs(2, 4, 2) if heads else split_outputs(1, 3, 2)
+    return {
+        "": {"hidden_states": split_input(1, 3), "timestep": split_input(1, 2)},
+        "rope": angles,
+        "cross_attn_rope": angles,
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=LTX_2,
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor"),
     processor=LTX2SparseProcessor,
     layout=sizes_layout,
+    shares=Shares(
+        plan=_plan,
+        exchanged=re.compile(r"transformer_blocks\.\d+\.video_to_audio_attn"),
+    ),
 )

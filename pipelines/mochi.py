@@ -17,6 +17,7 @@ from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid, valid_text
 from vidsparse.pipelines.families import MOCHI
 from vidsparse.pipelines.joint import JointSparseProcessor
+from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 
 
 class MochiSparseProcessor(JointSparseProcessor):
@@ -41,10 +42,20 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return Layout(grid, valid_text(mask))
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """Split before the blocks, and the angles of all heads."""
+    return {
+        "rope": split_outputs(0, 3, 2),
+        "transformer_blocks.0": {"hidden_states": split_input(1, 3)},
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=MOCHI,
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("MochiAttnProcessor2_0",),
     processor=MochiSparseProcessor,
     layout=_layout,
+    shares=Shares(plan=_plan),
 )

@@ -13,6 +13,7 @@ from typing import Any, Final
 from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid
 from vidsparse.pipelines.families import SKYREELS_V2
+from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 from vidsparse.pipelines.wan import WanSparseProcessor
 
 
@@ -27,6 +28,15 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return None if grid is None else Layout(grid)
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """Split before the blocks; diffusers has such a plan for Wan alone."""
+    return {
+        "rope": split_outputs(1, 4, 2),
+        "blocks.0": {"hidden_states": split_input(1, 3)},
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=SKYREELS_V2,
     attention=re.compile(r"blocks\.\d+\.attn1"),
@@ -34,4 +44,5 @@ ADAPTER: Final = Adapter(
     processor=WanSparseProcessor,
     layout=_layout,
     branches=("conditional", "unconditional"),
+    shares=Shares(plan=_plan),
 )

@@ -22,6 +22,7 @@ from vidsparse.pipelines.adapter import (
     rotate,
 )
 from vidsparse.pipelines.families import WAN
+from vidsparse.pipelines.parallel import Shares, own_plan
 
 
 class WanSparseProcessor(SparseProcessor):
@@ -75,5 +76,5 @@ ADAPTER: Final = Adapter(
     processor=WanSparseProcessor,
     layout=_layout,
     branches=("conditional", "unconditional"),
-    parallel=True,
+    shares=Shares(plan=own_plan, host=True),
 )

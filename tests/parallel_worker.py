@@ -1,6 +1,6 @@
-"""One of several processes that denoise one tiny video together; rank 0 writes what it found.
+"""One of several processes that denoise tiny videos together; rank 0 writes what it found.
 
-Started by torchrun, with the file to write as the only argument.
+Started by torchrun, with the file to write as the first argument; names of cases may follow.
 """
 
 from __future__ import annotations
@@ -13,73 +13,92 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
-from tiny_pipelines import tiny_wan
+from tiny_families import PROMPTS, TINY, latents
 from torch.distributed.device_mesh import init_device_mesh
 
+from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines import sparsify
+from vidsparse.pipelines.adapter import SparseProcessor
+
+JOINT = ("hunyuan-", "cogvideox", "mochi-")
+
+METHODS: dict[str, dict[str, Any]] = {
+    "sparse": {"method": "fg-attn", "top_p": 0.2, "tile": "16x16", "dense_steps": 0},
+    "dense": {"method": "dense"},
+}
 
 
-def latents(pipe: Any) -> torch.Tensor:
-    """The latents of a tiny video, with guidance, from the same noise every time."""
-    out: torch.Tensor = pipe(
-        prompt="a cat",
-        negative_prompt="a dog",
-        num_frames=9,
-        height=64,
-        width=64,
-        num_inference_steps=2,
-        generator=torch.Generator().manual_seed(0),
-        output_type="latent",
-    ).frames
-    return out
+def video(name: str, pipe: Any) -> torch.Tensor:
+    """The latents of two tiny videos where that can be, with guidance, from the same noise."""
+    tiny = TINY[name]
+    frames, height, width = tiny.size
+    # beside text, which is computed whole, a video of few tiles has none to skip.
+    size = (frames, 2 * height, 2 * width) if f"{name}-".startswith(JOINT) else tiny.size
+    prompts = PROMPTS if tiny.batch else PROMPTS[:1]
+    return latents(name, pipe, prompts=prompts, size=size, num_inference_steps=2)
 
 
-def run(*, method: str, when: str, **options: Any) -> dict[str, float]:
-    """Compare with one process: the largest difference and value, and the density."""
-    alone = tiny_wan()
-    with sparsify(alone, method, **options):
-        expected = latents(alone)
-    pipe = tiny_wan()
-    config = ContextParallelConfig(
-        ulysses_degree=dist.get_world_size(),
-        mesh=init_device_mesh(
-            "cpu", (1, dist.get_world_size()), mesh_dim_names=("ring", "ulysses")
-        ),
-    )
-    if when == "after":
-        pipe.transformer.enable_parallelism(config=config)
-    handle = sparsify(pipe, method, **options)
-    if when == "before":
-        pipe.transformer.enable_parallelism(config=config)
+def enable(pipe: Any) -> None:
+    """What a user calls without us."""
+    count = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("ring", "ulysses"))
+    config = ContextParallelConfig(ulysses_degree=count, mesh=mesh)
+    pipe.transformer.enable_parallelism(config=config)
+
+
+def run(name: str, kind: str, when: str) -> dict[str, Any]:
+    """Compare with one process: the largest difference and value, tokens held, the density."""
+    options = METHODS[kind]
+    pipe = TINY[name].build()
+    with sparsify(pipe, **options):
+        expected = video(name, pipe)
+    if when == "host-after":
+        enable(pipe)
+    handle = sparsify(pipe, **options)
+    if when == "host-before":
+        enable(pipe)
+    try:
+        if not when.startswith("host"):
+            handle.parallelize()
+    except UnsupportedError as error:
+        return {"refused": str(error)}
     seen: list[int] = []
-    watch = pipe.transformer.blocks[0].attn1.to_q.register_forward_pre_hook(
-        lambda _, args: seen.append(args[0].shape[1])
+    modules = [
+        one
+        for one in pipe.transformer.modules()
+        if isinstance(getattr(one, "processor", None), SparseProcessor)
+    ]
+    if when == "swapped":
+        for one in modules:
+            one.processor = type(one.processor.stock)()
+    module = modules[0]
+    watch = module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((*args, kwargs.get("hidden_states"))[0].shape[1]),
+        with_kwargs=True,
     )
-    actual = latents(pipe)
+    actual = video(name, pipe)
     watch.remove()
     computed = handle.summary().computed
     handle.remove()
-    stock = latents(pipe)
+    stock_error = 0.0
+    if kind == "sparse":
+        stock_error = float((video(name, pipe) - video(name, TINY[name].build())).abs().max())
     return {
         "error": float((actual - expected).abs().max()),
         "largest": float(expected.abs().max()),
         "tokens": max(seen),
         "computed": 1.0 if computed is None else float(computed),
-        "stock_error": float((stock - latents(tiny_wan())).abs().max()),
+        "stock_error": stock_error,
     }
 
 
 def main() -> None:
     """Run every case; all processes take part in each."""
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     # diffusers numbers a process's device by this count, which is 0 on a CPU, and fails there.
     vars(torch.accelerator)["device_count"] = lambda: 1
-    sparse: dict[str, Any] = {"method": "fg-attn", "top_p": 0.2, "dense_steps": 0}
-    found = {
-        "dense": run(method="dense", when="after"),
-        "sparsify before": run(when="before", **sparse),
-        "sparsify after": run(when="after", **sparse),
-    }
+    found = {case: run(*case.split("/")) for case in sys.argv[2:]}
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()

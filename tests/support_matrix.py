@@ -51,7 +51,8 @@ COMBINATIONS: Final = {
     "mag-cache": "`MagCacheConfig`",
     "fuse-qkv": "`fuse_qkv_projections`, before and after",
     "save": "`save_pretrained` while sparse: a clean model",
-    "context-parallel": "context parallelism (`enable_parallelism`)",
+    "context-parallel": "diffusers' `enable_parallelism`, by Ulysses",
+    "parallelize": "several processes, `SparseHandle.parallelize`",
 }
 """What is combined with sparse attention."""
 
@@ -93,8 +94,14 @@ _NO_SIGNATURE: Final = Limit(
     "failed to bind arguments",
 )
 _PARALLEL: Final = Limit(
-    "refused: each process would hold only a part of the tokens; Wan runs by Ulysses",
+    "refused: `SparseHandle.parallelize` has the plan that is right here, where there is one",
     "context parallelism",
+    host=False,
+)
+
+_NOT_DEALT: Final = Limit(
+    "refused: its tokens or their angles come in a form that diffusers' plans cannot split evenly",
+    "cannot be dealt",
     host=False,
 )
 
@@ -126,8 +133,9 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     **{("fuse-qkv", one): _NOT_OFFERED for one in ("anyflow", "allegro", "easyanimate")},
     ("fuse-qkv", "mochi"): _NOT_OFFERED,
     ("fuse-qkv", "ltx2"): _CROSS_WIDTHS,
-    # Wan runs by Ulysses: test_parallel.py.
+    # what runs on several processes: test_parallel.py.
     **{("context-parallel", one): _PARALLEL for one in VARIANTS.values() if one != "wan"},
+    **{("parallelize", one): _NOT_DEALT for one in ("anyflow", "allegro", "minimax")},
 }
 """Cells that do not work."""
 

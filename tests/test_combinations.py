@@ -410,8 +410,13 @@ def test_the_page_is_current() -> None:
     assert {combination for combination, _ in LIMITS} <= set(COMBINATIONS)
     # a test of this module for every line, save the one that is refused throughout.
     tested = {name.removeprefix("test_").replace("_", "-") for name in globals()}
-    # those of --cache are in test_caching.py.
-    assert set(COMBINATIONS) - tested == {"context-parallel", "first-block", "taylorseer"}
+    # those of --cache are in test_caching.py, several processes in test_parallel.py.
+    assert set(COMBINATIONS) - tested == {
+        "context-parallel",
+        "first-block",
+        "parallelize",
+        "taylorseer",
+    }
     committed = Path(__file__).parents[1] / "docs" / "support.md"
     assert committed.read_text(encoding="utf-8") == page(), (
         "docs/support.md is old. Hint: python tests/support_matrix.py docs/support.md"

@@ -14,10 +14,11 @@ import click
 from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder, Target
+from vidsparse.apps.runs.team import Team, check_shared, join, launch, silent
 from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, request_options
 from vidsparse.apps.terminal.progress import plain_bar, short, step_bar
-from vidsparse.errors import FolderError, OutputError, VidsparseError
+from vidsparse.errors import FolderError, OptionError, OutputError, VidsparseError
 from vidsparse.report import format_share
 
 
@@ -31,6 +32,7 @@ Examples:
   vidsparse generate prompts.txt --method dense              the stock pipeline, to compare with
   echo "a small blue ring that orbits" | vidsparse generate -
   vidsparse generate prompts.txt --model path/to/Wan2.1 --device cuda --offload model
+  vidsparse generate prompts.txt --model path/to/Wan2.1 --gpus 4     each video on four GPUs
 
 \b
 Files:
@@ -52,6 +54,12 @@ another folder.
 @click.option(
     "--verify", is_flag=True, help="Read finished videos and make changed ones again, not by size."
 )
+@click.option(
+    "--gpus",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Make each video on N GPUs together; with --device cpu, in N processes.",
+)
 @json_option
 @verbosity_options
 @click.pass_obj
@@ -62,6 +70,7 @@ def generate(
     out: str,
     overwrite: bool,
     verify: bool,
+    gpus: int | None,
     **options: Any,
 ) -> int:
     """Make a video of every prompt in PROMPTS.txt with sparse attention.
@@ -74,8 +83,23 @@ def generate(
     from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; finished videos are kept."
+    team = join(terminal, gpus)
+    alone = team is None and gpus in (None, 1)
+    if not alone and prompts_file == "-":
+        raise OptionError(
+            "standard input cannot be read by several processes. Hint: write the prompts to a file."
+        )
     source = read_prompts(prompts_file)
+    if team is None and not alone:
+        assert gpus is not None
+        return launch(terminal, prepare(source, options, silent(terminal)).request, gpus)
     prepared = prepare(source, options, terminal)
+    if team is not None:
+        check_shared(prepared.request, team.count)
+        assert prepared.request.device is not None
+        team.connect(prepared.request.device)
+        if not team.first:
+            return _take_part(team, prepared, terminal)
     settings = settings_hash(prepared.request)
     name = f"{source.stem}-{prepared.request.method}-{settings}"
     folder = RunFolder(Path(out) / name, settings)
@@ -86,6 +110,9 @@ def generate(
             pass
         for target in targets:
             _print_kept(terminal, target)
+        if team is not None:
+            team.tell([])
+            team.leave()
         terminal.say(
             f"All {len(targets)} videos are there already. Hint: --overwrite makes them again."
         )
@@ -105,11 +132,32 @@ def generate(
             else:
                 _print_kept(terminal, target)
         states = {one.prompt.number: "made" for one, _ in waiting}
-        code = _make_all(terminal, prepared, folder, waiting, states)
+        if team is not None:
+            team.tell([one.prompt.number for one, _ in waiting])
+        code = _make_all(terminal, prepared, folder, waiting, states, team)
+        if team is not None and code == 0:
+            team.leave()
     _answer(terminal, folder, prepared.prompts, targets, states)
     if code == 0:
         _say_next(terminal, prompts_file, prepared.request.method)
     return code
+
+
+def _take_part(team: Team, prepared: PreparedPrompts, terminal: Terminal) -> int:
+    """Compute what the first process makes videos of."""
+    from vidsparse.pipelines.generate import generate as run
+
+    try:
+        if numbers := team.hear():
+            loaded = prepared.load(terminal)
+            for one in prepared.prompts:
+                if one.prompt.number in numbers:
+                    run(loaded, one.request)
+        team.leave()
+    except Exception:
+        team.wait_to_be_ended()
+        raise
+    return 0
 
 
 def _say_next(terminal: Terminal, prompts_file: str, method: str) -> None:
@@ -123,7 +171,7 @@ def _say_next(terminal: Terminal, prompts_file: str, method: str) -> None:
         given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if not isinstance(option, click.Option) or not given or not option.expose_value:
             continue
-        if name in ("overwrite", "verify"):
+        if name in ("overwrite", "verify", "gpus"):
             continue
         value = ctx.params[name]
         if option.is_flag:
@@ -172,6 +220,7 @@ def _make_all(
     folder: RunFolder,
     waiting: Sequence[tuple[PreparedPrompt, Target]],
     states: dict[int, str],
+    team: Team | None = None,
 ) -> int:
     """Make the videos that are waiting; the exit code. ``states`` is told of those that failed."""
     kept = len(prepared.prompts) - len(waiting)
@@ -193,6 +242,11 @@ def _make_all(
                 states[later.prompt.number] = "failed"
             return FAILED
         except Exception as error:
+            if team is not None:
+                # the others may wait for this process in the middle of a step, for ever.
+                team.wait_to_be_ended()
+                _print_failure(terminal, one, error)
+                return FAILED
             # one prompt's failure must not cost the others theirs.
             failed.append(one.prompt.number)
             states[one.prompt.number] = "failed"

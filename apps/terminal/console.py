@@ -37,7 +37,7 @@ class Terminal:
     Args:
         verbose: how often ``-v`` was given; 2 shows tracebacks.
         quiet: print results only.
-        interrupted: what to say after Ctrl-C.
+        interrupted: what to say after Ctrl-C; nothing where somebody else says it.
         terminated: whether SIGTERM came.
         json: print the command's answer as one JSON document and no other result.
     """
@@ -179,7 +179,8 @@ def _run(terminal: Terminal, body: Callable[[], object]) -> int:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt):
         # even with -q: it is why nothing more comes.
-        terminal.put(f"\n{terminal.interrupted}", err=True)
+        if terminal.interrupted:
+            terminal.put(f"\n{terminal.interrupted}", err=True)
         return TERMINATED if terminal.terminated else INTERRUPTED
     except click.ClickException as error:
         return _complain(terminal, _with_hint(error), BAD_INPUT)

@@ -1,0 +1,178 @@
+"""Several processes that make each video together: starting them, and what they tell each other.
+
+``launch`` starts the same command again, once for each process, through torch.distributed's own
+launcher; ``join`` makes a process started so, or by torchrun, one of them. The first process alone
+reads and writes files and shows progress. The others are told which prompts to compute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vidsparse.apps.terminal.console import BAD_INPUT, FAILED, INTERRUPTED, TERMINATED, Terminal
+from vidsparse.errors import OptionError, UnsupportedError
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.request import GenerateRequest
+
+_PATIENCE = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """This process among those that make a video together.
+
+    Args:
+        rank: its number from 0; 0 is the first.
+        count: how many there are.
+    """
+
+    rank: int
+    count: int
+
+    @property
+    def first(self) -> bool:
+        """Whether this process reads and writes files and shows progress."""
+        return self.rank == 0
+
+    def connect(self, device: str) -> None:
+        """Meet the others; ``device`` is the kind of device that all compute on."""
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+
+    def tell(self, numbers: Sequence[int]) -> None:
+        """Tell the others the numbers of the prompts to compute."""
+        import torch.distributed as dist
+
+        dist.broadcast_object_list([list(numbers)], src=0)
+
+    def hear(self) -> list[int]:
+        """The numbers that the first process tells."""
+        import torch.distributed as dist
+
+        told: list[Any] = [None]
+        dist.broadcast_object_list(told, src=0)
+        numbers: list[int] = told[0]
+        return numbers
+
+    def leave(self) -> None:
+        """Let go of the others, once all is made."""
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+    def wait_to_be_ended(self) -> None:
+        """Before an error is told: whoever failed first says so, and the launcher ends the rest."""
+        time.sleep(_PATIENCE)
+
+
+def join(terminal: Terminal, gpus: int | None) -> Team | None:
+    """The team that this process was started into; None where it runs by itself.
+
+    Raises:
+        OptionError: another number of processes was asked for than was started.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    team = Team(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    if gpus not in (None, team.count):
+        raise OptionError(
+            f"--gpus {gpus} was given to {team.count} processes that torchrun started. "
+            "Hint: leave --gpus out, or start without torchrun."
+        )
+    if team.count == 1:
+        return None
+    # every process sees one GPU, so that `cuda` is its own and settings are the same in all.
+    local = int(os.environ.get("LOCAL_RANK", team.rank))
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = given[local] if local < len(given) > 1 else str(local)
+    # when another process died, the launcher says so.
+    terminal.interrupted = ""
+    if not team.first:
+        terminal.quiet, terminal.json = True, False
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        # it holds no file, and while it waits for the others python's handlers do not run.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return team
+
+
+def check_shared(request: GenerateRequest, count: int) -> None:
+    """Check that ``count`` processes can make a video of ``request`` together.
+
+    Raises:
+        OptionError: there are too few GPUs, or one of them was named.
+        UnsupportedError: an option does not work on several processes.
+    """
+    import torch
+
+    device = request.device or ""
+    if device.startswith("cuda:") and device != "cuda:0":
+        raise OptionError(
+            f"--device {device} names one GPU, and {count} are to be used. Hint: --device cuda."
+        )
+    there = torch.cuda.device_count()
+    if device.startswith("cuda") and there < count and "RANK" not in os.environ:
+        raise OptionError(
+            f"--gpus {count} needs {count} GPUs, and this machine has {there}. "
+            "Hint: give a smaller number."
+        )
+    for option, used in (("--cache", request.cache != "none"), ("--compile", request.compile)):
+        if used:
+            raise UnsupportedError(
+                f"{option} does not work on several processes yet. "
+                "Hint: leave it out (and --speed, which may set it), or use one GPU."
+            )
+
+
+def launch(terminal: Terminal, request: GenerateRequest, count: int) -> int:
+    """Run this very command in ``count`` processes; the exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    check_shared(request, count)
+    # its traces of processes that failed; what there is to say is said here.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=f"vidsparse-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=10,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "vidsparse", *sys.argv[1:])
+    except SignalException as ended:
+        terminal.terminated = ended.sigval == signal.SIGTERM
+        raise KeyboardInterrupt from None
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code: int = failure.exitcode
+        if code in (FAILED, BAD_INPUT, INTERRUPTED, TERMINATED):
+            # it has said why.
+            return code
+        how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+        terminal.complain(
+            f"process {rank + 1} of {count} died ({how}), which ends the run; finished videos are "
+            "kept. Hint: run the same command again to make the missing ones."
+        )
+        return FAILED
+    return 0
+
+
+def silent(terminal: Terminal) -> Terminal:
+    """``terminal`` for checks that the processes will make again, warnings included."""
+    return replace(terminal, quiet=True)

@@ -1,0 +1,145 @@
+"""``vidsparse generate --gpus``: several processes make each video, here two on a CPU (gloo)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vidsparse.pipelines.video import read_video
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "a large red circle that moves right on a plain black background"
+SETTINGS = ["--steps", "2", "--frames", "9", "--device", "cpu", "--top-p", "0.5"]
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    command = [sys.executable, "-m", "vidsparse", "generate", str(folder / "p.txt")]
+    return [*command, *SETTINGS, "--out", str(folder / "out"), *more]
+
+
+def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    (folder / "p.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
+    return subprocess.run(
+        words(folder, *more), capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def files(folder: Path, suffix: str) -> list[Path]:
+    return sorted((folder / "out").rglob(f"*{suffix}"))
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("together")
+    return folder, run(folder, "--gpus", "2")
+
+
+def test_two_processes_write_the_video_of_one(together: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, done = together
+    assert done.returncode == 0, done.stderr
+    assert run(tmp_path).returncode == 0
+    assert [path.name for path in files(folder, ".mp4")] == [
+        path.name for path in files(tmp_path, ".mp4")
+    ]
+    # fp32 rounding moves a few values by one of 255, and the encoder may then choose otherwise.
+    pair = [read_video(files(where, ".mp4")[0]).astype(float) for where in (folder, tmp_path)]
+    assert abs(pair[0] - pair[1]).mean() < 0.5
+
+
+def test_one_process_prints_and_writes(together: tuple[Path, Any]) -> None:
+    folder, done = together
+    assert done.stdout.count("0001-") == 1
+    assert done.stderr.count("Loading shapes") == 1
+    assert len(files(folder, ".mp4")) == len(files(folder, ".json")) == 1
+
+
+def test_the_record_says_how_many_processes_there_were(together: tuple[Path, Any]) -> None:
+    record = json.loads(files(together[0], ".json")[0].read_text(encoding="utf-8"))
+    assert record["processes"] == 2
+
+
+def test_a_finished_video_is_kept(together: tuple[Path, Any]) -> None:
+    before = files(together[0], ".mp4")[0].stat().st_mtime_ns
+    done = run(together[0], "--gpus", "2")
+    assert done.returncode == 0
+    assert "there already" in done.stderr
+    assert files(together[0], ".mp4")[0].stat().st_mtime_ns == before
+
+
+def rank_of(pid: int) -> str | None:
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    found = [line[5:].decode() for line in environment if line.startswith(b"RANK=")]
+    return found[0] if found else None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_that_dies_ends_the_run_with_one_line(tmp_path: Path, rank: str) -> None:
+    (tmp_path / "p.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
+    started = subprocess.Popen(
+        words(tmp_path, "--gpus", "2", "--steps", "400"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+    try:
+        # both take part once the first holds the folder's lock and loads the model.
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and not list(tmp_path.rglob(".vidsparse.lock")):
+            time.sleep(0.2)
+        time.sleep(3)
+        ranks = {rank_of(int(pid)): int(pid) for pid in children.read_text().split()}
+        os.kill(ranks[rank], signal.SIGKILL)
+        out, err = started.communicate(timeout=60)
+    finally:
+        started.kill()
+        started.wait()
+    assert started.returncode == 1
+    assert out == ""
+    complaints = [line for line in err.splitlines() if line and not line.startswith("Loading")]
+    assert len(complaints) == 1, err
+    assert f"process {int(rank) + 1} of 2 died" in complaints[0]
+    assert not files(tmp_path, ".json")
+    assert not [path for path in (tmp_path / "out").rglob("*") if "mp4" in path.name]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--cache", "first-block"], "--cache does not work on several processes"),
+        (["--compile"], "--compile does not work on several processes"),
+        (["--tile", "nonsense"], "nonsense"),
+    ],
+)
+def test_what_cannot_be_done_is_said_once_and_starts_nothing(
+    tmp_path: Path, more: list[str], says: str
+) -> None:
+    done = run(tmp_path, "--gpus", "2", *more)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("Error:") == 1
+    assert says in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_standard_input_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vidsparse", "generate", "-", "--gpus", "2", *SETTINGS],
+        input=PROMPT,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "standard input" in done.stderr
