@@ -237,7 +237,7 @@ def test_the_trace_shows_dense_replan_reuse() -> None:
 
 
 def test_a_reused_plan_is_the_one_made_before() -> None:
-    engine = engine_of(reuse=2, top_p=0.3)
+    engine = engine_of(reuse=2, top_p=0.3, means=None)
     engine.begin_run(2)
     first, second = qkv(seed=0), qkv(seed=9)
     engine.attend(*first, site(0))
@@ -250,7 +250,7 @@ def test_a_reused_plan_is_the_one_made_before() -> None:
         q, k, v, plan.q_tiles, plan.kv_count, plan.kv_index, tile=(16, 16)
     )
     assert torch.equal(reused, order.undo(expected))
-    assert not torch.equal(reused, attend(*second, GRID, top_p=0.3))
+    assert not torch.equal(reused, attend(*second, GRID, top_p=0.3, means=None))
 
 
 def test_layers_and_branches_keep_plans_of_their_own() -> None:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vidsparse.apps.terminal.console import BAD_INPUT, FAILED, INTERRUPTED, TERMINATED, Terminal
 from vidsparse.errors import OptionError, UnsupportedError
@@ -50,18 +50,13 @@ class Team:
 
     def tell(self, numbers: Sequence[int]) -> None:
         """Tell the others the numbers of the prompts to compute."""
-        import torch.distributed as dist
-
-        dist.broadcast_object_list([list(numbers)], src=0)
+        _from_the_first([len(numbers)])
+        _from_the_first([*numbers])
 
     def hear(self) -> list[int]:
         """The numbers that the first process tells."""
-        import torch.distributed as dist
-
-        told: list[Any] = [None]
-        dist.broadcast_object_list(told, src=0)
-        numbers: list[int] = told[0]
-        return numbers
+        (count,) = _from_the_first([0])
+        return _from_the_first([0] * count)
 
     def leave(self) -> None:
         """Let go of the others, once all is made."""
@@ -72,6 +67,20 @@ class Team:
     def wait_to_be_ended(self) -> None:
         """Before an error is told: whoever failed first says so, and the launcher ends the rest."""
         time.sleep(_PATIENCE)
+
+
+def _from_the_first(numbers: list[int]) -> list[int]:
+    """The first process's numbers; each of the others gives as many of any kind."""
+    import torch
+    import torch.distributed as dist
+
+    if not numbers:
+        return []
+    # as tensors: objects would be sent pickled.
+    shared = torch.tensor(numbers, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(shared, src=0)
+    found: list[int] = shared.tolist()
+    return found
 
 
 def join(terminal: Terminal, gpus: int | None) -> Team | None:

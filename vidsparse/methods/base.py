@@ -106,7 +106,7 @@ class SparseMethod(Method):
     tile: tuple[int, int]
     merge: str
     quantize: str | None = None
-    means: int | str | None = None
+    means: int | None = None
     numbers: Numbers | None = None
     needs_numbers: ClassVar[bool] = False
     knobs: ClassVar[tuple[Knob, ...]] = ()
@@ -335,7 +335,8 @@ def settle_means(method: SparseMethod) -> None:
         OptionError: it is no group of tokens that fits the tile.
     """
     keys = method.tile[1]
-    if method.means == "auto":
+    given: object = method.means
+    if given == "auto":
         object.__setattr__(method, "means", max(USUAL_MEANS, keys))
     if method.means is None:
         return

@@ -74,7 +74,7 @@ class SolAttn(SparseMethod):
         video = keys[:, :, : max(1, site.grid.video_tiles(self.tile[1]))]
         mean = rows @ video.mean(2).unsqueeze(-1)
         spread = (rows.square() @ video.var(2, correction=0).unsqueeze(-1)).sqrt()
-        tau = self.number("tau", site, q.device)
+        tau: float | Tensor = self.number("tau", site, q.device)
         if isinstance(tau, Tensor):
             tau = tau[: q.shape[1], None, None]
         chosen = rows @ keys.mT > mean + tau * spread
