@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -12,10 +13,11 @@ from click.testing import CliRunner, Result
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.calibrate import calibrate
-from vidsparse.pipelines.models import load, resolve_model
-from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
+from vidsparse.pipelines.models import load, resolve_model, weights_hash
+from vidsparse.pipelines.request import GenerateRequest, check_ready, resolve, settings_hash
+from vidsparse.presets import load_preset
 
-FITTING = {"frames": 9, "width": 64, "height": 64}
+FITTING: dict[str, Any] = {"frames": 9, "width": 64, "height": 64}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def resolved(model: Path, method: str, **changes: object) -> GenerateRequest:
+def resolved(model: Path, method: str, **changes: Any) -> GenerateRequest:
     request = GenerateRequest(
         prompt="a red circle", model=str(model), method=method, device="cpu", **changes
     )
@@ -59,7 +61,7 @@ def test_a_request_that_fits_takes_them(model: Path) -> None:
         {"speed": "high"},
     ],
 )
-def test_other_requests_run_by_what_they_say(model: Path, changes: dict[str, object]) -> None:
+def test_other_requests_run_by_what_they_say(model: Path, changes: dict[str, Any]) -> None:
     assert resolved(model, "sale", **{**FITTING, **changes}).preset is None
 
 
@@ -115,3 +117,18 @@ def test_a_damaged_preset_of_a_model_is_one_sentence(model: Path, tmp_path: Path
         resolved(broken, "sale", **FITTING)
     # other methods do not ask for it.
     assert resolved(broken, "fg-attn", **FITTING).preset is None
+
+
+def test_shapes_brings_numbers_for_the_method_that_needs_them() -> None:
+    ref = resolve_model("shapes")
+    request = GenerateRequest(prompt="a red circle", model="shapes", method="bsfa", device="cpu")
+    made = resolve(request, ref.defaults)
+    assert made.preset is not None
+    check_ready(made, ref.defaults)
+    preset = load_preset(made.preset)
+    # of these very weights, in the schedule that they were measured with.
+    assert preset.model["weights_hash"] == weights_hash(Path(ref.location))
+    assert (made.dense_steps, made.dense_layers) == (
+        preset.schedule["dense_steps"], preset.schedule["dense_layers"],
+    )  # fmt: skip
+    assert preset.measured["met"]

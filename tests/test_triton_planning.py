@@ -272,7 +272,8 @@ def check_method(
     if not rounded:
         return
     # means are taken of 16-bit keys in order, which rounding on the way does not make.
-    method = replace(method, means=None)
+    without: dict[str, Any] = {"means": None}
+    method = replace(method, **without)
     with limited(planning, **limits):
         route = by_kernels(method, q, k, k, quantize="int8")
         also = order_and_plan(method, q, k, site, order, route)
