@@ -215,7 +215,8 @@ def test_errors_are_counted_by_video_and_by_head() -> None:
     v[:, :, 300] = 200
     call = RecordedCall(q=q, k=k, v=v, site=CallSite(0, 0, 0.0, grid))
     everything = ErrorMeter(case="all", method=FgAttn(topk=1.0), order="rowmajor", bound=0.01)
-    half = ErrorMeter(case="half", method=FgAttn(topk=0.5), order="rowmajor", bound=0.01)
+    dropping = FgAttn(topk=0.5, means=None)
+    half = ErrorMeter(case="half", method=dropping, order="rowmajor", bound=0.01)
     for meter in (everything, half):
         meter.see(call)
         meter.see(call)

@@ -94,7 +94,7 @@ def test_what_it_skips_enters_by_means() -> None:
     [
         ({"tau": float("nan")}, "tau must be a finite number"),
         ({"tau": "1"}, "tau must be a finite number"),
-        ({"tile": (64, 128)}, "means must be a multiple of the tile's 128 keys"),
+        ({"tile": (64, 128), "means": 64}, "means must be a multiple of the tile's 128 keys"),
         ({"merge": "pairs"}, "merge"),
     ],
 )

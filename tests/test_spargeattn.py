@@ -79,13 +79,13 @@ def test_rows_of_a_piece_decide_together(rows: int) -> None:
 def test_sparsity_counts_products_of_both_stages() -> None:
     q, k, v = leaning()
     # pooled softmax of 0, -2, -4, ...: 0.86, 0.12, 0.016; three blocks reach 0.99.
-    _, engine = run(SpargeAttn(tau=0.99, theta=-1, lambda_=-3.0), q, k, v)
+    _, engine = run(SpargeAttn(tau=0.99, theta=-1, lambda_=-3.0, means=None), q, k, v)
     (cell,) = engine.trace.cells
     assert cell.selected is not None
     assert cell.selected.item() == 3 / 8
     # of the list 0, 1, 2 the last group is 2 alone, visited first: nothing is above it then.
     assert engine.trace.summary().skipped == 0
-    _, engine = run(SpargeAttn(tau=0.9999, theta=-1, lambda_=-3.0), q, k, v)
+    _, engine = run(SpargeAttn(tau=0.9999, theta=-1, lambda_=-3.0, means=None), q, k, v)
     # five blocks, 4 visited first; 2 and 3 lie 4 and 6 below 0.
     summary = engine.trace.summary()
     assert (summary.selected, summary.skipped) == (5 / 8, 2 / 8)

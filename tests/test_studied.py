@@ -58,8 +58,10 @@ def test_a_method_has_a_mask_to_time_or_needs_numbers_first(name: str) -> None:
 @pytest.mark.parametrize("name", SPARSE_METHODS)
 def test_every_method_has_a_curve(name: str) -> None:
     points = [one for one in configurations(("curves",)) if one.method == name]
+    cls = SPARSE_METHODS[name]
+    # as its paper has it.
     assert {tuple(one.options.items()) for one in points} == {
-        tuple(own.items()) for own in SPARSE_METHODS[name].compared
+        tuple({**cls.as_published, **own}.items()) for own in cls.compared
     }
     for one in points:
         assert (one.aim is not None) == (name in KNOBS)
@@ -68,7 +70,11 @@ def test_every_method_has_a_curve(name: str) -> None:
 
 def test_what_can_be_calibrated_has_a_calibrator_with_its_bound_among_the_settings() -> None:
     assert set(CALIBRATORS) == {n for n, cls in SPARSE_METHODS.items() if cls.calibratable()}
-    assert set(CALIBRATED) == {n for n in CALIBRATORS if not SPARSE_METHODS[n].needs_numbers}
+    assert set(CALIBRATED) == {
+        name
+        for name, calibrator in CALIBRATORS.items()
+        if not SPARSE_METHODS[name].needs_numbers and not calibrator.needs_target
+    }
     for name, calibrator in CALIBRATORS.items():
         assert calibrator.calibrates is METHODS[name]
         settings = {field.name for field in setting_fields(calibrator)}

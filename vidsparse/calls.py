@@ -20,7 +20,7 @@ from vidsparse.engine import AttentionEngine
 from vidsparse.masks import self_similarity
 from vidsparse.methods import SparseMethod
 from vidsparse.order import token_order
-from vidsparse.planning import plan_attention
+from vidsparse.planning import plan_attention, share_with_means
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 from vidsparse.trace import Cell
@@ -186,5 +186,8 @@ def mean_densities(
         )
     return {
         "selected": torch.stack([plan.selected for plan in plans]).double().mean().item(),
-        "computed": torch.stack([plan.computed for plan in plans]).double().mean().item(),
+        "computed": torch.stack([share_with_means(plan, method.means) for plan in plans])
+        .double()
+        .mean()
+        .item(),
     }

@@ -17,7 +17,7 @@ from vidsparse.kernels.dispatch import dense_attention, sparse_attention
 from vidsparse.methods import METHODS, Method, SparseMethod
 from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
 from vidsparse.plan import SparsePlan
-from vidsparse.planning import Ordered, key_means, order_and_plan
+from vidsparse.planning import Ordered, key_means, order_and_plan, share_with_means
 from vidsparse.remainder import Remainder, likeness, remainder_bytes
 from vidsparse.route import (
     Route,
@@ -326,10 +326,7 @@ class AttentionEngine:
             # launches than the call itself has. on a CPU it costs next to nothing.
             validate=False if q.is_cuda else None,
         )
-        cell.selected, cell.computed = plan.selected, plan.computed
-        if means is not None:
-            # where everything is listed no mean stands for anything.
-            cell.computed = (plan.computed + means.groups / plan.tokens).clamp(max=1.0)
+        cell.selected, cell.computed = plan.selected, share_with_means(plan, size)
         if skipped is not None:
             cell.count_skipped(skipped, plan.tokens)
         # the copies in order are as large as what the caller holds: not to be kept beside another.

@@ -226,6 +226,16 @@ def _above(pooled: Pooled, theta: Tensor) -> Pooled:
     return replace(pooled, similarity=pooled.similarity - theta.unsqueeze(-1))
 
 
+def share_with_means(plan: SparsePlan, size: int | None) -> Tensor:
+    """The plan's share of pairs with its pseudo keys, a group of ``size`` tokens each, ``[B, H]``.
+
+    Where everything is listed no mean stands for anything.
+    """
+    if size is None:
+        return plan.computed
+    return (plan.computed + tile_count(plan.tokens, size) / plan.tokens).clamp(max=1.0)
+
+
 def key_means(
     k: Tensor,
     v: Tensor,
