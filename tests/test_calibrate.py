@@ -354,8 +354,9 @@ def test_bad_input_ends_with_2_before_the_model_loads(
     assert "Loading" not in result.output
 
 
-def test_a_method_that_needs_a_preset_says_so(prompts: Path) -> None:
-    result = invoke("generate", str(prompts), "--method", "bsfa", "--device", "cpu")
+def test_a_method_that_needs_a_preset_says_so(tiny_model: Path, prompts: Path) -> None:
+    model = ("--model", str(tiny_model), "--device", "cpu")
+    result = invoke("generate", str(prompts), "--method", "bsfa", *model)
     assert result.exit_code == 2
     assert "vidsparse calibrate --method bsfa" in result.output
 

@@ -385,7 +385,7 @@ class AttentionEngine:
             return self.planner(self.method, q, k, site, order, route, v)
         # a probe looks at q and k themselves: they are not rounded on the way.
         made = self.planner(self.method, q, k, site, order, replace(route, quantize=None), v)
-        shares = made.plan.selected, made.plan.computed
+        shares = made.plan.selected, share_with_means(made.plan, self.method.means)
         values = order.apply(v, by_kernel=route.reorders) if made.v is None else made.v
         self.probe.take(self.method, made.q, made.k, values, site, self.order, shares)
         return made
