@@ -22,6 +22,7 @@ from vidsparse.errors import OptionError, OutputError
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import FgAttn, Sale
 from vidsparse.methods.sale import relative_scores, relative_scores_mask
+from vidsparse.pipelines.models import MODELS, ModelRef, resolve_model
 from vidsparse.site import CallSite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +81,7 @@ def test_calibrated_methods_are_held_to_their_word_on_other_prompts(
 ) -> None:
     wanted: list[int] = []
 
-    def few(count: int) -> tuple[str, ...]:
+    def few(model: ModelRef, count: int) -> tuple[str, ...]:
         wanted.append(count)
         return ("a green ring", "a red ball")
 
@@ -197,12 +198,14 @@ def test_recall_is_the_share_of_full_precisions_tiles() -> None:
     assert (row["recall"], row["recall_judged"]) == (1, None)
 
 
-def test_calibration_keeps_off_the_held_out_prompts() -> None:
-    prompts = calibration_prompts(16)
+@pytest.mark.parametrize("name", MODELS)
+def test_calibration_keeps_off_the_held_out_prompts(name: str) -> None:
+    model = resolve_model(name)
+    prompts = calibration_prompts(model, 16)
     assert len(set(prompts)) == 16
-    assert not set(prompts) & set(held_out_prompts())
+    assert not set(prompts) & set(held_out_prompts(model))
     # those of five are the first of those of sixteen.
-    assert calibration_prompts(5) == prompts[:5]
+    assert calibration_prompts(model, 5) == prompts[:5]
 
 
 def test_errors_are_counted_by_video_and_by_head() -> None:

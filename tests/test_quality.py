@@ -19,6 +19,7 @@ from vidsparse.apps.studies.quality_plots import draw_curve
 from vidsparse.apps.studies.quality_study import AIM_TRIALS
 from vidsparse.apps.studies.quality_tables import total_of
 from vidsparse.methods.studied import Knob
+from vidsparse.pipelines.models import MODELS, resolve_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -223,9 +224,17 @@ def test_the_study_covers_what_was_promised() -> None:
     assert len({str(one) for one in everything}) == len(everything)
 
 
-def test_the_default_prompts_are_the_held_out_ones() -> None:
-    prompts = held_out_prompts()
+@pytest.mark.parametrize("name", MODELS)
+def test_the_default_prompts_are_the_held_out_ones(name: str) -> None:
+    model = resolve_model(name)
+    prompts = held_out_prompts(model)
     assert len(set(prompts)) == 24
+    # words that the model knows, each of them
+    assert {word for prompt in prompts for word in prompt.split()} <= set(model.vocabulary)
+
+
+def test_the_prompts_of_another_model_are_those_of_shapes(tiny_model: Path) -> None:
+    assert held_out_prompts(resolve_model(tiny_model)) == held_out_prompts(resolve_model("shapes"))
 
 
 @pytest.mark.parametrize(
@@ -253,3 +262,29 @@ def test_a_file_of_something_else_is_not_touched(tiny_model: Path, tmp_path: Pat
     assert done.exit_code == 2
     assert "holds no quality study" in done.stderr
     assert json.loads((tmp_path / "q.json").read_text()) == {"format": "other"}
+
+
+def test_a_method_is_timed_against_the_stock_pipeline(tiny_model: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "seconds.png"
+    done = _quality(
+        tiny_model, tmp_path, "--study", "seconds", "--limit-rows", "3", "--seconds", str(picture),
+        "--table",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    dense, *sparse = _rows(tmp_path)
+    assert (dense["method"], dense["total"], dense["identical"]) == ("dense", 1.0, 2)
+    for row in sparse:
+        assert row["speedup"] == pytest.approx(row["dense_video_seconds"] / row["video_seconds"])
+        assert row["dense_seconds"] == pytest.approx(2 * row["dense_video_seconds"])
+        assert row["options"]["reuse"] == 2
+        # as it runs where nobody asks: means stand for what is left out.
+        assert row["options"].get("means", 64) is not None
+        assert row["target"] == 0.1
+    assert len({row["method"] for row in sparse}) == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "times stock" in done.stdout
+
+    again = _quality(tiny_model, tmp_path, "--study", "seconds", "--limit-rows", "0")
+    assert again.exit_code == 0, again.output
+    timed = [one for one in configurations(("seconds",)) if one.method == "dense"]
+    assert [one.describes(dense) for one in timed] == [True]

@@ -20,6 +20,7 @@ Examples:
   vidsparse bench quality --device cuda --batch 24 --size 256x256 --frames 33
   vidsparse bench quality --device cuda --batch 24 --size 384x384 --frames 49
   vidsparse bench quality --study orders --prompts 4 --limit-rows 3        a quick look on a CPU
+  vidsparse bench quality --study seconds --device cuda --batch 1 --seconds seconds.png
   vidsparse bench quality --limit-rows 0 --curve curve.png --table          show what is there
 
 \b
@@ -44,6 +45,7 @@ The file holds one row a line and is written after every row; a rerun measures o
 )
 @click.option("--overwrite", is_flag=True, help="Measure rows again that are there.")
 @click.option("--curve", metavar="PNG", help="Also draw PSNR against density.")
+@click.option("--seconds", metavar="PNG", help="Also draw PSNR against seconds of denoising.")
 @click.option("--table", is_flag=True, help="Also print the file's rows as Markdown tables.")
 @verbosity_options
 @click.pass_obj
@@ -55,6 +57,7 @@ def bench_quality(
     limit_rows: int | None,
     out: str,
     curve: str | None,
+    seconds: str | None,
     table: bool,
     **options: Any,
 ) -> None:
@@ -73,11 +76,12 @@ def bench_quality(
             limit=limit_rows,
             overwrite=options["overwrite"],
         )
-    if curve is not None:
-        from vidsparse.apps.studies.quality_plots import draw_curve
+    from vidsparse.apps.studies.quality_plots import draw_curve, draw_seconds
 
-        draw_curve(file.rows, Path(curve))
-        click.echo(curve)
+    for picture, draw in ((curve, draw_curve), (seconds, draw_seconds)):
+        if picture is not None:
+            draw(file.rows, Path(picture))
+            click.echo(picture)
     if table:
         click.echo(markdown_tables(file.rows))
     click.echo(file.path)

@@ -13,6 +13,8 @@ another number. The studies:
 - ``defaults``: what a model's defaults are chosen from: FG-Attn in its own order, ``top_p``,
   the steps that a plan serves, and the first and last layer dense or not.
 - ``refreshes``: what sparse attention lacks, added from an earlier step or not, at equal work.
+- ``seconds``: every method as it runs where nobody asks for more than a density, and dense
+  attention by our own kernels, for the time that each takes.
 - ``calibration``: methods with their paper's one number for all heads, and calibrated.
 - the ablations that methods declare (``SparseMethod.ablations``).
 """
@@ -47,7 +49,16 @@ KNOBS: Final[Mapping[str, Knob]] = {
 }
 """The number that a method's density is set by, where it has one."""
 
-STUDIES: Final = ("tiles", "merging", "orders", "equal", "curves", "defaults", "refreshes")
+STUDIES: Final = (
+    "tiles",
+    "merging",
+    "orders",
+    "equal",
+    "curves",
+    "defaults",
+    "refreshes",
+    "seconds",
+)
 ABLATIONS: Final = (*DECLARED, "calibration")
 
 TILES: Final = ("16x16", "32x32", "64x64", "128x128")
@@ -74,6 +85,8 @@ REFRESHED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
 """Methods, their options and refreshes; the first four are pairs of equal work in 20 steps."""
 
 REFRESHED_DENSE_STEPS: Final = 3
+TIMED_COMPUTED: Final = (0.1, 0.2, 0.35, 0.5)
+TIMED_REUSE: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +130,7 @@ class Configuration:
     order: str | None = "hilbert"
     aim: Aim | None = None
     reuse: int = 1
-    refresh: int = 0
+    refresh: int | float = 0
     dense_steps: int | None = None
     dense_ends: int = 0
     knob: Knob | None = None
@@ -166,6 +179,30 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
     for one in _configurations(studies):
         published = SPARSE_METHODS[one.method].as_published
         yield replace(one, options={**published, **one.options})
+    if "seconds" in studies:
+        yield Configuration(study="seconds", method="dense", options={}, order=None)
+        for value in TIMED_COMPUTED:
+            # every point is of use in a picture over seconds, wherever it falls.
+            aim = Aim("computed", value, tolerance=1.0)
+            for method in KNOBS:
+                yield Configuration(
+                    study="seconds",
+                    method=method,
+                    options={},
+                    order=None,
+                    aim=aim,
+                    reuse=TIMED_REUSE,
+                    refresh=SPARSE_METHODS[method].refresh,
+                )
+        for method, own, calibrated in _without_a_knob():
+            yield Configuration(
+                study="seconds",
+                method=method,
+                options=own,
+                order=None,
+                reuse=TIMED_REUSE,
+                calibrated=calibrated,
+            )
 
 
 def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
@@ -202,15 +239,10 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 # a curve needs points that lie apart, not at exact places.
                 aim = Aim("computed", value, tolerance=0.05)
                 yield Configuration(study="curves", method=method, options=own, order=None, aim=aim)
-        for method, cls in SPARSE_METHODS.items():
-            for own in cls.compared if method not in KNOBS else ():
-                yield Configuration(
-                    study="curves",
-                    method=method,
-                    options=own,
-                    order=None,
-                    calibrated=cls.needs_numbers,
-                )
+        for method, own, calibrated in _without_a_knob():
+            yield Configuration(
+                study="curves", method=method, options=own, order=None, calibrated=calibrated
+            )
     for name, (method, ablation) in DECLARED.items():
         if name in studies:
             yield from _of_ablation(method, ablation)
@@ -252,6 +284,18 @@ def _compared() -> Iterator[tuple[str, Mapping[str, Any]]]:
     for method in KNOBS:
         for own in SPARSE_METHODS[method].compared:
             yield method, own
+
+
+def _without_a_knob() -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Methods that no one number sets, in the settings that they declare; whether calibrated.
+
+    Those that can do without calibrated numbers come first.
+    """
+    for calibrated in (False, True):
+        for method, cls in SPARSE_METHODS.items():
+            if method not in KNOBS and cls.needs_numbers == calibrated:
+                for own in cls.compared:
+                    yield method, own, calibrated
 
 
 def _of_ablation(method: str, ablation: Ablation) -> Iterator[Configuration]:

@@ -39,17 +39,19 @@ def prepare_study(
     from vidsparse.pipelines.models import resolve_model
     from vidsparse.pipelines.request import GenerateRequest, resolve
 
+    model = resolve_model(options["model"])
     if prompts_file is None:
-        prompts = held_out_prompts()
+        prompts = held_out_prompts(model)
     else:
         prompts = tuple(prompt.text for prompt in read_prompts(prompts_file).prompts)
     width, height = options["size"] or (None, None)
-    model = resolve_model(options["model"])
     requests = [
         resolve(
             GenerateRequest(
                 prompt=prompt,
                 method="dense",
+                # the yardstick is what the pipeline does by itself.
+                dense_kernel="stock",
                 width=width,
                 height=height,
                 dense_layers=0,

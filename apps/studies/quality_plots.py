@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from vidsparse.apps.results.row_file import Row
@@ -63,6 +64,31 @@ def draw_lines(rows: Sequence[Row], path: Path, label: Callable[[Row], str]) -> 
     _draw(rows, path, ("computed",), None, draw)
 
 
+def draw_seconds(rows: Sequence[Row], path: Path) -> None:
+    """PSNR over the seconds of denoising of a video, a panel a size and a line a method.
+
+    Raises:
+        OptionError: there is no row to draw, or no such picture format.
+        OutputError: the file cannot be written.
+    """
+    timed = [row for row in rows if row["study"] == "seconds"]
+    methods = list(dict.fromkeys(row["method"] for row in timed))
+
+    def draw(panel: Any, rows: Sequence[Row], seconds: str) -> None:
+        for place, method in enumerate(methods):
+            own = [row for row in rows if row["method"] == method]
+            style = {
+                "color": _COLOURS[place % len(_COLOURS)],
+                "marker": _MARKS[place % len(_MARKS)],
+            }
+            _line(panel, own, seconds, label=method, **style)
+        panel.axvline(median(row[f"dense_{seconds}"] for row in rows), color="#444444", ls=":")
+
+    _draw(
+        timed, path, ("video_seconds",), "method", draw, axis="seconds of denoising (dotted: stock)"
+    )
+
+
 def draw_bars(rows: Sequence[Row], path: Path, axis: str, columns: Mapping[str, str]) -> None:
     """A group of bars for each row's ``case``, a panel a size.
 
@@ -113,8 +139,9 @@ def _draw(
     densities: tuple[str, ...],
     legend: str | None,
     draw: Callable[[Any, Sequence[Row], str], None],
+    axis: str | None = None,
 ) -> None:
-    """Write a picture: one row of panels a size, one column a density."""
+    """Write a picture: one row of panels a size, one column a density or what ``axis`` says."""
     # identical videos have no PSNR to draw.
     rows = [row for row in rows if row["psnr_mean"] and row["computed"]]
     if not rows:
@@ -129,7 +156,7 @@ def _draw(
             for column, density in enumerate(densities):
                 panel = panels[0][line] if flat else panels[line][column]
                 draw(panel, of_size, density)
-                panel.set_xlabel(f"{density} density, sparse calls")
+                panel.set_xlabel(axis or f"{density} density, sparse calls")
                 panel.set_ylabel("PSNR to dense, dB")
                 panel.set_title(f"{size}, {frames} frames", fontsize=10)
                 panel.grid(alpha=0.25)

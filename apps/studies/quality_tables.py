@@ -181,6 +181,15 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         **QUALITY_COLUMNS,
         "worst dB": number_text("psnr_worst", ".2f"),
     },
+    "seconds": {
+        "method": lambda row: str(row["method"]),
+        "set to": lambda row: "-" if row["method"] == "dense" else knob_text(row),
+        "s a video": number_text("video_seconds", ".2f"),
+        "times stock": number_text("speedup", ".2f"),
+        **QUALITY_COLUMNS,
+        "worst dB": number_text("psnr_worst", ".2f"),
+        "flicker dB": number_text("flicker_mean", ".2f"),
+    },
     "calibration": _METHOD_COLUMNS,
     **{name: _declared_columns(ablation) for name, (_, ablation) in DECLARED.items()},
 }

@@ -21,6 +21,7 @@ from vidsparse.methods.base import (
     tile_option,
 )
 from vidsparse.methods.numbers import Numbers
+from vidsparse.methods.studied import Knob
 from vidsparse.plan import BLOCK_ROWS
 from vidsparse.residual import error_of_means
 from vidsparse.site import CallSite
@@ -66,6 +67,8 @@ class Foresight(SparseMethod):
     # groups of neighbours in space and time have nearer means; dropping is another matter.
     token_order: ClassVar[str] = "hilbert"
     refresh: ClassVar[int | float] = 0.2
+
+    knobs: ClassVar[tuple[Knob, ...]] = (Knob("share", 0.01, 1.0),)
 
     share: float = option(
         0.15, flag="--share", metavar="P", help="share of key chunks that a block attends exactly"
