@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
+from vidsparse.apps.runs.crew import WorkerDied, spread
+from vidsparse.apps.runs.crew_options import ENGINES, CrewOptions, crew_options
 from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder, Target
@@ -19,7 +21,11 @@ from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbo
 from vidsparse.apps.terminal.options import RequestCommand, request_options
 from vidsparse.apps.terminal.progress import plain_bar, short, step_bar
 from vidsparse.errors import FolderError, OptionError, OutputError, VidsparseError
+from vidsparse.files import unwritten, write_whole
 from vidsparse.report import format_share
+
+# where videos are made says nothing of what they lost.
+_NOT_COMPARED = ("overwrite", "verify", "gpus", "gpus_per_video", "engine", "address")
 
 
 @click.command(
@@ -33,6 +39,8 @@ Examples:
   echo "a small blue ring that orbits" | vidsparse generate -
   vidsparse generate prompts.txt --model path/to/Wan2.1 --device cuda --offload model
   vidsparse generate prompts.txt --model path/to/Wan2.1 --gpus 4     each video on four GPUs
+  vidsparse generate prompts.txt --gpus 4 --gpus-per-video 1         four videos at a time
+  vidsparse generate prompts.txt --engine ray --address auto         on a Ray cluster
 
 \b
 Files:
@@ -58,7 +66,23 @@ another folder.
     "--gpus",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Make each video on N GPUs together; with --device cpu, in N processes.",
+    help="Use N GPUs, all of them on each video; with --device cpu, N processes.",
+)
+@click.option(
+    "--gpus-per-video",
+    type=click.IntRange(min=1),
+    metavar="M",
+    help="Spread the prompts over groups of M GPUs.  [default: all on each; with --engine ray, 1]",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    help="What starts the workers that prompts are spread over.  [default: local]",
+)
+@click.option(
+    "--address",
+    metavar="ADDRESS",
+    help="Of a Ray cluster, or auto.  [default: a Ray of its own on this machine]",
 )
 @json_option
 @verbosity_options
@@ -71,6 +95,9 @@ def generate(
     overwrite: bool,
     verify: bool,
     gpus: int | None,
+    gpus_per_video: int | None,
+    engine: str | None,
+    address: str | None,
     **options: Any,
 ) -> int:
     """Make a video of every prompt in PROMPTS.txt with sparse attention.
@@ -83,8 +110,9 @@ def generate(
     from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; finished videos are kept."
+    crew = crew_options(gpus, gpus_per_video, engine, address)
     team = join(terminal, gpus)
-    alone = team is None and gpus in (None, 1)
+    alone = crew is not None or (team is None and gpus in (None, 1))
     if not alone and prompts_file == "-":
         raise OptionError(
             "standard input cannot be read by several processes. Hint: write the prompts to a file."
@@ -134,7 +162,10 @@ def generate(
         states = {one.prompt.number: "made" for one, _ in waiting}
         if team is not None:
             team.tell([one.prompt.number for one, _ in waiting])
-        code = _make_all(terminal, prepared, folder, waiting, states, team)
+        if crew is not None:
+            code = _spread_all(terminal, prepared, folder, waiting, states, crew)
+        else:
+            code = _make_all(terminal, prepared, folder, waiting, states, team)
         if team is not None and code == 0:
             team.leave()
     _answer(terminal, folder, prepared.prompts, targets, states)
@@ -171,7 +202,7 @@ def _say_next(terminal: Terminal, prompts_file: str, method: str) -> None:
         given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if not isinstance(option, click.Option) or not given or not option.expose_value:
             continue
-        if name in ("overwrite", "verify", "gpus"):
+        if name in _NOT_COMPARED:
             continue
         value = ctx.params[name]
         if option.is_flag:
@@ -223,7 +254,6 @@ def _make_all(
     team: Team | None = None,
 ) -> int:
     """Make the videos that are waiting; the exit code. ``states`` is told of those that failed."""
-    kept = len(prepared.prompts) - len(waiting)
     loaded = prepared.load(terminal)
     failed: list[int] = []
     for place, (one, target) in enumerate(waiting, 1):
@@ -231,16 +261,7 @@ def _make_all(
         try:
             _make(terminal, loaded, one, folder, target, label)
         except FolderError as error:
-            # the next ones would be computed for nothing.
-            done = kept + place - 1 - len(failed)
-            terminal.complain(
-                f"{error}. The run stops at prompt {one.prompt.number:04d}: {done} of "
-                f"{len(prepared.prompts)} videos are done. Hint: when the folder can be written "
-                "to, run the same command again to make the others."
-            )
-            for later, _ in waiting[place - 1 :]:
-                states[later.prompt.number] = "failed"
-            return FAILED
+            return _stopped(terminal, prepared, waiting[place - 1 :], states, error)
         except Exception as error:
             if team is not None:
                 # the others may wait for this process in the middle of a step, for ever.
@@ -251,10 +272,105 @@ def _make_all(
             failed.append(one.prompt.number)
             states[one.prompt.number] = "failed"
             _print_failure(terminal, one, error)
-    made = len(waiting) - len(failed)
-    terminal.say(f"{made} made, {kept} there already, {len(failed)} failed: {folder.path}")
+    return _summed_up(terminal, prepared, folder, len(waiting), failed)
+
+
+def _spread_all(
+    terminal: Terminal,
+    prepared: PreparedPrompts,
+    folder: RunFolder,
+    waiting: Sequence[tuple[PreparedPrompt, Target]],
+    states: dict[int, str],
+    crew: CrewOptions,
+) -> int:
+    """As ``_make_all``, by workers; videos are written in the order in which they are finished."""
+    left = {one.prompt.number: (one, target) for one, target in waiting}
+    failed: list[int] = []
+    with crew.workers(prepared.request) as (engine, groups), ExitStack() as stack:
+        workers = "worker" if groups == 1 else "workers"
+        terminal.say(f"Loading {prepared.request.model} on {groups} {workers} ...")
+        progress = stack.enter_context(plain_bar(terminal, f"Videos on {groups} {workers}"))
+        outcomes = stack.enter_context(
+            closing(
+                spread(
+                    engine,
+                    [(one.prompt.number, one.request) for one, _ in waiting],
+                    groups=groups,
+                    size=crew.size,
+                )
+            )
+        )
+        for outcome in outcomes:
+            one, target = left[outcome.number]
+            try:
+                if outcome.deaths and outcome.made is not None:
+                    died = "a worker" if outcome.deaths == 1 else f"{outcome.deaths} workers"
+                    terminal.warn(f"prompt {outcome.number:04d} was made again: {died} died on it.")
+                if outcome.made is None:
+                    assert outcome.error is not None
+                    raise outcome.error
+                _write(target, outcome.made.video)
+                folder.write_record(target, outcome.made.record)
+                _print_made(terminal, target, outcome.made.record)
+            except FolderError as error:
+                return _stopped(terminal, prepared, list(left.values()), states, error)
+            except WorkerDied as error:
+                failed.append(outcome.number)
+                states[outcome.number] = "failed"
+                terminal.complain(
+                    f"prompt {outcome.number:04d} failed: {outcome.deaths} workers died on it "
+                    f"({error})"
+                )
+            except Exception as error:
+                failed.append(outcome.number)
+                states[outcome.number] = "failed"
+                _print_failure(terminal, one, error)
+            del left[outcome.number]
+            progress(short(one.prompt.text), len(waiting) - len(left), len(waiting))
+    return _summed_up(terminal, prepared, folder, len(waiting), failed)
+
+
+def _write(target: Target, video: bytes) -> None:
+    """Put a worker's video in its place."""
+    try:
+        write_whole(target.video, video)
+    except OSError as error:
+        raise unwritten(target.video, error) from None
+
+
+def _stopped(
+    terminal: Terminal,
+    prepared: PreparedPrompts,
+    left: Sequence[tuple[PreparedPrompt, Target]],
+    states: dict[int, str],
+    error: FolderError,
+) -> int:
+    """Say that the folder cannot be written to: the next ones would be computed for nothing."""
+    for one, _ in left:
+        states[one.prompt.number] = "failed"
+    failed = sum(state == "failed" for state in states.values())
+    terminal.complain(
+        f"{error}. The run stops at prompt {left[0][0].prompt.number:04d}: "
+        f"{len(prepared.prompts) - failed} of {len(prepared.prompts)} videos are done. Hint: when "
+        "the folder can be written to, run the same command again to make the others."
+    )
+    return FAILED
+
+
+def _summed_up(
+    terminal: Terminal,
+    prepared: PreparedPrompts,
+    folder: RunFolder,
+    begun: int,
+    failed: Sequence[int],
+) -> int:
+    """Say how many videos there are now; the exit code."""
+    kept = len(prepared.prompts) - begun
+    terminal.say(
+        f"{begun - len(failed)} made, {kept} there already, {len(failed)} failed: {folder.path}"
+    )
     if failed:
-        numbers = ", ".join(f"{number:04d}" for number in failed)
+        numbers = ", ".join(f"{number:04d}" for number in sorted(failed))
         terminal.complain(
             f"{len(failed)} of {len(prepared.prompts)} prompts failed ({numbers}); finished "
             "videos are kept. Hint: run the same command again to make the missing ones."
@@ -280,10 +396,13 @@ def _make(
     # an old record stays until then: a video that it does not describe is not finished.
     write_video(made.frames, target.video, one.request.fps)
     folder.write_record(target, made.record)
+    _print_made(terminal, target, made.record)
+
+
+def _print_made(terminal: Terminal, target: Target, record: Mapping[str, Any]) -> None:
     if terminal.quiet:
         terminal.show(str(target.video))
         return
-    record = made.record
     work = (
         "dense"
         if record["computed"] is None

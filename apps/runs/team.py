@@ -121,6 +121,21 @@ def check_shared(request: GenerateRequest, count: int) -> None:
         OptionError: there are too few GPUs, or one of them was named.
         UnsupportedError: an option does not work on several processes.
     """
+    check_gpus(request, count)
+    for option, used in (("--cache", request.cache != "none"), ("--compile", request.compile)):
+        if used:
+            raise UnsupportedError(
+                f"{option} does not work on several processes yet. "
+                "Hint: leave it out (and --speed, which may set it), or use one GPU."
+            )
+
+
+def check_gpus(request: GenerateRequest, count: int) -> None:
+    """Check that this machine has ``count`` GPUs, where GPUs are asked for.
+
+    Raises:
+        OptionError: there are too few, or one of them was named.
+    """
     import torch
 
     device = request.device or ""
@@ -134,12 +149,6 @@ def check_shared(request: GenerateRequest, count: int) -> None:
             f"--gpus {count} needs {count} GPUs, and this machine has {there}. "
             "Hint: give a smaller number."
         )
-    for option, used in (("--cache", request.cache != "none"), ("--compile", request.compile)):
-        if used:
-            raise UnsupportedError(
-                f"{option} does not work on several processes yet. "
-                "Hint: leave it out (and --speed, which may set it), or use one GPU."
-            )
 
 
 def launch(terminal: Terminal, request: GenerateRequest, count: int) -> int:

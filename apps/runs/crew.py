@@ -1,0 +1,266 @@
+"""Prompts spread over workers: who makes which, and what becomes of one whose worker dies.
+
+A worker is a process that holds the model; several that make each video together are a group. An
+engine starts workers: on this machine (``local_workers``) or on a cluster (``ray_workers``). The
+process that runs the command alone reads and writes the run's files and shows progress: a worker
+sends its video as it was encoded, with its record, so that no disk needs to be shared.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from vidsparse.errors import VidsparseError
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.models import LoadedPipeline
+    from vidsparse.pipelines.request import GenerateRequest
+
+TRIES: Final = 3
+"""How often a prompt is begun, or a worker started, where workers die."""
+
+
+class WorkerDied(Exception):
+    """A worker's process is gone, and what it was doing with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A video as it was encoded, and its record."""
+
+    video: bytes
+    record: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one prompt: its video, or why there is none; ``deaths`` of workers on it."""
+
+    number: int
+    made: Made | None
+    error: Exception | None
+    deaths: int
+
+
+class Handle(Protocol):
+    """A worker, seen from the process that runs the command."""
+
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        """Have ``Worker.name`` called; the result raises ``WorkerDied`` where it is gone."""
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+
+
+class Engine(Protocol):
+    """Starts workers."""
+
+    def start(self, place: int) -> Handle:
+        """Start the worker that has this place among all, from 0."""
+
+    def meeting_host(self) -> str | None:
+        """The host on which the workers of a group meet; None is the first one's own."""
+
+
+class Worker:
+    """What runs in a worker's process; one call at a time."""
+
+    def __init__(self) -> None:
+        self._loaded: LoadedPipeline | None = None
+        self._first = True
+
+    def meeting_point(self, host: str | None) -> str:
+        """An address on which the workers of a group can meet here."""
+        host = host or socket.gethostbyname(socket.gethostname())
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def load(self, request: GenerateRequest, rank: int, count: int, meeting: str | None) -> None:
+        """Load the model of ``request``, after meeting the others of a group of ``count``."""
+        with _in_words():
+            self._load(request, rank, count, meeting)
+
+    def make(self, request: GenerateRequest) -> Made | None:
+        """The video of ``request``; None where another of the group sends it."""
+        with _in_words():
+            return self._make(request)
+
+    def _load(self, request: GenerateRequest, rank: int, count: int, meeting: str | None) -> None:
+        from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts
+        from vidsparse.apps.runs.prompts import Prompt
+        from vidsparse.apps.terminal.console import Terminal
+        from vidsparse.pipelines.models import resolve_model
+
+        self._first = rank == 0
+        if count > 1:
+            import torch.distributed as dist
+
+            backend = "nccl" if (request.device or "").startswith("cuda") else "gloo"
+            dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=count)
+        one = PreparedPrompt(prompt=Prompt(number=1, text=request.prompt, line=1), request=request)
+        prompts = PreparedPrompts(model=resolve_model(request.model), prompts=(one,))
+        self._loaded = prompts.load(Terminal(quiet=True))
+
+    def _make(self, request: GenerateRequest) -> Made | None:
+        from vidsparse.pipelines.generate import generate
+        from vidsparse.pipelines.video import write_video
+
+        assert self._loaded is not None
+        assert request.fps is not None
+        generated = generate(self._loaded, request)
+        if not self._first:
+            return None
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "video.mp4"
+            write_video(generated.frames, file, request.fps)
+            return Made(file.read_bytes(), generated.record)
+
+
+@contextmanager
+def _in_words() -> Iterator[None]:
+    """Raise errors of other packages as words: not all of them can be sent to another process."""
+    try:
+        yield
+    except VidsparseError:
+        raise
+    except Exception as error:
+        raise VidsparseError(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
+
+
+class _Group:
+    """Workers that make each video together; started when first needed, and again after a death."""
+
+    def __init__(self, engine: Engine, first: int, count: int) -> None:
+        self._engine, self._first, self._count = engine, first, count
+        self._handles: list[Handle] = []
+
+    def make(self, request: GenerateRequest) -> Made:
+        """The video of ``request``.
+
+        Raises:
+            WorkerDied: one of the workers is gone; none is left then.
+            _StartError: a worker lives and cannot load the model.
+        """
+        try:
+            if not self._handles:
+                self._start(request)
+            made = self._all([handle.call("make", request) for handle in self._handles])[0]
+        except WorkerDied:
+            self.kill()
+            raise
+        except Exception:
+            # those of a group that go on would wait for the one that failed, for ever.
+            if self._count > 1:
+                self.kill()
+            raise
+        assert isinstance(made, Made)
+        return made
+
+    def _start(self, request: GenerateRequest) -> None:
+        places = range(self._first, self._first + self._count)
+        self._handles = [self._engine.start(place) for place in places]
+        meeting = None
+        if self._count > 1:
+            meeting = self._handles[0].call("meeting_point", self._engine.meeting_host()).result()
+        loading = [
+            handle.call("load", request, rank, self._count, meeting)
+            for rank, handle in enumerate(self._handles)
+        ]
+        try:
+            self._all(loading)
+        except WorkerDied:
+            raise
+        except Exception as error:
+            raise _StartError(error) from error
+
+    @staticmethod
+    def _all(calls: Sequence[Future[Any]]) -> list[Any]:
+        done, _ = wait(calls, return_when=FIRST_EXCEPTION)
+        for call in done:
+            call.result()
+        return [call.result() for call in calls]
+
+    def kill(self) -> None:
+        """End all workers."""
+        for handle in self._handles:
+            handle.kill()
+        self._handles = []
+
+
+class _StartError(Exception):
+    """A worker cannot load the model, and no other could."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def spread(
+    engine: Engine, requests: Sequence[tuple[int, GenerateRequest]], *, groups: int, size: int
+) -> Generator[Outcome, None, None]:
+    """Make the videos of numbered requests on ``groups`` groups of ``size`` workers.
+
+    They come as they are finished. A prompt whose worker dies is made again by another, at most
+    ``TRIES`` times in all. However the loop over them ends, no worker is left.
+
+    Raises:
+        VidsparseError: no worker can load the model.
+        WorkerDied: workers die while they load it.
+    """
+    waiting: queue.SimpleQueue[tuple[int, GenerateRequest]] = queue.SimpleQueue()
+    for item in requests:
+        waiting.put(item)
+    outcomes: queue.SimpleQueue[Outcome | _StartError] = queue.SimpleQueue()
+    ending = threading.Event()
+    crew = [_Group(engine, place * size, size) for place in range(min(groups, len(requests)))]
+
+    def work(group: _Group) -> None:
+        while not ending.is_set():
+            try:
+                number, request = waiting.get_nowait()
+            except queue.Empty:
+                return
+            outcomes.put(_attempts(group, number, request, ending))
+
+    threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in crew]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in requests:
+            outcome = outcomes.get()
+            if isinstance(outcome, _StartError):
+                raise outcome.reason
+            yield outcome
+    finally:
+        ending.set()
+        for group in crew:
+            with suppress(Exception):
+                group.kill()
+
+
+def _attempts(
+    group: _Group, number: int, request: GenerateRequest, ending: threading.Event
+) -> Outcome | _StartError:
+    """Begin a prompt until it is made, fails, or too many workers have died of it."""
+    for deaths in range(TRIES):
+        try:
+            return Outcome(number, group.make(request), None, deaths)
+        except WorkerDied as error:
+            last = error
+            if ending.is_set():
+                break
+        except _StartError as error:
+            return error
+        except Exception as error:
+            return Outcome(number, None, error, deaths)
+    return Outcome(number, None, last, TRIES)

@@ -1,0 +1,354 @@
+"""Prompts spread over workers: each is made once, by either engine, and a death costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from vidsparse.apps.cli import main
+from vidsparse.apps.runs.crew import TRIES, Made, Outcome, WorkerDied, spread
+from vidsparse.apps.runs.crew_options import CrewOptions, crew_options
+from vidsparse.apps.runs.local_workers import LocalWorkers
+from vidsparse.errors import OptionError, OutputError, VidsparseError
+from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.pipelines.video import read_video
+
+SETTINGS = ["--steps", "2", "--frames", "9", "--device", "cpu", "--top-p", "0.5"]
+
+
+class MadeUpWorker:
+    """A worker whose calls are a function of what is asked."""
+
+    def __init__(self, answer: Callable[[str, Any], Any]) -> None:
+        self._answer, self.killed = answer, False
+
+    def call(self, name: str, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            assert not self.killed
+            future.set_result(self._answer(name, arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class MadeUpWorkers:
+    """An engine of made-up workers, which counts those it started."""
+
+    def __init__(self, answer: Callable[[str, Any], Any]) -> None:
+        self._answer = answer
+        self.started: list[tuple[int, MadeUpWorker]] = []
+        self._lock = threading.Lock()
+
+    def start(self, place: int) -> MadeUpWorker:
+        with self._lock:
+            self.started.append((place, MadeUpWorker(self._answer)))
+            return self.started[-1][1]
+
+    def meeting_host(self) -> str | None:
+        return None
+
+
+def requests(count: int) -> list[tuple[int, GenerateRequest]]:
+    return [(number, GenerateRequest(prompt=f"p{number}")) for number in range(1, count + 1)]
+
+
+def made_of(prompt: str) -> Made:
+    return Made(prompt.encode(), {"prompt": prompt})
+
+
+def plain(name: str, arguments: Any) -> Any:
+    return made_of(arguments[0].prompt) if name == "make" else "tcp://x:1"
+
+
+def finished(engine: Any, count: int, **sizes: int) -> dict[int, Outcome]:
+    outcomes = list(spread(engine, requests(count), **sizes))
+    assert len(outcomes) == count
+    return {one.number: one for one in outcomes}
+
+
+def test_every_prompt_is_made_once_and_no_worker_is_left() -> None:
+    engine = MadeUpWorkers(plain)
+    outcomes = finished(engine, 24, groups=3, size=1)
+    assert sorted(outcomes) == list(range(1, 25))
+    for number, one in outcomes.items():
+        assert one == Outcome(number, made_of(f"p{number}"), None, 0)
+    assert len({place for place, _ in engine.started}) == len(engine.started) <= 3
+    assert all(worker.killed for _, worker in engine.started)
+
+
+def test_no_more_groups_are_started_than_there_are_prompts() -> None:
+    engine = MadeUpWorkers(plain)
+    finished(engine, 2, groups=8, size=2)
+    assert len(engine.started) <= 4
+
+
+def test_a_prompt_whose_worker_died_is_made_again_by_a_new_one() -> None:
+    dead: list[str] = []
+
+    def answer(name: str, arguments: Any) -> Any:
+        if name == "make" and arguments[0].prompt == "p2" and not dead:
+            dead.append("p2")
+            raise WorkerDied("gone")
+        return plain(name, arguments)
+
+    engine = MadeUpWorkers(answer)
+    outcomes = finished(engine, 3, groups=1, size=1)
+    assert [outcomes[n].deaths for n in (1, 2, 3)] == [0, 1, 0]
+    assert all(one.made is not None for one in outcomes.values())
+    assert len(engine.started) == 2
+
+
+def test_a_prompt_that_kills_every_worker_fails_and_the_next_is_made() -> None:
+    def answer(name: str, arguments: Any) -> Any:
+        if name == "make" and arguments[0].prompt == "p1":
+            raise WorkerDied("gone")
+        return plain(name, arguments)
+
+    outcomes = finished(MadeUpWorkers(answer), 2, groups=1, size=1)
+    assert outcomes[1].made is None
+    assert isinstance(outcomes[1].error, WorkerDied)
+    assert outcomes[1].deaths == TRIES
+    assert outcomes[2].made == made_of("p2")
+
+
+def test_an_error_of_one_prompt_is_its_own_and_the_worker_goes_on() -> None:
+    def answer(name: str, arguments: Any) -> Any:
+        if name == "make" and arguments[0].prompt == "p1":
+            raise VidsparseError("too long")
+        return plain(name, arguments)
+
+    engine = MadeUpWorkers(answer)
+    outcomes = finished(engine, 2, groups=1, size=1)
+    assert str(outcomes[1].error) == "too long"
+    assert outcomes[2].made == made_of("p2")
+    assert len(engine.started) == 1
+
+
+def test_a_group_in_which_one_fails_is_started_anew() -> None:
+    ranks: list[int] = []
+
+    def answer(name: str, arguments: Any) -> Any:
+        if name == "load":
+            ranks.append(arguments[1])
+            assert arguments[2:] == (2, "tcp://x:1")
+        if name == "make" and arguments[0].prompt == "p1":
+            raise VidsparseError("one of two")
+        return plain(name, arguments)
+
+    engine = MadeUpWorkers(answer)
+    outcomes = finished(engine, 2, groups=1, size=2)
+    assert (outcomes[1].made, outcomes[2].made) == (None, made_of("p2"))
+    assert ranks == [0, 1, 0, 1]
+
+
+def test_a_model_that_cannot_be_loaded_ends_all_at_once() -> None:
+    def answer(name: str, arguments: Any) -> Any:
+        if name == "load":
+            raise OutputError("no such weights")
+        return plain(name, arguments)
+
+    engine = MadeUpWorkers(answer)
+    with pytest.raises(OutputError, match="no such weights"):
+        finished(engine, 50, groups=2, size=1)
+    assert len(engine.started) <= 4
+    assert all(worker.killed for _, worker in engine.started)
+
+
+def test_a_loop_that_is_left_early_leaves_no_worker() -> None:
+    engine = MadeUpWorkers(plain)
+    outcomes = spread(engine, requests(9), groups=2, size=1)
+    next(outcomes)
+    outcomes.close()
+    assert all(worker.killed for _, worker in engine.started)
+
+
+def test_a_child_that_is_killed_is_told_from_one_that_fails() -> None:
+    worker = LocalWorkers(1, "cpu").start(0)
+    try:
+        assert worker.call("meeting_point", "127.0.0.1").result(60).startswith("tcp://127.0.0.1:")
+        with pytest.raises(AttributeError):
+            worker.call("nothing").result(60)
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="signal 9"):
+            worker.call("meeting_point", "127.0.0.1").result(60)
+    finally:
+        worker.kill()
+
+
+@pytest.mark.parametrize(
+    ("options", "means"),
+    [
+        ((None, None, None, None), None),
+        ((4, None, None, None), None),
+        ((4, 4, None, None), None),
+        ((1, 1, "local", None), None),
+        ((4, 2, None, None), ("local", 4, 2)),
+        ((4, None, "local", None), ("local", 4, 1)),
+        ((None, None, "ray", None), ("ray", None, 1)),
+        ((8, 2, "ray", "auto"), ("ray", 8, 2)),
+    ],
+)
+def test_options_say_how_prompts_are_spread(options: Any, means: Any) -> None:
+    found = crew_options(*options)
+    assert (found and (found.engine, found.count, found.size)) == means
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((None, 2, None, None), "--gpus-per-video needs the number of all"),
+        ((None, None, "local", None), "needs the number of all"),
+        ((5, 2, None, None), "a multiple of 2"),
+        ((4, None, None, "auto"), "--engine ray"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: Any, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        crew_options(*options)
+
+
+def test_a_cluster_on_cpus_needs_a_number() -> None:
+    crew = CrewOptions(engine="ray", address=None, count=None, size=1)
+    with (
+        pytest.raises(OptionError, match="number of workers"),
+        crew.workers(GenerateRequest(prompt="x", device="cpu")),
+    ):
+        pass
+
+
+def test_torchrun_and_workers_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(OptionError, match="torchrun has started"):
+        crew_options(4, 2, None, None)
+
+
+def test_a_missing_ray_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "p.txt").write_text("a red circle\n", encoding="utf-8")
+    words = [str(tmp_path / "p.txt"), *SETTINGS, "--out", str(tmp_path / "out"), "--gpus", "2"]
+    done = CliRunner().invoke(main, ["generate", *words, "--engine", "ray"])
+    assert done.exit_code == 2
+    assert "pip install 'vidsparse[ray]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.rglob("*.mp4"))
+
+
+# --- the real thing ---
+
+
+PROMPTS = [
+    "a large red circle that moves right on a plain black background",
+    "a small blue ring that orbits",
+    "a green square that moves left",
+    "a large yellow star that moves up",
+    "a small red ring that moves down",
+]
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    (folder / "p.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
+    words = [sys.executable, "-m", "vidsparse", "generate", str(folder / "p.txt"), *SETTINGS]
+    return [*words, "--out", str(folder / "out"), *more]
+
+
+def videos(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in (folder / "out").rglob("*.mp4")}
+
+
+@pytest.fixture(scope="module")
+def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run(
+        command(folder), check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_a_worker_killed_midway_costs_no_video_and_no_frame(
+    by_one_process: Path, tmp_path: Path, engine: str
+) -> None:
+    run = subprocess.Popen(
+        command(tmp_path, "--gpus", "2", "--engine", engine),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # threads share sums in another order, which frames would show.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline and not videos(tmp_path):
+            time.sleep(0.05)
+        os.kill(worker_of(run.pid, engine), signal.SIGKILL)
+        out, err = run.communicate(timeout=200)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 0, err
+    assert "was made again: a worker died on it" in err
+    assert out.count(".mp4") == len(out.splitlines()) == len(PROMPTS)
+    alone = videos(by_one_process)
+    assert sorted(videos(tmp_path)) == sorted(alone)
+    for name, path in videos(tmp_path).items():
+        assert (read_video(path) == read_video(alone[name])).all()
+    records = [json.loads(path.with_suffix(".json").read_text()) for path in alone.values()]
+    here = [json.loads(p.with_suffix(".json").read_text()) for p in videos(tmp_path).values()]
+    keys = ("prompt", "total", "options")
+    assert sorted(str([r[k] for k in keys]) for r in records) == sorted(
+        str([r[k] for k in keys]) for r in here
+    )
+
+
+def worker_of(pid: int, engine: str) -> int:
+    """A worker that has the model: the process of the run with most memory but itself."""
+    name = b"multiprocessing.spawn" if engine == "local" else b"ray::Worker"
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if name in (folder / "cmdline").read_bytes() and pid in _ancestors(int(folder.name)):
+                pages = int((folder / "statm").read_text().split()[1])
+                found.append((pages, int(folder.name)))
+        except (OSError, IndexError):
+            continue
+    return max(found)[1]
+
+
+def _ancestors(pid: int) -> list[int]:
+    line: list[int] = []
+    while pid > 1:
+        line.append(pid)
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return line
+
+
+@pytest.mark.slow
+def test_groups_of_two_make_each_video_together(by_one_process: Path, tmp_path: Path) -> None:
+    words = command(tmp_path, "--gpus", "2", "--gpus-per-video", "2", "--engine", "ray")
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    alone = videos(by_one_process)
+    assert sorted(videos(tmp_path)) == sorted(alone)
+    for name, path in videos(tmp_path).items():
+        assert json.loads(path.with_suffix(".json").read_text())["processes"] == 2
+        pair = [read_video(each).astype(float) for each in (path, alone[name])]
+        assert abs(pair[0] - pair[1]).mean() < 0.5
