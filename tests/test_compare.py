@@ -133,7 +133,11 @@ def test_compare_reports_what_sparsity_cost(tiny_model: Path, prompts: Path) -> 
     assert summary["dense_step_share"] == 0.25
     # the dense step counts in full.
     assert summary["total"] == pytest.approx(0.25 + 0.75 * summary["computed"])
-    assert f"computed   {summary['total']:.1%} of the run's attention: 25.0% dense" in done.stdout
+    assert f"computed    {summary['total']:.1%} of the run's attention: 25.0% dense" in done.stdout
+    alone = summary["flickering"]
+    words = f"flickering  {alone['dense']:.4f} dense, {alone['sparse']:.4f} sparse, as in VBench"
+    assert words in done.stdout
+    assert 0 < summary["smoothness"]["sparse"] <= 1
     assert 5 < summary["psnr"]["mean"] < 90
     assert summary["psnr"]["count"] == 2
     assert [len(each["frames"]) for each in document["prompts"]] == [9, 9]

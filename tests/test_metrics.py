@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,11 @@ from vidsparse.metrics import (
     amplified_difference,
     compare_videos,
     flicker,
+    motion_smoothness,
     psnr,
     spread,
     ssim,
+    temporal_flickering,
 )
 
 
@@ -94,6 +98,44 @@ def test_flicker_is_the_psnr_of_differences() -> None:
 
 def test_flicker_of_a_single_frame_has_no_value() -> None:
     assert flicker(_video(frames=1), _video(frames=1, seed=9)) is None
+
+
+def test_temporal_flickering_is_the_mean_absolute_difference_of_frames() -> None:
+    video = _video(frames=6, seed=7)
+    difference = np.abs(np.diff(video.astype(float), axis=0)).mean()
+    assert temporal_flickering(video) == pytest.approx((255 - difference) / 255, abs=1e-9)
+    still = np.repeat(video[:1], 4, axis=0)
+    assert temporal_flickering(still) == 1.0
+    assert temporal_flickering(video[:1]) is None
+
+
+def test_smoothness_is_full_in_even_motion_and_less_in_jitter() -> None:
+    ramp = np.broadcast_to(np.arange(40, 49, 2)[:, None, None, None], (5, 12, 12, 3))
+    even = ramp.astype(np.uint8)
+    assert motion_smoothness(even) == 1.0
+    # every second frame off by 10 from the mean of its neighbours, which are not looked at.
+    jitter = _shifted(even, [0, 10, 0, 10, 0])
+    assert motion_smoothness(jitter) == pytest.approx(1 - 10 / 255)
+    assert motion_smoothness(even[:2]) is None
+    extremes = np.zeros((3, 12, 12, 3), np.uint8)
+    extremes[1] = 255
+    assert motion_smoothness(extremes) == pytest.approx(0)
+
+
+def test_both_sides_are_looked_at_by_themselves() -> None:
+    video = _video(frames=5)
+    quality = compare_videos(video, _shifted(video, [0, 9, 0, 9, 0]))
+    assert quality.flickering[0] == temporal_flickering(video)
+    assert quality.flickering[1] < quality.flickering[0]
+    assert quality.smoothness[1] < quality.smoothness[0]
+
+
+@pytest.mark.parametrize("measure", [temporal_flickering, motion_smoothness])
+def test_measures_of_one_video_want_8_bit_videos(measure: Callable[[Any], object]) -> None:
+    with pytest.raises(OptionError, match="8-bit"):
+        measure(_video().astype(np.float32))
+    with pytest.raises(OptionError, match="T, H, W, 3"):
+        measure(_video()[0])
 
 
 def test_identical_videos_have_no_psnr_and_say_so() -> None:

@@ -142,6 +142,7 @@ def test_the_gallery_is_searched_by_prompt_and_method(visit: Any) -> None:
         visitor.prompt(prompt)
         page.click("#generate")
         visitor.see("#generate-facts", prompt)
+    playwright.expect(page.locator(TILES)).to_have_count(2)
     page.fill("#search :is(input, textarea)", "blue foresight")
     playwright.expect(page.locator(TILES)).to_have_count(1)
     page.locator(TILES).click()

@@ -11,6 +11,9 @@ All functions take frames as they are before encoding, ``uint8 [T, H, W, 3]`` (o
 - Flicker: PSNR between the frame-to-frame differences of the two videos. An offset that stays put
   cancels in it, one that comes and goes does not, so a value well below the video's PSNR means
   that the two differ in motion or flicker.
+- Temporal flickering and smoothness look at one video by itself, and are given for both. VBench
+  takes the first on videos that stand still; of others it counts their motion too, so that only
+  the two sides beside each other say something.
 - No difference at all has no finite PSNR: it is ``None``, never infinity; ``identical`` says so.
 """
 
@@ -20,6 +23,7 @@ import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,8 @@ from numpy.typing import NDArray
 from vidsparse.errors import OptionError
 
 Frames = NDArray[np.uint8]
+Sides = tuple[float | None, float | None]
+"""A value of the reference, and of the video that is judged."""
 
 DATA_RANGE = 255.0
 SSIM_WINDOW = "Gaussian, sigma 1.5, population covariance (Wang et al. 2004)"
@@ -59,6 +65,8 @@ class VideoQuality:
             identical or the video has a single frame.
         identical: every 8-bit value of every frame is the same.
         frames: the same per frame, in order.
+        flickering: ``temporal_flickering`` of both videos.
+        smoothness: ``motion_smoothness`` of both videos.
     """
 
     psnr: float | None
@@ -66,6 +74,8 @@ class VideoQuality:
     flicker: float | None
     identical: bool
     frames: tuple[FrameQuality, ...]
+    flickering: Sides = (None, None)
+    smoothness: Sides = (None, None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +155,51 @@ def flicker(reference: Frames, other: Frames) -> float | None:
     return _decibel(total / count) if count else None
 
 
+def temporal_flickering(video: Frames) -> float | None:
+    """How little a video ``[T, H, W, 3]`` changes from frame to frame: 1 where it stands still.
+
+    One less the mean absolute difference of consecutive frames over 255, as VBench defines it
+    (arXiv 2311.17982, "temporal flickering").
+
+    Returns:
+        None where there is only one frame.
+
+    Raises:
+        OptionError: not uint8, or not four dimensions.
+    """
+    _check(video, video, dimensions=4)
+    return _steadiness(_mean_absolute(b.astype(np.int16) - a) for a, b in pairwise(video))
+
+
+def motion_smoothness(video: Frames) -> float | None:
+    """How near every second frame of ``[T, H, W, 3]`` is to the mean of its neighbours; 1 at best.
+
+    VBench's "motion smoothness" (arXiv 2311.17982) with the mean of both neighbours where VBench
+    asks a trained network for the frame between them: cuts and jitter show, and fast motion too.
+
+    Returns:
+        None where there are fewer than three frames.
+
+    Raises:
+        OptionError: not uint8, or not four dimensions.
+    """
+    _check(video, video, dimensions=4)
+    # twice the difference to the mean, which whole numbers hold.
+    return _steadiness(
+        _mean_absolute(2 * middle.astype(np.int16) - before - after) / 2
+        for before, middle, after in zip(video[::2], video[1::2], video[2::2], strict=False)
+    )
+
+
+def _mean_absolute(values: NDArray[np.int16]) -> float:
+    return float(np.abs(values).mean())
+
+
+def _steadiness(differences: Iterable[float]) -> float | None:
+    found = list(differences)
+    return 1 - float(np.mean(found)) / DATA_RANGE if found else None
+
+
 def compare_videos(
     reference: Frames,
     other: Frames,
@@ -185,6 +240,8 @@ def compare_videos(
         flicker=flicker(reference, other),
         identical=not any(errors),
         frames=frames,
+        flickering=(temporal_flickering(reference), temporal_flickering(other)),
+        smoothness=(motion_smoothness(reference), motion_smoothness(other)),
     )
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from vidsparse.markdown import markdown_table
-from vidsparse.metrics import SSIM_WINDOW, Spread, VideoQuality, spread
+from vidsparse.metrics import SSIM_WINDOW, Sides, Spread, VideoQuality, spread
 from vidsparse.speedup import FEWEST, SHORT, Speedup, TimedPair
 from vidsparse.work import Work
 
@@ -41,6 +41,10 @@ CONVENTIONS: Mapping[str, str] = {
     "promise": "what the preset's calibration measured, on prompts of its own; null without one",
     "flicker": "PSNR in dB between the frame-to-frame differences of the two videos; null where "
     "these are identical or there is one frame; well below psnr means added flicker",
+    "flickering": "VBench's temporal flickering of both sides: 1 less the mean absolute difference "
+    "of consecutive frames over 255; counts motion too, so only the two beside each other tell",
+    "smoothness": "of both sides: 1 less the mean absolute difference of every second frame to the "
+    "mean of its neighbours over 255; VBench's motion smoothness without its network",
     "std": "sample standard deviation over prompts; null for fewer than two",
     "total": "share of the query-key pairs of all video self-attention calls of a run that were "
     "computed: dense steps and dense layers count in full, sparse calls by their computed share; "
@@ -164,6 +168,11 @@ class Report:
         """Flicker measure in dB over the prompts where it has a value."""
         return spread([each.quality.flicker for each in self.comparisons])
 
+    def steadiness(self, measure: str) -> Sides:
+        """Mean of ``flickering`` or ``smoothness`` over the prompts, dense and sparse."""
+        pairs: list[Sides] = [getattr(each.quality, measure) for each in self.comparisons]
+        return spread([a for a, _ in pairs]).mean, spread([b for _, b in pairs]).mean
+
     @property
     def identical(self) -> int:
         """Prompts whose two videos do not differ in a single value."""
@@ -234,6 +243,10 @@ class Report:
                 "promise": asdict(self.promise) if self.promise else None,
                 "ssim": asdict(self.ssim),
                 "flicker": asdict(self.flicker),
+                **{
+                    measure: dict(zip(("dense", "sparse"), self.steadiness(measure), strict=True))
+                    for measure in ("flickering", "smoothness")
+                },
                 "total": self.work.total if self.work else None,
                 "work": self.work.to_json() if self.work else None,
                 "selected": self.selected,
@@ -265,6 +278,8 @@ class Report:
             **({"promised": str(self.promise)} if self.promise else {}),
             "SSIM": format_spread(self.ssim, ".4f"),
             "flicker: PSNR of frame differences": format_spread(self.flicker, ".2f", " dB"),
+            "temporal flickering as in VBench": format_sides(self.steadiness("flickering")),
+            "motion smoothness": format_sides(self.steadiness("smoothness")),
             "attention computed, whole run": format_total(work),
             "of that": work.split if work else "-",
             "beside it": work.selection_text if work else "-",
@@ -385,6 +400,12 @@ def format_seconds(value: float | None) -> str:
 def format_psnr(quality: VideoQuality, unit: str = "") -> str:
     """A video's PSNR in dB, or the word that stands for a difference of nothing."""
     return "identical" if quality.identical else format_number(quality.psnr, ".2f", unit)
+
+
+def format_sides(values: Sides) -> str:
+    """A measure of both videos, each by itself."""
+    dense, sparse = (format_number(value, ".4f") for value in values)
+    return f"{dense} dense, {sparse} sparse"
 
 
 def format_spread(value: Spread, spec: str, unit: str = "", identical: int = 0) -> str:

@@ -23,6 +23,7 @@ from vidsparse.report import (
     format_psnr,
     format_seconds,
     format_share,
+    format_sides,
     format_spread,
     format_total,
 )
@@ -136,6 +137,8 @@ def _print(report: Report) -> None:
         *([("promised", str(report.promise))] if report.promise else []),
         ("SSIM", format_spread(report.ssim, ".4f")),
         ("flicker", format_spread(report.flicker, ".2f", " dB")),
+        ("flickering", f"{format_sides(report.steadiness('flickering'))}, as in VBench"),
+        ("smoothness", format_sides(report.steadiness("smoothness"))),
         *_work_rows(report),
         ("denoising", f"{format_seconds(dense)} dense, {format_seconds(sparse)} sparse"),
         ("speed", _speed(report)),

@@ -23,6 +23,7 @@ from vidsparse.report import (
     format_psnr,
     format_seconds,
     format_share,
+    format_sides,
     format_spread,
     format_total,
     headline,
@@ -196,7 +197,8 @@ def _tiles(report: Report) -> list[dict[str, str]]:
         if identical:
             note += f", {identical} identical left out"
         tiles.append({"name": name, "value": mean, "note": note})
-    tiles[2]["note"] += "; PSNR of frame differences"
+    alone = format_sides(report.steadiness("flickering"))
+    tiles[2]["note"] += f"; PSNR of frame differences. Temporal flickering as in VBench: {alone}"
     if report.promise is not None:
         tiles[0]["note"] += f"; promised {report.promise}"
     tiles += work_tiles(report.work, report.selected, report.computed)

@@ -180,6 +180,8 @@ class QualityStudy:
                 "sample standard deviation over prompts",
                 "ssim": f"scikit-image, Gaussian window, on every {self._ssim_every}. frame",
                 "flicker": "PSNR of frame-to-frame differences",
+                "flickering": "VBench's temporal flickering of the sparse videos; dense_flickering "
+                "of the dense ones",
                 "seconds": "of denoising, all prompts, what is compiled on the way included; "
                 "dense_seconds of the stock pipeline",
                 "video_seconds": "of denoising, median over prompts; dense_video_seconds and "
@@ -342,6 +344,8 @@ class QualityStudy:
             "psnr_worst": min((q.psnr for q in qualities if q.psnr is not None), default=None),
             "ssim_std": ssim.std,
             "flicker_mean": spread([each.flicker for each in qualities]).mean,
+            "dense_flickering": spread([each.flickering[0] for each in qualities]).mean,
+            "flickering": spread([each.flickering[1] for each in qualities]).mean,
             "identical": identical,
             **pending.row,
             **conditions,
