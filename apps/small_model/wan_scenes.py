@@ -71,11 +71,11 @@ class Scenes(Wan):
         reuse=2,
     )
     # the autoencoder of ``weights`` took its minutes in a session of its own; the transformer, with
-    # --start latents, takes another
+    # --start latents, took another
     recipe = Recipe(
         vae_minutes=9.5,
         latent_minutes=2.5,
-        transformer_minutes=24.0,
+        transformer_minutes=23.0,
         crops=_CROPS,
         sizes=_SIZES,
         pool_clips=_POOL_CLIPS,
