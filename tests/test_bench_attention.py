@@ -15,7 +15,7 @@ import vidsparse.kernels
 from vidsparse.apps.bench.attention import AttentionBench
 from vidsparse.apps.bench.attention_cases import PLANNING, SUITE, Case, random_mask, structured_qk
 from vidsparse.apps.bench.attention_peers import Offer, Peer, ready
-from vidsparse.apps.bench.attention_rows import COLUMNS
+from vidsparse.apps.bench.attention_rows import COLUMNS, AttentionRow
 from vidsparse.apps.cli import main
 from vidsparse.grid import TokenGrid
 
@@ -144,6 +144,23 @@ def test_files_from_before_formats_had_names_are_read(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(json.dumps(document), encoding="utf-8")
     assert bench("--show", str(file)).output == bench("--show", str(named)).output
+
+
+def test_lists_of_a_model_s_own_call_are_those_that_weigh_most_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    run = ("--data", "shapes", "--size", "128x128", "--frames", "9", "--steps", "3")
+    done = bench(*run, "--kept", "0.4", "--tile", "64x16", "--repeats", "1", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    row, *_ = (AttentionRow(**row) for row in json.loads(path.read_text())["rows"])
+    assert (row.seq_len, row.heads, row.head_dim) == (192, 4, 64)
+    assert row.data.startswith("shapes, 128x128, 9 frames")
+    assert 0.3 < row.kept < 0.7
+
+
+def test_the_suite_has_shapes_of_its_own() -> None:
+    done = bench("--suite", "--data", "shapes")
+    assert done.exit_code == 2
+    assert "the suite has shapes of its own" in done.stderr
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from vidsparse.apps.bench.calls import CASES, CallRow, method_of
+from vidsparse.apps.bench.inputs import recorded
 from vidsparse.apps.cli import main
 
 
@@ -63,3 +65,48 @@ def test_what_is_no_case_is_one_sentence(case: str, message: str) -> None:
     done = bench("--case", case)
     assert done.exit_code == 2
     assert message in done.output
+
+
+RUN = ("--data", "shapes", "--size", "128x128", "--frames", "9", "--steps", "3")
+
+
+def test_calls_of_a_model_say_what_they_are_and_are_the_same_again(tmp_path: Path) -> None:
+    found = []
+    for name in ("once.json", "again.json"):
+        path = tmp_path / name
+        done = bench(*RUN, "--case", "fg-attn top_p=0.8 means=none", "--json", str(path))
+        assert done.exit_code == 0, done.output
+        found.append(CallRow(**json.loads(path.read_text())["rows"][0]))
+    first, again = found
+    # the model says the shape, whatever else was asked for.
+    assert (first.seq_len, first.heads, first.head_dim) == (192, 4, 64)
+    assert first.data == "shapes, 128x128, 9 frames, layers 0, 4, 7 at steps 0, 1, 2 of 3"
+    assert (again.error, again.computed) == (first.error, first.computed)
+    assert 0 < first.error < 0.5
+    assert f"192x4x64 of {first.data}" in bench("--show", str(path)).output
+
+
+def test_recorded_calls_are_of_three_layers_and_steps_and_differ() -> None:
+    data = recorded(
+        "shapes-joint",
+        size=(64, 64),
+        frames=9,
+        steps=2,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        say=print,
+    )
+    sites = {(call.site.layer, call.site.step) for call in data.calls}
+    assert len(sites) == len(data.calls)
+    assert {step for _, step in sites} == {0, 1}
+    # text takes part here, and is in the grid that orders tokens.
+    tokens, _, _ = data.shape
+    assert all(call.site.grid.tokens == tokens and call.site.grid.text for call in data.calls)
+    first, second, *_ = data.calls
+    assert not torch.equal(first.q, second.q)
+
+
+def test_a_model_that_is_not_there_is_one_sentence() -> None:
+    done = bench("--data", "nowhere")
+    assert done.exit_code == 2
+    assert "there is no model 'nowhere'" in done.output

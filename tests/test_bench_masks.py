@@ -92,3 +92,16 @@ def test_no_time_is_reported_for_a_wrong_mask() -> None:
         done = bench("--method", "fg-attn")
     assert done.exit_code == 2
     assert "no time is reported for a wrong result" in done.output
+
+
+def test_masks_are_made_of_a_model_s_own_calls(tmp_path: Path) -> None:
+    path = tmp_path / "masks.json"
+    run = ("--data", "shapes", "--size", "128x128", "--frames", "9", "--steps", "3")
+    done = bench(*run, "--method", "fg-attn", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    rows = [MaskRow(**row) for row in json.loads(path.read_text())["rows"]]
+    assert {row.seq_len for row in rows} == {192}
+    assert {row.data.split(",")[0] for row in rows} == {"shapes"}
+    # finer tiles choose less of what a trained model looks at.
+    by_tile = {row.tile: row.selected for row in rows}
+    assert by_tile["16x16"] < by_tile["128x128"]

@@ -20,6 +20,7 @@ from vidsparse.apps.bench.attention_cases import (
 from vidsparse.apps.bench.attention_peers import Peer, dense_offers, ready, sparse_offers
 from vidsparse.apps.bench.attention_rows import AttentionRow
 from vidsparse.apps.bench.exactness import error_budget, sampled_errors
+from vidsparse.apps.bench.inputs import RANDOM, CallInputs
 from vidsparse.apps.bench.machine import dtype_name
 from vidsparse.apps.bench.timing import time_in_turns
 
@@ -39,6 +40,8 @@ class AttentionBench:
         repeats: turns that every call gets.
         peers: also time other sparse attention kernels that are installed.
         say: where notes about absent peers go.
+        data: recorded calls, of which the middle one is timed with the lists that FG-Attn chooses
+            for it; None is random q, k, v and lists.
     """
 
     device: torch.device
@@ -46,6 +49,7 @@ class AttentionBench:
     repeats: int
     peers: bool
     say: Callable[[str], None]
+    data: CallInputs | None = None
 
     def rows(self, case: Case) -> list[AttentionRow]:
         """Check, then time one case; one row per implementation and dense kernel.
@@ -76,11 +80,16 @@ class AttentionBench:
         from vidsparse.route import find_route
         from vidsparse.site import CallSite
 
-        shape = (1, case.heads, case.seq_len, case.head_dim)
-        q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in "qkv")
-        mask = random_mask(case, self.device)
-        # of random q and k all tiles weigh nearly the same: lists are as long as the random ones.
-        method = FgAttn(tile=case.tile, merge=case.merge, top_p=min(case.kept, 0.9))
+        q, k, v = self._qkv(case)
+        grid = TokenGrid(1, 1, case.seq_len)
+        site, order = CallSite(0, 0, 0.0, grid), token_order("rowmajor", grid, self.device)
+        if self.data is None:
+            mask = random_mask(case, self.device)
+            # of random q and k all tiles weigh nearly the same: lists are as long as those.
+            method = FgAttn(tile=case.tile, merge=case.merge, top_p=min(case.kept, 0.9))
+        else:
+            method = FgAttn(tile=case.tile, merge=case.merge, topk=case.kept, top_p=None)
+            mask = method.select(q, k, site)
 
         # where kernels plan, they do so from bits: what the kernel that selects hands on.
         by_kernels = plans_on_device(self.device, self.dtype, case.head_dim)
@@ -97,8 +106,6 @@ class AttentionBench:
 
         plan = make()
         kv_index = plan.kv_index
-        grid = TokenGrid(1, 1, case.seq_len)
-        site, order = CallSite(0, 0, 0.0, grid), token_order("rowmajor", grid, self.device)
         whole = case.counts == WHOLE and by_kernels
         rounded = None
         route = find_route(method, q, k, v, quantize=case.quantize)
@@ -195,7 +202,6 @@ class AttentionBench:
         return rows
 
     def _without_lists(self, case: Case) -> list[AttentionRow]:
-        import torch
 
         from vidsparse.kernels import dense_attention, support
 
@@ -203,8 +209,7 @@ class AttentionBench:
         if (reason := support("gluon", *where, quantize=case.quantize)) is not None:
             self._tell({"gluon": f"it {reason}"})
             return []
-        shape = (1, case.heads, case.seq_len, case.head_dim)
-        q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in "qkv")
+        q, k, v = self._qkv(case)
         ours = Peer(
             "gluon",
             lambda: dense_attention(q, k, v, quantize=case.quantize)[0],
@@ -274,6 +279,20 @@ class AttentionBench:
             for other in dense
         ]
 
+    def _qkv(self, case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tensors of the case's shape, on a Hilbert curve where they are a model's."""
+        import torch
+
+        from vidsparse.order import token_order
+
+        if self.data is None:
+            shape = (1, case.heads, case.seq_len, case.head_dim)
+            q, k, v = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in "qkv")
+            return q, k, v
+        call = self.data.calls[len(self.data.calls) // 2]
+        order = token_order("hilbert", call.site.grid, self.device)
+        return order.apply(call.q), order.apply(call.k), order.apply(call.v)
+
     def _row(self, case: Case, **measured: Any) -> AttentionRow:
         return AttentionRow(
             case=case.name,
@@ -282,6 +301,7 @@ class AttentionBench:
             heads=case.heads,
             head_dim=case.head_dim,
             dtype=dtype_name(self.dtype),
+            data=RANDOM if self.data is None else self.data.name,
             **measured,
         )
 

@@ -8,7 +8,7 @@ A peer that is absent or cannot run a case is reported with its reason, never le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +94,17 @@ def first_dense(q: Tensor, k: Tensor, v: Tensor, say: Callable[[str], None]) -> 
         for name, reason in absent.items():
             say(f"  without {name}: {reason}")
     raise UnsupportedError("no dense attention runs on these tensors")
+
+
+def first_dense_of(
+    calls: Sequence[tuple[Tensor, Tensor, Tensor]], say: Callable[[str], None]
+) -> list[Peer]:
+    """``first_dense`` of each of several calls of one shape; notes are made of the first alone.
+
+    Raises:
+        UnsupportedError: none runs.
+    """
+    return [first_dense(*one, say if not at else lambda _: None) for at, one in enumerate(calls)]
 
 
 def sparse_offers(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, tile: Tile) -> Iterator[Offer]:

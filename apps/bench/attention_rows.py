@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from vidsparse.apps.bench.inputs import RANDOM, shape_text
 from vidsparse.apps.results.row_file import RowFile
 from vidsparse.apps.results.tables import Columns, number
 
@@ -19,7 +20,8 @@ class AttentionRow:
     case leaves out are None. On a GPU ``plan_ms`` holds the selection too, where it counts, and
     rounding to 8 bits: all that the whole call takes beyond its kernel. ``kept`` is the
     computed density, ``kept_tflops`` 4·D operations per computed pair over ``ms``. ``error`` is
-    relative to fp64, ||out - ref|| / ||ref||, over sampled blocks.
+    relative to fp64, ||out - ref|| / ||ref||, over sampled blocks. ``data`` says what q, k and v
+    are, and with them the lists.
     """
 
     case: str
@@ -38,6 +40,7 @@ class AttentionRow:
     dense_ms: float
     ratio: float
     error: float | None
+    data: str = RANDOM
 
 
 def attention_file(path: Path, *, fresh: bool = False) -> RowFile:
@@ -52,7 +55,7 @@ def attention_file(path: Path, *, fresh: bool = False) -> RowFile:
 COLUMNS: Final[Columns[AttentionRow]] = {
     "case": lambda row: row.case,
     "tile": lambda row: row.tile,
-    "tokens x heads x dim": lambda row: f"{row.seq_len}x{row.heads}x{row.head_dim}",
+    "tokens x heads x dim": lambda row: shape_text(row.seq_len, row.heads, row.head_dim, row.data),
     "computed": lambda row: f"{row.kept:.3f}",
     "implementation": lambda row: row.impl,
     "mask ms": lambda row: number(row.mask_ms),

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from vidsparse.apps.bench.attention_cases import structured_qk
-from vidsparse.apps.bench.attention_peers import first_dense
+from vidsparse.apps.bench.attention_peers import first_dense_of
+from vidsparse.apps.bench.inputs import STRUCTURED, CallInputs, shape_text
 from vidsparse.apps.bench.machine import dtype_name
-from vidsparse.apps.bench.masks import GRIDS
 from vidsparse.apps.bench.timing import time_in_turns
 from vidsparse.apps.results.row_file import RowFile
 from vidsparse.apps.results.tables import Columns, number
@@ -40,7 +40,7 @@ class CallRow:
 
     ``ms`` is the median of order, mask, plan, means, kernel and the way back; ``speedup`` is
     ``dense_ms / ms``. ``error`` is relative to dense attention in the L2 norm. ``computed`` counts
-    means too, as shares of all query-key pairs.
+    means too, as shares of all query-key pairs. All are means over the calls of ``data``.
     """
 
     case: str
@@ -56,6 +56,7 @@ class CallRow:
     dense_impl: str
     dense_ms: float
     speedup: float
+    data: str = STRUCTURED
 
 
 def method_of(case: str) -> SparseMethod:
@@ -85,14 +86,7 @@ def method_of(case: str) -> SparseMethod:
 
 
 def measure_calls_of(
-    cases: Sequence[str],
-    seq_len: int,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    repeats: int,
-    say: Callable[[str], None],
+    cases: Sequence[str], data: CallInputs, repeats: int, say: Callable[[str], None]
 ) -> list[CallRow]:
     """Run each case once for its error, then time all in turns with dense attention.
 
@@ -100,56 +94,61 @@ def measure_calls_of(
         UnsupportedError: no dense attention runs here, or a case returned NaN or Inf.
         OptionError: a case that is not one.
     """
-    import torch
-
     from vidsparse.engine import AttentionEngine
-    from vidsparse.grid import TokenGrid
     from vidsparse.schedule import Schedule
-    from vidsparse.site import CallSite
 
-    torch.manual_seed(0)
-    grid = TokenGrid(*GRIDS.get(seq_len, (1, 1, seq_len)))
-    site = CallSite(0, 0, 0.0, grid)
-    q, k = structured_qk(grid, heads, head_dim, dtype, device)
-    v = structured_qk(grid, heads, head_dim, dtype, device)[1]
-    v = (v.float() / v.float().std()).to(dtype)
-    dense = first_dense(q, k, v, say)
-    exact = dense.call().float()
+    dense = first_dense_of([(one.q, one.k, one.v) for one in data.calls], say)
+    exact = [one.call().float() for one in dense]
+    layers = 1 + max(one.site.layer for one in data.calls)
 
-    def call(engine: AttentionEngine) -> torch.Tensor:
-        # a trace is of one run; here it would only grow.
-        engine.begin_run(1)
-        return engine.attend(q, k, v, site)
+    def call(engine: AttentionEngine) -> list[torch.Tensor]:
+        outputs = []
+        for one in data.calls:
+            # a trace is of one run; here it would only grow, and plans would be kept.
+            engine.begin_run(one.site.step + 1)
+            outputs.append(engine.attend(one.q, one.k, one.v, one.site))
+        return outputs
 
-    calls: dict[str, Callable[[], Any]] = {f"dense {dense.name}": dense.call}
+    calls: dict[str, Callable[[], Any]] = {
+        f"dense {dense[0].name}": lambda: [one.call() for one in dense]
+    }
     found: dict[str, tuple[str, float, float]] = {}
     for case in dict.fromkeys(cases):
-        engine = AttentionEngine(method_of(case), schedule=Schedule(dense_steps=0), layers=1)
-        error = ((call(engine).float() - exact).norm() / exact.norm()).item()
+        engine = AttentionEngine(method_of(case), schedule=Schedule(dense_steps=0), layers=layers)
+        errors, computed = [], []
+        for one, right in zip(data.calls, exact, strict=True):
+            engine.begin_run(one.site.step + 1)
+            out = engine.attend(one.q, one.k, one.v, one.site).float()
+            errors.append(((out - right).norm() / right.norm()).item())
+            cell = engine.trace.cells[-1]
+            assert cell.computed is not None
+            computed.append(cell.computed.mean().item())
+        error = fmean(errors)
         if not error < float("inf"):
             raise UnsupportedError(f"{case} returned NaN or Inf; no time is reported for it")
-        cell = engine.trace.cells[0]
-        assert cell.computed is not None
-        found[case] = cell.implementation, cell.computed.mean().item(), error
+        found[case] = cell.implementation, fmean(computed), error
         calls[case] = partial(call, engine)
         say(f"  {case}: error {error:.4f}")
-    ms = time_in_turns(calls, device, repeats)
-    dense_ms = ms[f"dense {dense.name}"]
+    timed = time_in_turns(calls, data.calls[0].q.device, repeats)
+    ms = {name: value / len(data.calls) for name, value in timed.items()}
+    dense_ms = ms[f"dense {dense[0].name}"]
+    tokens, heads, channels = data.shape
     return [
         CallRow(
             case=case,
-            seq_len=seq_len,
+            seq_len=tokens,
             heads=heads,
-            head_dim=head_dim,
-            dtype=dtype_name(dtype),
+            head_dim=channels,
+            dtype=dtype_name(data.dtype),
             order="hilbert",
             implementation=implementation,
             computed=computed,
             error=error,
             ms=ms[case],
-            dense_impl=dense.name,
+            dense_impl=dense[0].name,
             dense_ms=dense_ms,
             speedup=dense_ms / ms[case],
+            data=data.name,
         )
         for case, (implementation, computed, error) in found.items()
     ]
@@ -166,7 +165,7 @@ def calls_file(path: Path, *, fresh: bool = False) -> RowFile:
 
 COLUMNS: Final[Columns[CallRow]] = {
     "case": lambda row: row.case,
-    "tokens x heads x dim": lambda row: f"{row.seq_len}x{row.heads}x{row.head_dim}",
+    "tokens x heads x dim": lambda row: shape_text(row.seq_len, row.heads, row.head_dim, row.data),
     "computed": lambda row: number(row.computed, 3),
     "error": lambda row: number(row.error, 4),
     "ms": lambda row: number(row.ms),

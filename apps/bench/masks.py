@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from vidsparse.apps.bench.attention_cases import structured_qk
-from vidsparse.apps.bench.attention_peers import first_dense
+from vidsparse.apps.bench.attention_peers import first_dense_of
+from vidsparse.apps.bench.inputs import STRUCTURED, CallInputs, shape_text
 from vidsparse.apps.bench.machine import dtype_name
 from vidsparse.apps.bench.timing import time_in_turns
 from vidsparse.apps.results.row_file import RowFile
@@ -28,14 +28,6 @@ CASES: Final[tuple[tuple[str, Settings], ...]] = tuple(
 )
 """Methods and the options that differ from their defaults, as they declare them."""
 
-GRIDS: Final[Mapping[int, tuple[int, int, int]]] = {
-    75_600: (21, 45, 80),
-    7_488: (13, 24, 24),
-    2_304: (9, 16, 16),
-}
-"""Token grids by length: Wan at 1280x720 and 81 frames, and `shapes` at both its sizes; other
-lengths become one frame of one row."""
-
 # kernels and torch add in other orders, so tiles at a threshold may fall on either side of it.
 UNLIKE = 2e-3
 
@@ -45,9 +37,9 @@ class MaskRow:
     """One method's mask against the dense attention of the same run; medians in milliseconds.
 
     ``mask_ms`` is from ordered q and k to the mask, ``plan_ms`` from there to key lists. ``share``
-    is ``mask_ms / dense_ms``. ``selected`` is the share of pairs that the mask keeps of structured
-    q and k. ``unlike`` is the share of tiles of the first head in which kernels and torch disagree,
-    None where torch made the mask itself.
+    is ``mask_ms / dense_ms``. ``selected`` is the share of pairs that the mask keeps. All of them
+    are means over the calls of ``data``. ``unlike`` is the share of tiles of the first head in
+    which kernels and torch disagree, None where torch made the mask itself.
     """
 
     method: str
@@ -64,6 +56,7 @@ class MaskRow:
     share: float
     selected: float
     unlike: float | None
+    data: str = STRUCTURED
 
 
 def words_of(
@@ -124,73 +117,75 @@ def unlike(
 
 
 def measure_masks(
-    names: Sequence[str],
-    seq_len: int,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    repeats: int,
-    say: Callable[[str], None],
+    names: Sequence[str], data: CallInputs, repeats: int, say: Callable[[str], None]
 ) -> list[MaskRow]:
     """Check, then time the masks of the methods in ``names`` beside dense attention.
 
     Raises:
         UnsupportedError: no dense attention runs here, or a mask is not the one of torch.
     """
-    import torch
-
     from vidsparse.errors import UnsupportedError
-    from vidsparse.grid import TokenGrid
     from vidsparse.order import token_order
-    from vidsparse.site import CallSite
 
-    torch.manual_seed(0)
-    grid = TokenGrid(*GRIDS.get(seq_len, (1, 1, seq_len)))
-    site = CallSite(0, 0, 0.0, grid)
-    order = token_order("hilbert", grid, device)
-    q, k = (order.apply(x) for x in structured_qk(grid, heads, head_dim, dtype, device))
-    # values that go with a token's place, too.
-    v = order.apply(structured_qk(grid, heads, head_dim, dtype, device)[1])
-    dense = first_dense(q, k, q, say)
+    device = data.calls[0].q.device
+    ordered: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, CallSite]] = []
+    for one in data.calls:
+        order = token_order("hilbert", one.site.grid, device)
+        q, k, v = order.apply(one.q), order.apply(one.k), order.apply(one.v)
+        ordered.append((q, k, v, one.site))
+    dense = first_dense_of([(q, k, v) for q, k, v, _ in ordered], say)
 
-    calls: dict[str, Callable[[], Any]] = {f"dense {dense.name}": dense.call}
+    def each(work: Callable[..., Any], method: SparseMethod) -> Callable[[], Any]:
+        return lambda: [work(method, *one) for one in ordered]
+
+    calls: dict[str, Callable[[], Any]] = {
+        f"dense {dense[0].name}": lambda: [one.call() for one in dense]
+    }
     made: list[tuple[str, str, SparseMethod, float | None]] = []
     for name, options in CASES:
         method = make_method(name, **options)
         if name not in names or not isinstance(method, SparseMethod):
             continue
         label = " ".join(f"{key}={value}" for key, value in options.items())
-        off = unlike(method, q, k, v, site)
+        off = _worst(unlike(method, *one) for one in ordered)
         if off is not None and not off <= UNLIKE:
             raise UnsupportedError(
                 f"the mask of {name} {label} by kernels differs from torch's in {off:.1%} of the "
                 "tiles; no time is reported for a wrong result"
             )
         made.append((name, label, method, off))
-        calls[f"mask {name} {label}"] = partial(mask_of, method, q, k, v, site)
-        calls[f"plan {name} {label}"] = partial(key_lists, method, q, k, v, site)
-    ms = time_in_turns(calls, device, repeats)
-    dense_ms = ms[f"dense {dense.name}"]
+        calls[f"mask {name} {label}"] = each(mask_of, method)
+        calls[f"plan {name} {label}"] = each(key_lists, method)
+    timed = time_in_turns(calls, device, repeats)
+    ms = {name: value / len(ordered) for name, value in timed.items()}
+    dense_ms = ms[f"dense {dense[0].name}"]
+    tokens, heads, channels = data.shape
     return [
         MaskRow(
             method=name,
             options=label,
             tile="x".join(map(str, method.tile)),
-            seq_len=seq_len,
+            seq_len=tokens,
             heads=heads,
-            head_dim=head_dim,
-            dtype=dtype_name(dtype),
+            head_dim=channels,
+            dtype=dtype_name(data.dtype),
             mask_ms=ms[f"mask {name} {label}"],
             plan_ms=max(0.0, ms[f"plan {name} {label}"] - ms[f"mask {name} {label}"]),
-            dense_impl=dense.name,
+            dense_impl=dense[0].name,
             dense_ms=dense_ms,
             share=ms[f"mask {name} {label}"] / dense_ms,
-            selected=plan_of(method, q, k, v, site).selected.mean().item(),
+            selected=fmean(plan_of(method, *one).selected.mean().item() for one in ordered),
             unlike=off,
+            data=data.name,
         )
         for name, label, method, off in made
     ]
+
+
+def _worst(shares: Iterator[float | None]) -> float | None:
+    """The largest share, None where torch made the masks itself."""
+    known = [share for share in shares if share is not None]
+    return max(known, default=None)
 
 
 def masks_file(path: Path, *, fresh: bool = False) -> RowFile:
@@ -206,7 +201,7 @@ COLUMNS: Final[Columns[MaskRow]] = {
     "method": lambda row: row.method,
     "options": lambda row: row.options,
     "tile": lambda row: row.tile,
-    "tokens x heads x dim": lambda row: f"{row.seq_len}x{row.heads}x{row.head_dim}",
+    "tokens x heads x dim": lambda row: shape_text(row.seq_len, row.heads, row.head_dim, row.data),
     "mask ms": lambda row: number(row.mask_ms),
     "plan ms": lambda row: number(row.plan_ms),
     "dense ms": lambda row: f"{row.dense_ms:.1f} ({row.dense_impl})",

@@ -12,11 +12,18 @@ import click
 from vidsparse.apps.bench.attention import AttentionBench, measure_cases
 from vidsparse.apps.bench.attention_cases import DENSE, KERNEL, SUITE, WHOLE, WITH_PLAN, Case
 from vidsparse.apps.bench.attention_rows import COLUMNS, AttentionRow, attention_file
+from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.results.tables import cells, markdown
-from vidsparse.apps.terminal.bench_options import device_option, measuring_options, tensor_options
+from vidsparse.apps.terminal.bench_options import (
+    data_options,
+    device_option,
+    measuring_options,
+    tensor_options,
+)
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.apps.terminal.tables import growing_table
+from vidsparse.errors import OptionError
 
 
 def _parse_tiles(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> Any:
@@ -31,6 +38,7 @@ Examples:
   vidsparse bench attention --device cpu
   vidsparse bench attention --device cuda --seq-len 32768 --heads 16 --head-dim 128
   vidsparse bench attention --device cuda --suite --json docs/benchmarks/attention-h200.json
+  vidsparse bench attention --device cpu --data shapes --kept 0.3
   vidsparse bench attention --show docs/benchmarks/attention-h200.json --against cudnn
 """
 )
@@ -87,6 +95,7 @@ Examples:
     help="Kernel to time; repeat for several.  [default: auto]",
 )
 @click.option("--peers", is_flag=True, help="Also time other sparse kernels that are installed.")
+@data_options
 @measuring_options(repeats=7)
 @click.option(
     "--against",
@@ -116,10 +125,12 @@ def bench_attention(
     show: str | None,
     against: str | None,
     plot: str | None,
+    **options: Any,
 ) -> None:
     """Time sparse attention against dense, after checking its output.
 
-    Random q, k, v and random lists: with 128-row tiles the share computed is the share kept. Every
+    Random q, k, v and random lists: with 128-row tiles the share computed is the share kept. With
+    --data both are a model's: a call of its own run, and the tiles that weigh most in it. Every
     ratio is between medians of one run.
     """
     if show is not None:
@@ -130,6 +141,15 @@ def bench_attention(
         ]
         click.echo(markdown(rows, COLUMNS))
     else:
+        where, kind = device_and_dtype(device, dtype)
+        click.echo(described(where, kind))
+        data = None
+        if options["data"] is not None:
+            if suite:
+                raise OptionError("the suite has shapes of its own. Hint: leave --data out.")
+            data = inputs_of(options, 0, 0, 0, kind, where, terminal.say)
+            tokens, heads, head_dim = data.shape
+            seq_lens = (tokens,)
         cases: Sequence[Case] = [
             Case(
                 tile=tile,
@@ -151,7 +171,8 @@ def bench_attention(
                 replace(case, implementations=case.implementations or implementations)
                 for case in SUITE
             ]
-        rows = _measure(terminal, cases, device, dtype, repeats, peers, json_path)
+        bench = AttentionBench(where, kind, repeats, peers, terminal.say, data)
+        rows = _measure(bench, cases, json_path)
     if plot is not None:
         from vidsparse.apps.bench.attention_plot import draw_ratios
 
@@ -160,20 +181,11 @@ def bench_attention(
 
 
 def _measure(
-    terminal: Terminal,
-    cases: Sequence[Case],
-    device: str,
-    dtype: str | None,
-    repeats: int,
-    peers: bool,
-    json_path: str | None,
+    bench: AttentionBench, cases: Sequence[Case], json_path: str | None
 ) -> list[AttentionRow]:
-    where, kind = device_and_dtype(device, dtype)
-    click.echo(described(where, kind))
     file = None
     if json_path is not None:
         file = attention_file(Path(json_path), fresh=True)
-        file.header = header(where)
-    bench = AttentionBench(where, kind, repeats, peers, terminal.say)
+        file.header = header(bench.device)
     with growing_table(tuple(COLUMNS)) as add:
         return measure_cases(bench, cases, lambda row: add(cells(row, COLUMNS)), file)

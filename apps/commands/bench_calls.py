@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
 from vidsparse.apps.bench.calls import CASES, COLUMNS, CallRow, calls_file, measure_calls_of
+from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.results.tables import cells, markdown
 from vidsparse.apps.terminal.bench_options import (
+    data_options,
     device_option,
     length_option,
     measuring_options,
@@ -26,6 +29,7 @@ Examples:
   vidsparse bench calls --device cpu --seq-len 2304 --heads 4 --head-dim 64
   vidsparse bench calls --device cuda --json docs/benchmarks/calls-h200.json
   vidsparse bench calls --device cuda --case "foresight share=0.1" --case "fg-attn top_p=0.5"
+  vidsparse bench calls --device cpu --data shapes --case "fg-attn top_p=0.8"
   vidsparse bench calls --show docs/benchmarks/calls-h200.json
 """
 )
@@ -39,6 +43,7 @@ Examples:
     metavar="'METHOD OPTION=VALUE ...'",
     help="A method and its options; repeat for several.  [default: a sweep of the methods]",
 )
+@data_options
 @measuring_options(repeats=3)
 @verbosity_options
 @click.pass_obj
@@ -54,20 +59,21 @@ def bench_calls(
     repeats: int,
     json_path: str | None,
     show: str | None,
+    **options: Any,
 ) -> None:
     """Time whole attention calls, order and mask and plan included, and say what they err by.
 
-    q, k and v are structured like a video's: functions of a token's place with noise. The error is
-    relative to dense attention, so that methods can be compared at equal time.
+    q, k and v are structured like a video's: functions of a token's place with noise; or, with
+    --data, those of a model's own run. The error is relative to dense attention, so that methods
+    can be compared at equal time.
     """
     if show is not None:
         click.echo(markdown(calls_file(Path(show)).typed(CallRow), COLUMNS))
         return
     where, kind = device_and_dtype(device, dtype)
     click.echo(described(where, kind))
-    rows = measure_calls_of(
-        cases or CASES, seq_len, heads, head_dim, kind, where, repeats, terminal.say
-    )
+    data = inputs_of(options, seq_len, heads, head_dim, kind, where, terminal.say)
+    rows = measure_calls_of(cases or CASES, data, repeats, terminal.say)
     print_table(tuple(COLUMNS), (cells(row, COLUMNS) for row in rows))
     if json_path is not None:
         file = calls_file(Path(json_path), fresh=True)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
+from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.masks import CASES, COLUMNS, MaskRow, masks_file, measure_masks
 from vidsparse.apps.results.tables import cells, markdown
-from vidsparse.apps.terminal.bench_options import device_option, measuring_options, tensor_options
+from vidsparse.apps.terminal.bench_options import (
+    data_options,
+    device_option,
+    measuring_options,
+    tensor_options,
+)
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.apps.terminal.tables import print_table
 from vidsparse.errors import OptionError
@@ -21,6 +28,7 @@ from vidsparse.errors import OptionError
 Examples:
   vidsparse bench masks --device cpu --seq-len 2304 --seq-len 7488 --heads 4 --head-dim 64
   vidsparse bench masks --device cuda --json docs/benchmarks/masks-h200.json
+  vidsparse bench masks --device cpu --data shapes
   vidsparse bench masks --show docs/benchmarks/masks-h200.json
 """
 )
@@ -36,6 +44,7 @@ Examples:
 )
 @tensor_options(heads=8, head_dim=128)
 @click.option("--method", "names", multiple=True, help="Only this one; repeat for several.")
+@data_options
 @measuring_options(repeats=3)
 @verbosity_options
 @click.pass_obj
@@ -51,10 +60,12 @@ def bench_masks(
     repeats: int,
     json_path: str | None,
     show: str | None,
+    **options: Any,
 ) -> None:
     """Time the methods' masks beside dense attention, after checking them against torch.
 
     q and k are structured like a video's, in Hilbert order: masks of random ones keep everything.
+    With --data they are those of a model's own run.
     """
     if show is not None:
         click.echo(markdown(masks_file(Path(show)).typed(MaskRow), COLUMNS))
@@ -67,9 +78,12 @@ def bench_masks(
     click.echo(described(where, kind))
     rows = [
         row
-        for tokens in lengths
+        for tokens in (lengths if options["data"] is None else lengths[:1])
         for row in measure_masks(
-            names or tuple(known), tokens, heads, head_dim, kind, where, repeats, terminal.say
+            names or tuple(known),
+            inputs_of(options, tokens, heads, head_dim, kind, where, terminal.say),
+            repeats,
+            terminal.say,
         )
     ]
     print_table(tuple(COLUMNS), (cells(row, COLUMNS) for row in rows))

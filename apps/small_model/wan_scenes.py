@@ -95,11 +95,12 @@ class Scenes(Wan):
         # 24.8 dB in training after 600 steps, where AdamW alone had 21.7 after 490
         vae_muon_rate=2e-3,
     )
-    # every later session: weights are there, and half of the time goes to the long size
+    # every later session: weights are there; outlines are learnt at the short size, where the time
+    # of a step buys most clips, and a third of the time goes to the long one
     further = Recipe(
         vae_minutes=0.0,
         latent_minutes=3.0,
-        transformer_minutes=18.5,
+        transformer_minutes=20.0,
         crops=_CROPS,
         sizes=_SIZES,
         pool_clips=_POOL_CLIPS,
@@ -109,13 +110,13 @@ class Scenes(Wan):
             LatentPlan(size=_LONG, batch=1, batches=4),
         ),
         step_plans=(
-            StepPlan(source=0, batch=48, share=0.5),
-            StepPlan(source=1, batch=12, share=0.25),
-            StepPlan(source=2, batch=4, share=0.25),
+            StepPlan(source=0, batch=48, share=0.65),
+            StepPlan(source=1, batch=12, share=0.2),
+            StepPlan(source=2, batch=4, share=0.15),
         ),
         check_clips=4,
-        learning_rate=6e-4,
-        muon_rate=1.5e-3,
+        learning_rate=9e-4,
+        muon_rate=2.2e-3,
     )
 
 

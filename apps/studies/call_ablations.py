@@ -70,13 +70,15 @@ def length_rows(device: str) -> Iterator[dict[str, Any]]:
     """SpargeAttn's mask against dense attention, over the length of the sequence (Table 3)."""
     import torch
 
+    from vidsparse.apps.bench.inputs import structured
     from vidsparse.apps.bench.masks import measure_masks
     from vidsparse.methods import SpargeAttn
 
     where = torch.device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     for seq_len in LENGTHS[where.type]:
-        rows = measure_masks((SpargeAttn.name,), seq_len, 8, 128, dtype, where, 3, _ignore)
+        data = structured(seq_len, 8, 128, dtype, where)
+        rows = measure_masks((SpargeAttn.name,), data, 3, _ignore)
         row = next(row for row in rows if not row.options)
         yield {
             "case": str(seq_len),

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import click
 
+from vidsparse.apps.terminal.options import pixel_size
+
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 
@@ -52,6 +54,24 @@ def length_option(command: Command) -> Command:
         "--seq-len", default=75_600, show_default=True, type=click.IntRange(min=128), help="Tokens."
     )
     return option(command)
+
+
+def data_options(command: Command) -> Command:
+    """``--data`` and what a model's run is to be."""
+    options = _all_of(
+        click.option(
+            "--data",
+            metavar="MODEL",
+            help="Calls of a dense run of this model (a bundled one, a folder or a hub id) instead "
+            "of made-up ones; it says their shape.",
+        ),
+        click.option(
+            "--size", type=pixel_size, metavar="WIDTHxHEIGHT", help="Of that run's video."
+        ),
+        click.option("--frames", type=int, metavar="N", help="Of that run's video."),
+        click.option("--steps", type=int, metavar="N", help="Of that run."),
+    )
+    return options(command)
 
 
 def measuring_options(*, repeats: int) -> Decorator:
