@@ -279,7 +279,7 @@ def test_a_method_is_timed_against_the_stock_pipeline(tiny_model: Path, tmp_path
         assert row["options"]["reuse"] == 2
         # as it runs where nobody asks: means stand for what is left out.
         assert row["options"].get("means", 64) is not None
-        assert row["target"] == 0.1
+        assert row["target"] == 0.2
     assert len({row["method"] for row in sparse}) == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "times stock" in done.stdout
