@@ -12,11 +12,11 @@ from click.testing import CliRunner, Result
 
 from vidsparse.apps.cli import main
 from vidsparse.apps.results.marked_page import fill_page
+from vidsparse.apps.small_model.prompts import calibration_prompts, held_out_prompts
 from vidsparse.apps.studies import call_ablations, quality_study
 from vidsparse.apps.studies.call_ablations import judge_rows
 from vidsparse.apps.studies.call_meters import ErrorMeter, recall_rows
 from vidsparse.apps.studies.prepare_study import sizes_of
-from vidsparse.apps.studies.prompts import calibration_prompts, held_out_prompts
 from vidsparse.calls import RecordedCall
 from vidsparse.errors import OptionError, OutputError
 from vidsparse.grid import TokenGrid

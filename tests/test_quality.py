@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 from matplotlib.figure import Figure
 
 from vidsparse.apps.cli import main
+from vidsparse.apps.small_model.prompts import held_out_prompts
 from vidsparse.apps.studies.aim import find_density
 from vidsparse.apps.studies.configurations import STUDIES, configurations
-from vidsparse.apps.studies.prompts import held_out_prompts
 from vidsparse.apps.studies.quality_plots import draw_curve
 from vidsparse.apps.studies.quality_study import AIM_TRIALS
 from vidsparse.apps.studies.quality_tables import total_of

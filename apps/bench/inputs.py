@@ -91,7 +91,7 @@ def recorded(
     Raises:
         VidsparseError: the model cannot be found, loaded or run so.
     """
-    from vidsparse.apps.studies.prompts import held_out_prompts
+    from vidsparse.apps.small_model.prompts import held_out_prompts
     from vidsparse.calls import record_calls
     from vidsparse.pipelines import sparsify
     from vidsparse.pipelines.generate import denoise

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from vidsparse.apps.results.row_file import RowFile
 from vidsparse.apps.runs.prompts import read_prompts
-from vidsparse.apps.studies.prompts import held_out_prompts
+from vidsparse.apps.small_model.prompts import held_out_prompts
 from vidsparse.apps.studies.quality_study import QualityStudy
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.errors import OptionError

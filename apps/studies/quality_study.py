@@ -13,9 +13,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.results.row_file import Row, RowFile
+from vidsparse.apps.small_model.prompts import CALIBRATION_SEED, calibration_prompts
 from vidsparse.apps.studies.aim import find_density
 from vidsparse.apps.studies.configurations import KNOBS, Aim, Configuration
-from vidsparse.apps.studies.prompts import CALIBRATION_SEED, calibration_prompts
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.apps.terminal.progress import plain_bar, step_bar
 from vidsparse.errors import OptionError

@@ -1,4 +1,4 @@
-"""The prompts that studies measure on, and those that they calibrate with."""
+"""The prompts that studies and benches measure on, and those that are calibrated with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 from vidsparse.pipelines.cards import CARD
 
 if TYPE_CHECKING:
-    from vidsparse.apps.small_model.worlds import World
     from vidsparse.pipelines.models import ModelRef
+
+    from .worlds import World
 
 # scenes that presets are calibrated on, and the noise they start from: not the study's own.
 CALIBRATION_SEED: Final = 1000
@@ -35,7 +36,7 @@ def calibration_prompts(model: ModelRef, count: int) -> tuple[str, ...]:
 
 
 def _world_of(model: ModelRef) -> World:
-    from vidsparse.apps.small_model.registry import SMALL_MODELS
+    from .registry import SMALL_MODELS
 
     card = Path(model.location) / CARD
     # a hub id is no folder, and any folder may bring a card of its own.
