@@ -121,6 +121,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_wan(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pipeline whose linear layers are as wide as 8 bits take."""
+    from tiny_pipelines import tiny_transformer, tiny_wan
+
+    pipe = tiny_wan()
+    pipe.register_modules(
+        transformer=tiny_transformer(
+            layers=3, num_attention_heads=4, attention_head_dim=64, ffn_dim=256
+        )
+    )
+    folder = tmp_path_factory.mktemp("model") / "wide"
+    pipe.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(params=["triton", "gluon"])
 def kernel(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """A kernel of attention that this GPU can run."""

@@ -214,6 +214,59 @@ def test_compare_s_answer_in_json_is_its_summary(tiny_model: Path, prompts: Path
     ]  # fmt: skip
 
 
+def test_parts_are_switched_on_one_after_the_other(wide_model: Path, prompts: Path) -> None:
+    options = ("--top-p", "0.3", "--dense-steps", "1", "--linear", "int8", "--cache", "taylorseer")
+    done = _compare(wide_model, prompts, *options, "--steps", "8", "--parts")
+    assert done.exit_code == 0, done.output
+    document = _document(prompts)
+    stages = document["summary"]["stages"]
+    assert [stage["name"] for stage in stages] == [
+        "sparse attention (fg-attn)", "linear layers in int8", "step cache (taylorseer)",
+    ]  # fmt: skip
+    # the last is the run itself, whatever else the report says of it.
+    assert stages[-1]["psnr"] == document["summary"]["psnr"]
+    assert stages[-1]["seconds"] == document["summary"]["seconds"]["sparse"]["denoise"]
+    means = [stage["psnr"]["mean"] for stage in stages]
+    assert len(set(means)) == 3
+    # one part alone is what a run with it alone has.
+    assert _compare(wide_model, prompts, *options[:4], "--steps", "8").exit_code == 0
+    alone, whole = sorted(
+        (json.loads(path.read_text("utf-8")) for path in (prompts.parent / "o").glob("*/*.json")),
+        key=lambda each: len(each["summary"]["stages"]),
+    )
+    assert alone["summary"]["stages"] == []
+    assert alone["summary"]["psnr"] == whole["summary"]["stages"][0]["psnr"]
+    for words in ("linear layers in int8", "step cache (taylorseer)", f"{means[1]:.2f}"):
+        assert words in done.stdout
+        for name in ("report.html", "report.md"):
+            (text,) = (
+                path.read_text("utf-8")
+                for path in (prompts.parent / "o").glob(f"*/{name}")
+                if "linear layers" in path.read_text("utf-8")
+            )
+            assert words in text
+
+
+def test_parts_of_a_killed_compare_are_kept(
+    wide_model: Path, prompts: Path, watched: tuple[list[int], set[int]]
+) -> None:
+    measured, deadly = watched
+    options = ("--linear", "int8", "--parts")
+    with pytest.raises(Killed):
+        _compare(wide_model, prompts, *options)
+    deadly.clear()
+    assert _compare(wide_model, prompts, *options).exit_code == 0
+    assert measured == [1, 2]
+    assert [len(each["stages"]) for each in _document(prompts)["prompts"]] == [2, 2]
+
+
+def test_a_run_of_one_part_is_not_taken_apart(tiny_model: Path, prompts: Path) -> None:
+    done = _compare(tiny_model, prompts, "--parts")
+    assert done.exit_code == 2
+    assert "one part alone, sparse attention (fg-attn)" in done.stderr
+    assert not (prompts.parent / "o").exists()
+
+
 def test_compare_says_which_side_ran_when_and_how_sure_the_speed_is(
     tiny_model: Path, prompts: Path
 ) -> None:

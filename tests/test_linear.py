@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from diffusers import WanPipeline
 from support_matrix import VARIANTS
 from tiny_families import TINY, latents
-from tiny_pipelines import tiny_transformer, tiny_wan
+from tiny_pipelines import tiny_wan
 
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
@@ -151,28 +151,14 @@ def test_a_lora_is_part_of_what_is_rounded(tmp_path: Path) -> None:
     assert (ours - exact).norm() < 0.2 * (plain - exact).norm()
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers are as wide as it takes."""
-    pipe = tiny_wan()
-    pipe.register_modules(
-        transformer=tiny_transformer(
-            layers=3, num_attention_heads=4, attention_head_dim=64, ffn_dim=256
-        )
-    )
-    folder = tmp_path_factory.mktemp("models") / "wide"
-    pipe.save_pretrained(folder)
-    return folder
-
-
 def a_request(**changes: Any) -> GenerateRequest:
     given = {"prompt": "a red circle", "frames": 5, "width": 32, "height": 32, "steps": 2}
     return GenerateRequest(**{**given, **changes})
 
 
-def test_a_record_says_what_became_of_the_linear_layers(wide: Path) -> None:
-    loaded = load(wide, device="cpu", linear="int8")
-    record = generate(loaded, a_request(linear="int8", model=str(wide))).record
+def test_a_record_says_what_became_of_the_linear_layers(wide_model: Path) -> None:
+    loaded = load(wide_model, device="cpu", linear="int8")
+    record = generate(loaded, a_request(linear="int8", model=str(wide_model))).record
     assert record["options"]["linear"] == "int8"
     facts = LinearFacts(**record["linear"])
     assert facts == loaded.linear_facts
@@ -183,32 +169,36 @@ def test_a_record_says_what_became_of_the_linear_layers(wide: Path) -> None:
     assert generate(loaded, a_request()).record["options"]["linear"] == "int8"
 
 
-def test_a_lora_is_fused_where_a_model_is_loaded_for_8_bits(wide: Path, tmp_path: Path) -> None:
-    pipe = WanPipeline.from_pretrained(wide, local_files_only=True)
+def test_a_lora_is_fused_where_a_model_is_loaded_for_8_bits(
+    wide_model: Path, tmp_path: Path
+) -> None:
+    pipe = WanPipeline.from_pretrained(wide_model, local_files_only=True)
     file = lora_of(pipe, tmp_path)
-    loaded = load(wide, device="cpu", linear="int8", lora=str(file))
+    loaded = load(wide_model, device="cpu", linear="int8", lora=str(file))
     assert loaded.pipe.get_active_adapters() == []
     assert loaded.linear_facts.layers == LAYERS_OF_A_BLOCK
     record = generate(loaded, a_request()).record
     assert record["options"]["lora"] == str(file)
 
 
-def test_another_format_is_another_video(wide: Path) -> None:
+def test_another_format_is_another_video(wide_model: Path) -> None:
     hashes = [
-        settings_hash(a_request(model=str(wide), linear=linear))
+        settings_hash(a_request(model=str(wide_model), linear=linear))
         for linear in (None, "none", "int8")
     ]
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-def test_compare_holds_8_bit_layers_against_the_models_own(wide: Path, tmp_path: Path) -> None:
+def test_compare_holds_8_bit_layers_against_the_models_own(
+    wide_model: Path, tmp_path: Path
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\n", encoding="utf-8")
     out = tmp_path / "out"
     result = CliRunner().invoke(
         main,
         [
-            *("compare", str(prompts), "--model", str(wide), "--method", "dense"),
+            *("compare", str(prompts), "--model", str(wide_model), "--method", "dense"),
             *("--frames", "9", "--size", "32x32", "--steps", "2", "--linear", "int8"),
             *("--out", str(out), "--device", "cpu"),
         ],
@@ -248,7 +238,7 @@ def test_fp8_is_refused_for_weights_other_than_bf16(monkeypatch: pytest.MonkeyPa
 
 
 def test_without_torchao_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wide: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wide_model: Path
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
@@ -256,7 +246,7 @@ def test_without_torchao_it_says_what_to_install(
     )
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\n", encoding="utf-8")
-    command = ["generate", str(prompts), "--model", str(wide), "--linear", "int8"]
+    command = ["generate", str(prompts), "--model", str(wide_model), "--linear", "int8"]
     result = CliRunner().invoke(main, [*command, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2
     message = "linear int8 needs torchao. Hint: pip install 'vidsparse[linear]'."
@@ -270,10 +260,10 @@ def test_without_torchao_it_says_what_to_install(
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", ["none", "model", "group"])
 @pytest.mark.parametrize("linear", ["fp8", "int8"])
-def test_8_bits_on_a_gpu(wide: Path, linear: str, offload: str) -> None:
+def test_8_bits_on_a_gpu(wide_model: Path, linear: str, offload: str) -> None:
     request = a_request(device="cuda", frames=9)
-    plain = generate(load(wide, device="cuda", offload=offload), request)
-    held = load(wide, device="cuda", linear=linear, offload=offload)
+    plain = generate(load(wide_model, device="cuda", offload=offload), request)
+    held = load(wide_model, device="cuda", linear=linear, offload=offload)
     made = generate(held, request)
     assert held.linear_facts.layers == LAYERS_OF_A_BLOCK
     assert held.linear_facts.bytes_after < held.linear_facts.bytes_before

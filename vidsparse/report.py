@@ -5,7 +5,8 @@
 - ``summary``: for ``psnr``, ``ssim`` and ``flicker`` the mean, sample standard deviation and count
   over prompts; ``total``, the share of all query-key pairs that the sparse side computed, and its
   split ``work``; both densities of the sparse calls; the share of dense steps; seconds of both
-  sides. Reports of versions before 0.2 have neither ``total`` nor ``work``.
+  sides; ``stages``, where the parts were switched on one after the other. Reports of versions
+  before 0.2 have neither ``total`` nor ``work``.
 - ``prompts``: per prompt the same measures, one entry per frame, and both runs' records.
 - ``density_map``: computed density by denoising step (row) and transformer layer (column), mean
   over prompts; 1.0 is a dense call, null one that never happened.
@@ -54,6 +55,8 @@ CONVENTIONS: Mapping[str, str] = {
     "them cost beside that, as a share of the run's dense attention, null where not measured",
     "selected": "share of tiles that the method chose, over the sparse calls only",
     "computed": "share of query-key pairs that the kernel multiplied, over the sparse calls only",
+    "stages": "runs of the same seeds with the parts of the sparse side switched on one after the "
+    "other, each against the dense side; the last is the sparse side; empty unless asked for",
     "speedup": "denoising seconds of all dense runs over those of all sparse runs, with the range "
     f"over pairs; null unless at least {FEWEST} pairs were timed, dense and sparse in turns, with "
     f"{SHORT:.0f} s or more a run",
@@ -86,6 +89,48 @@ class RunFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One prompt's run with a part more than the run before it.
+
+    Args:
+        name: the part that was switched on, in words.
+        psnr: in dB against the dense video, None where nothing differs.
+        ssim: against the dense video.
+        seconds: of denoising; in a batch, this video's share of them.
+        total: share of the run's query-key pairs that were computed, None where unknown.
+    """
+
+    name: str
+    psnr: float | None
+    ssim: float
+    seconds: float | None
+    total: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMeans:
+    """A ``Stage`` over all prompts.
+
+    Args:
+        name: the part that was switched on, in words.
+        psnr: in dB, over the prompts whose videos differ from the dense ones.
+        identical: prompts whose videos do not differ.
+        ssim: over the prompts.
+        seconds: mean of denoising.
+        total: mean share of the run's query-key pairs that were computed.
+        speedup: against the dense side, where the times can tell.
+    """
+
+    name: str
+    psnr: Spread
+    identical: int
+    ssim: Spread
+    seconds: float | None
+    total: float | None
+    speedup: Speedup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PromptComparison:
     """One prompt's dense and sparse videos, measured.
 
@@ -98,6 +143,8 @@ class PromptComparison:
         sparse: facts of the sparse run.
         kept: when the dense run was made, as a reader reads it, if it was kept from an earlier
             job; None where it ran for this one.
+        stages: the sparse side's parts switched on one after the other, the whole of it last;
+            empty where nobody asked.
     """
 
     number: int
@@ -107,6 +154,7 @@ class PromptComparison:
     dense: RunFacts
     sparse: RunFacts
     kept: str | None = None
+    stages: Sequence[Stage] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,15 +259,36 @@ class Report:
 
         The prompts of a batch run at once and are one pair.
         """
+        return self._speedup([each.sparse.seconds.get("denoise") for each in self.comparisons])
+
+    @property
+    def stages(self) -> list[StageMeans]:
+        """What each part of the sparse side cost and brought, the parts before it in place."""
+        columns = zip(*(each.stages for each in self.comparisons), strict=True)
+        return [
+            StageMeans(
+                name=column[0].name,
+                psnr=spread([each.psnr for each in column]),
+                identical=sum(each.psnr is None for each in column),
+                ssim=spread([each.ssim for each in column]),
+                seconds=spread([each.seconds for each in column]).mean,
+                total=spread([each.total for each in column]).mean,
+                speedup=self._speedup([each.seconds for each in column]),
+            )
+            for column in columns
+        ]
+
+    def _speedup(self, seconds: Sequence[float | None]) -> Speedup:
+        """Of the dense side's denoising over ``seconds``, a prompt each."""
         pairs, at = [], 0
         while at < len(self.comparisons):
             each = self.comparisons[at]
             batch = int(each.sparse.record.get("batch", 1))
-            dense, sparse = (run.seconds.get("denoise") for run in (each.dense, each.sparse))
+            dense, other = each.dense.seconds.get("denoise"), seconds[at]
             pairs.append(
                 TimedPair(
                     dense=None if dense is None else dense * batch,
-                    sparse=None if sparse is None else sparse * batch,
+                    sparse=None if other is None else other * batch,
                     kept=each.kept,
                 )
             )
@@ -258,6 +327,9 @@ class Report:
                 },
                 "denoise_speedup": self.speedup.ratio,
                 "speedup": self.speedup.to_json(),
+                "stages": [
+                    {**asdict(stage), "speedup": stage.speedup.to_json()} for stage in self.stages
+                ],
             },
             "density_map": [list(row) for row in self.density_map],
             "prompts": [_prompt_json(each) for each in self.comparisons],
@@ -291,6 +363,9 @@ class Report:
         }
         lines = ["# Dense against sparse", "", headline(self), ""]
         lines += [markdown_table(("measure", "mean ± std over prompts"), measures.items()), ""]
+        if stages := stage_rows(self):
+            titles, *rows = stages
+            lines += [markdown_table(titles, rows, numbers=titles[1:]), ""]
         lines += [
             markdown_table(
                 _PROMPT_COLUMNS,
@@ -369,6 +444,29 @@ def headline(report: Report) -> str:
     return ", ".join(parts) + "."
 
 
+def stage_rows(report: Report) -> list[tuple[str, ...]]:
+    """A table of a report's stages: titles, the dense side, then a row a part; or nothing."""
+    stages = report.stages
+    if not stages:
+        return []
+    dense = ("dense", "-", "-", "100.0%", format_seconds(report.seconds("dense", "denoise")), "-")
+    return [
+        ("switched on, one after the other", "PSNR dB", "SSIM", "computed", "denoising", "speed"),
+        dense,
+        *(
+            (
+                stage.name,
+                format_spread(stage.psnr, ".2f", identical=stage.identical),
+                format_spread(stage.ssim, ".4f"),
+                format_share(stage.total),
+                format_seconds(stage.seconds),
+                format_number(stage.speedup.ratio, ".2f", "x"),
+            )
+            for stage in stages
+        ),
+    ]
+
+
 def plain_text(value: Any) -> str:
     """A setting's value as people read it."""
     value = finite_json(value)
@@ -433,6 +531,7 @@ def _prompt_json(each: PromptComparison) -> dict[str, Any]:
         "computed": each.sparse.computed,
         "seconds": {"dense": dict(each.dense.seconds), "sparse": dict(each.sparse.seconds)},
         "frames": list(frames),
+        "stages": [asdict(stage) for stage in each.stages],
         "dense": dict(each.dense.record),
         "sparse": dict(each.sparse.record),
     }

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vidsparse.apps.runs.comparison import Comparison, write_report
+from vidsparse.apps.runs.comparison import Comparison, stages_of, write_report
 from vidsparse.apps.runs.prepared import prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder
 from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, request_options
 from vidsparse.apps.terminal.progress import short, step_bar
-from vidsparse.apps.terminal.tables import print_pairs
+from vidsparse.apps.terminal.tables import print_pairs, print_table
 from vidsparse.errors import OptionError
 from vidsparse.report import (
     Report,
@@ -26,6 +26,7 @@ from vidsparse.report import (
     format_sides,
     format_spread,
     format_total,
+    stage_rows,
 )
 from vidsparse.speedup import FEWEST, SHORT
 
@@ -42,6 +43,7 @@ Examples:
   vidsparse compare prompts.txt --top-p 0.8 --tile 128x128
   vidsparse compare prompts.txt --method spargeattn --order rowmajor
   vidsparse compare prompts.txt --device cuda --batch 8
+  vidsparse compare prompts.txt --speed fast --parts
 
 \b
 Files, in outputs/<file>-compare-<method>-<hash of settings>/:
@@ -62,6 +64,12 @@ Files, in outputs/<file>-compare-<method>-<hash of settings>/:
     help="Prompts made at once, for a GPU with room.",
 )
 @click.option(
+    "--parts",
+    is_flag=True,
+    help="Also switch the parts of the sparse side on one after the other: attention, 8-bit linear "
+    "layers, step cache. The report says what each cost and brought.",
+)
+@click.option(
     "--out",
     metavar="FOLDER",
     default="outputs",
@@ -71,7 +79,9 @@ Files, in outputs/<file>-compare-<method>-<hash of settings>/:
 @json_option
 @verbosity_options
 @click.pass_obj
-def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **options: Any) -> None:
+def compare(
+    terminal: Terminal, /, prompts_file: str, batch: int, parts: bool, out: str, **options: Any
+) -> None:
     """Make every prompt of PROMPTS.txt dense and sparse, and report how far apart they are.
 
     PSNR, SSIM and flicker are taken on 8-bit frames before encoding, with the same seeds and the
@@ -86,9 +96,15 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
     source = read_prompts(prompts_file)
     prepared = prepare(source, options, terminal)
     request = prepared.request
+    if parts and len(stages_of(request)) < 2:
+        raise OptionError(
+            "parts: this run differs from its dense side in one part alone, "
+            f"{stages_of(request)[0][0]}. Hint: --speed fast, --linear or --cache add others."
+        )
     settings = settings_hash(request)
     name = f"{source.stem}-compare-{request.method}-{settings}"
-    folder = RunFolder(Path(out) / name, f"{settings}, batches of {batch}")
+    measured = f"{settings}, batches of {batch}" + (", part by part" if parts else "")
+    folder = RunFolder(Path(out) / name, measured)
     require_encoder()
     with folder.claim():
         loaded = prepared.load(terminal)
@@ -102,7 +118,7 @@ def compare(terminal: Terminal, /, prompts_file: str, batch: int, out: str, **op
             with step_bar(terminal, label) as progress:
                 return generate_batch(held, requests, progress=progress)
 
-        comparison = Comparison(generate, folder.path, kept=folder)
+        comparison = Comparison(generate, folder.path, kept=folder, parts=parts)
         chunks = [prepared.prompts[i : i + batch] for i in range(0, len(prepared.prompts), batch)]
         missing = [chunk for chunk in chunks if not comparison.is_measured(chunk)]
         if len(missing) < len(chunks):
@@ -146,6 +162,10 @@ def _print(report: Report) -> None:
     ]
     click.echo()
     print_pairs(rows)
+    if stages := stage_rows(report):
+        titles, *parts = stages
+        click.echo()
+        print_table(titles, parts)
 
 
 def _speed(report: Report) -> str:

@@ -25,7 +25,14 @@ from vidsparse.metrics import (
     compare_videos,
 )
 from vidsparse.pipelines.linear import LinearFacts
-from vidsparse.report import Promise, PromptComparison, Report, RunFacts, mean_density_map
+from vidsparse.report import (
+    Promise,
+    PromptComparison,
+    Report,
+    RunFacts,
+    Stage,
+    mean_density_map,
+)
 from vidsparse.work import Work
 
 if TYPE_CHECKING:
@@ -57,13 +64,22 @@ class Comparison:
         folder: where the side-by-side videos go; it exists.
         kept: the same folder, where what was measured is to outlive this process: each prompt gets
             a record, from which a run with the same settings goes on. ``forget`` removes them.
+        parts: whether to switch the parts of the sparse side on one after the other, each measured.
     """
 
-    def __init__(self, generate: Generate, folder: Path, kept: RunFolder | None = None) -> None:
+    def __init__(
+        self,
+        generate: Generate,
+        folder: Path,
+        kept: RunFolder | None = None,
+        *,
+        parts: bool = False,
+    ) -> None:
         self.videos: list[SideBySide] = []
         self._generate = generate
         self._folder = folder
         self._kept = kept
+        self._parts = parts
         self._restored = 0
         self._records: list[Path] = []
         self._comparisons: list[PromptComparison] = []
@@ -79,10 +95,13 @@ class Comparison:
         frames = request.frames
         if request.device == "cpu" and not request.compile and request.preset is None:
             frames = defaults.frame_factor + 1
-        for side in (dense_side, lambda request: replace(request, dense_steps=0)):
-            self._generate(
-                [replace(side(one.request), steps=2, frames=frames) for one in chunk], "warm-up"
-            )
+        dense = [dense_side(one.request) for one in chunk]
+        sparse = [
+            [replace(one, dense_steps=0) for one in requests]
+            for _, requests in self._runs_of(chunk)
+        ]
+        for side in (dense, *sparse):
+            self._generate([replace(one, steps=2, frames=frames) for one in side], "warm-up")
 
     def is_measured(self, chunk: Sequence[PreparedPrompt]) -> bool:
         """Whether an earlier run that did not come to its end has measured the chunk."""
@@ -101,11 +120,17 @@ class Comparison:
             self._restored += len(found)
             return found
         dense = self._generate([dense_side(one.request) for one in chunk], _label(chunk, "dense"))
-        method = chunk[0].request.method
-        sparse = self._generate([one.request for one in chunk], _label(chunk, method))
+        *before, (name, whole) = self._runs_of(chunk)
+        stages: list[list[Stage]] = [[] for _ in chunk]
+        for part, requests in before:
+            made = self._generate(requests, _label(chunk, part))
+            for found_so_far, reference, other in zip(stages, dense, made, strict=True):
+                quality = video_quality(reference.frames, other.frames)
+                found_so_far.append(_stage(part, quality, run_facts(other.record)))
+        sparse = self._generate(whole, _label(chunk, name))
         found = [
-            self._measure(one, reference, other)
-            for one, reference, other in zip(chunk, dense, sparse, strict=True)
+            self._measure(one, reference, other, name, earlier)
+            for one, reference, other, earlier in zip(chunk, dense, sparse, stages, strict=True)
         ]
         self._comparisons += found
         return found
@@ -140,22 +165,37 @@ class Comparison:
             promise=_promise(request),
         )
 
+    def _runs_of(self, chunk: Sequence[PreparedPrompt]) -> list[tuple[str, list[GenerateRequest]]]:
+        """The runs of a chunk beside the dense one, each with its name; the sparse side is last."""
+        whole = [one.request for one in chunk]
+        if not self._parts:
+            return [(whole[0].method, whole)]
+        columns = zip(*(stages_of(request) for request in whole), strict=True)
+        return [(column[0][0], [each for _, each in column]) for column in columns]
+
     def _measure(
-        self, one: PreparedPrompt, dense: Generated, sparse: Generated
+        self,
+        one: PreparedPrompt,
+        dense: Generated,
+        sparse: Generated,
+        part: str,
+        earlier: Sequence[Stage],
     ) -> PromptComparison:
         density_map = sparse.record["density_map"]
         if density_map:
             self._maps.append(density_map)
         self.videos.append(self._side_by_side(one, dense.frames, sparse.frames))
+        quality, facts = video_quality(dense.frames, sparse.frames), run_facts(sparse.record)
         found = PromptComparison(
             number=one.prompt.number,
             prompt=one.prompt.text,
             seed=one.request.seed,
-            quality=video_quality(dense.frames, sparse.frames),
+            quality=quality,
             dense=run_facts(dense.record),
-            sparse=run_facts(sparse.record),
+            sparse=facts,
             # a page keeps dense videos; a command makes every one anew.
             kept=dense.record.get("kept"),
+            stages=(*earlier, _stage(part, quality, facts)) if self._parts else (),
         )
         if self._kept is not None:
             target = self._kept.target(one.prompt)
@@ -164,6 +204,7 @@ class Comparison:
                 "prompt": found.prompt,
                 "quality": asdict(found.quality),
                 "picture": [video.width, video.height],
+                "stages": [asdict(stage) for stage in found.stages],
                 "dense": dense.record,
                 "sparse": sparse.record,
             }
@@ -190,6 +231,7 @@ class Comparison:
             quality=VideoQuality(frames=frames, **quality),
             dense=run_facts(record["dense"]),
             sparse=run_facts(record["sparse"]),
+            stages=tuple(Stage(**stage) for stage in record["stages"]),
         )
 
     def forget(self) -> None:
@@ -267,6 +309,28 @@ def dense_side(request: GenerateRequest) -> GenerateRequest:
     return replace(plain, method="dense", method_options={}, preset=None)
 
 
+def stages_of(request: GenerateRequest) -> list[tuple[str, GenerateRequest]]:
+    """What sets a request apart from its ``dense_side``, a part after the other.
+
+    Returns:
+        Each part in words, and the request with it and all parts before it; the last is ``request``
+        itself.
+    """
+    found = []
+    plain = replace(request, speed=None, linear="none", cache="none", cache_threshold=None)
+    if request.method != "dense":
+        found.append((f"sparse attention ({request.method})", plain))
+    elif request.dense_kernel != "stock":
+        found.append((f"dense attention ({request.dense_kernel})", plain))
+    if request.linear != "none":
+        found.append((f"linear layers in {request.linear}", replace(plain, linear=request.linear)))
+    if request.cache != "none":
+        found.append((f"step cache ({request.cache})", request))
+    if not found:
+        return [(request.method, request)]
+    return [*found[:-1], (found[-1][0], request)]
+
+
 def write_report(
     folder: Path, report: Report, videos: Sequence[SideBySide], request: GenerateRequest
 ) -> list[Path]:
@@ -310,6 +374,16 @@ def write_tables(folder: Path, report: Report) -> list[Path]:
     for name, text in texts.items():
         write_text(folder / name, text)
     return [folder / name for name in texts]
+
+
+def _stage(name: str, quality: VideoQuality, facts: RunFacts) -> Stage:
+    return Stage(
+        name=name,
+        psnr=quality.psnr,
+        ssim=quality.ssim,
+        seconds=facts.seconds.get("denoise"),
+        total=facts.work.total if facts.work else None,
+    )
 
 
 def _label(chunk: Sequence[PreparedPrompt], side: str) -> str:

@@ -28,6 +28,7 @@ from vidsparse.report import (
     format_total,
     headline,
     plain_text,
+    stage_rows,
 )
 from vidsparse.speedup import Speedup
 from vidsparse.work import Work
@@ -151,6 +152,7 @@ def _part(place: int, each: ReportedSetting) -> dict[str, Any]:
         "tiles": _tiles(report),
         "clips": [_clip(*pair) for pair in zip(report.comparisons, each.videos, strict=True)],
         "heat": _heat(report.density_map),
+        "stages": stage_rows(report),
         "schedule": schedule,
         "schedule_text": schedule_text(schedule),
         "times": _times(report),
