@@ -99,7 +99,10 @@ def measured(model: str, speed: str, defaults: Defaults) -> str:
 
 
 def described(values: Mapping[str, Any]) -> str:
-    """A bundle's parts in one line, from the fields of a ``Bundle`` or of a settled request."""
+    """A bundle's parts in one line, from the fields of a ``Bundle`` or of a settled request.
+
+    What it leaves as it is in the model is not told.
+    """
     options = ", ".join(
         f"{name} {value}" for name, value in values["method_options"].items() if value is not None
     )
@@ -111,9 +114,9 @@ def described(values: Mapping[str, Any]) -> str:
             for name in scheduled
             if values.get(name) is not None and (values[name] or name != "refresh")
         ),
-        f"linear {values['linear']}",
-        "compiled" if values["compile"] else "not compiled",
-        f"cache {values['cache']}",
+        *([f"linear layers in {values['linear']}"] if values["linear"] != "none" else []),
+        *(["compiled blocks"] if values["compile"] else []),
+        *([f"step cache {values['cache']}"] if values["cache"] != "none" else []),
     ]
     return ", ".join(parts)
 

@@ -65,6 +65,9 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
     # a finished comparison, in step, with what it cost.
     page.wait_for_selector("#opening vs-viewer[data-ready]")
     playwright.expect(page.locator("#opening vs-viewer canvas").first).to_be_in_viewport()
+    # no tile makes its row tall.
+    heights = "[...document.querySelectorAll('#opening .vs-tiles div')].map((e) => e.offsetHeight)"
+    assert max(visitor.value(heights)) < 200
     for words in ("the same video, dense and sparse", "PSNR", "Attention computed", "Denoising"):
         visitor.see("#opening", words)
     assert page.locator("#opening vs-heat rect[data-step]").count() > 100
@@ -123,7 +126,8 @@ def test_settings_outlive_a_reload_and_ctrl_enter_runs(visit: Any) -> None:
     visitor.set("Width", 63)
     page.locator("#prompt textarea").press("Control+Enter")
     visitor.see("#generate-status [role=alert]", "width must be a multiple of")
-    playwright.expect(page.get_by_text("width must be a multiple of")).to_have_count(1)
+    said = page.get_by_text("width must be a multiple of").filter(visible=True)
+    playwright.expect(said).to_have_count(1)
     shade = page.locator("#generate-facts").evaluate("(facts) => getComputedStyle(facts).filter")
     assert shade == "grayscale(1)"
 
@@ -601,3 +605,49 @@ def test_a_narrow_screen_scrolls_down_and_never_sideways(visit: Any) -> None:
     for tab in ("Generate", "Compare", "Report"):
         visitor.tab(tab)
         assert visitor.value("document.documentElement.scrollWidth") <= 360
+
+
+def test_an_error_is_said_once_and_at_its_field(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    page, wrong = visitor.page, visitor.page.locator(".vs-wrong")
+    alert = page.locator("#generate-status .vs-alert")
+    visitor.prompt("a red ball")
+    visitor.set("Steps", -3)
+    page.click("#generate")
+    playwright.expect(wrong).to_have_text("steps must be at least 1, got -3")
+    steps = page.get_by_label("Steps", exact=True)
+    playwright.expect(steps).to_be_focused()
+    playwright.expect(steps).to_have_attribute("aria-invalid", "true")
+    playwright.expect(steps).to_have_attribute("aria-describedby", wrong.get_attribute("id"))
+    playwright.expect(alert).to_be_hidden()
+    # what is changed is no longer wrong.
+    visitor.set("Steps", 3)
+    playwright.expect(wrong).to_have_count(0)
+    playwright.expect(alert).to_be_visible()
+    # a field in a fold.
+    page.get_by_role("button", name="More settings").click()
+    visitor.set("Frames a second", 900)
+    page.get_by_role("button", name="More settings").click()
+    page.click("#generate")
+    playwright.expect(wrong).to_contain_text("fps must lie between 1 and 240")
+    playwright.expect(page.get_by_label("Frames a second", exact=True)).to_be_focused()
+    # an error of no field stays where it was.
+    visitor.set("Frames a second", 8)
+    visitor.tab("Compare")
+    page.get_by_label("A", exact=True).click()
+    page.get_by_role("option", name="the form's settings").click()
+    page.click("#compare")
+    visitor.see("#compare-status", "both sides are the same")
+    playwright.expect(wrong).to_have_count(0)
+    playwright.expect(page.locator("#compare-status .vs-alert")).to_be_visible()
+    assert visitor.errors == []
+
+
+def test_a_finished_job_is_no_longer_waited_for(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    visitor.prompt("a red ball")
+    visitor.page.click("#generate")
+    visitor.see("#generate-facts", "denoising")
+    # at once, and not when the page looks again.
+    line = visitor.page.locator("#generate-outlook")
+    playwright.expect(line).to_contain_text("begins at once", timeout=2_000)

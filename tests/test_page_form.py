@@ -83,7 +83,10 @@ def test_a_new_method_s_controls_follow_its_declaration() -> None:
 
     with gr.Blocks():
         kinds = [type(control_for(field, field.default)) for field in dataclasses.fields(New)]
+        gate = control_for(dataclasses.fields(New)[-1], None)
     assert kinds == [gr.Number, gr.Number, gr.Checkbox, gr.Dropdown, gr.Textbox]
+    # what it will be where it is left blank, as it is typed.
+    assert gate.placeholder == "none"
 
 
 def test_the_form_reads_what_the_browser_sends(form: Any) -> None:
@@ -275,10 +278,18 @@ def test_what_a_speed_stands_for_is_said_without_what_the_page_leaves_out(form: 
     from vidsparse.apps.page.speeds import speed_text
 
     text = speed_text(form, form.host.models[0], "fast")
-    assert (
-        "foresight (share 0.09), refresh 0.1, linear none, not compiled, cache taylorseer" in text
-    )
+    assert "foresight (share 0.09), refresh 0.1, step cache taylorseer" in text
     assert "was not measured on this model" in text
+
+
+def test_a_line_of_settings_leaves_out_what_is_nothing(form: Any) -> None:
+    from vidsparse.apps.page import draw
+
+    request, _ = form.request(values_of(form, method="foresight"))
+    assert request.method_options["rows"] is None
+    line = draw.settings_line(request)
+    assert "foresight (share" in line
+    assert "None" not in line
 
 
 def test_the_opening_comparison_ships_with_the_package_and_is_drawn_whole() -> None:

@@ -189,3 +189,37 @@ def test_another_method_brings_its_schedule_unless_one_was_written_by_hand(tmp_p
     assert put(first) == own
     assert put({**first, "dense_steps": "5"}) == {}
     desk.queue.close()
+
+
+def test_a_blank_number_says_what_the_model_and_the_method_chosen_would_make_of_it(
+    tmp_path: Path,
+) -> None:
+    import gradio as gr
+
+    from vidsparse.apps.page.choices import Choices
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.form import Form
+    from vidsparse.apps.page.report_tab import ReportTab
+
+    both = tuple(map(resolve_model, ("shapes", "shapes-joint")))
+    desk = Desk(dataclasses.replace(host_of(tmp_path), models=both), queue_of(), Visits(tmp_path))
+    with gr.Blocks():
+        form = Form(desk.host)
+        choices = Choices(desk, form, ReportTab(desk, form))
+
+    def blank(updates: dict[Any, Any], *names: str) -> list[str]:
+        return [updates[form.controls[name]]["placeholder"] for name in names]
+
+    for model in both:
+        method = model.defaults.method
+        updates = choices.choose_model(model.name)
+        own = model.defaults.with_method(method)
+        assert blank(updates, "steps", "guidance", "dense_steps") == [
+            f"{value:g}" for value in (own.steps, own.guidance, own.dense_steps)
+        ]
+        assert blank(updates, "foresight_rows") == ["none"]
+    first = choices.choose_method("shapes", "fg-attn", "")
+    assert blank(first, "dense_steps", "fg_attn_top_p") == ["0.24", "0.8"]
+    # words are not numbers: what they say when blank stays.
+    assert "placeholder" not in first.get(form.controls["prompt"], {})
+    desk.queue.close()

@@ -22,6 +22,15 @@ pytest_plugins = ["page_browser"]
 pytestmark = MARKS
 
 TILES = "#history button.thumbnail-item"
+# of each: pixels of the caption that are cut off, across and down, and between it and the picture.
+CAPTIONS = """() => [...document.querySelectorAll("#history button.thumbnail-item")].map((tile) => {
+  const caption = tile.querySelector(".caption-label"), picture = tile.querySelector("img, video");
+  return [
+    Math.max(0, caption.scrollWidth - caption.clientWidth),
+    Math.max(0, caption.scrollHeight - caption.clientHeight),
+    Math.round(caption.getBoundingClientRect().top - picture.getBoundingClientRect().bottom),
+  ];
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +152,10 @@ def test_the_gallery_is_searched_by_prompt_and_method(visit: Any) -> None:
         page.click("#generate")
         visitor.see("#generate-facts", prompt)
     playwright.expect(page.locator(TILES)).to_have_count(2)
+    # captions are whole, and below their pictures.
+    for cut, hidden, gap in page.evaluate(CAPTIONS):
+        assert (cut, hidden) == (0, 0)
+        assert gap >= 0
     page.fill("#search :is(input, textarea)", "blue foresight")
     playwright.expect(page.locator(TILES)).to_have_count(1)
     page.locator(TILES).click()

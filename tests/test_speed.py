@@ -157,7 +157,10 @@ def test_what_is_measured_is_said_and_what_is_not() -> None:
     assert "36.0 dB on shapes, mean of 24 prompts" in measured("shapes", "high", own)
     one = settled("fast").options()
     assert described(one).startswith("fg-attn (top_p 0.8")
-    assert described(one).endswith("dense steps 0.24, linear none, not compiled, cache taylorseer")
+    assert described(one).endswith("dense steps 0.24, step cache taylorseer")
+    # what is left as the model has it is not told.
+    everything = {**one, "linear": "fp8", "compile": True, "cache": "none"}
+    assert described(everything).endswith("dense steps 0.24, linear layers in fp8, compiled blocks")
 
 
 # running

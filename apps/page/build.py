@@ -22,6 +22,7 @@ from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.headers import PageHeaders
 from vidsparse.apps.page.listeners import Ears
 from vidsparse.apps.page.logins import SlowLogins
+from vidsparse.apps.page.outlook import Outlook
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.returns import Returns
 from vidsparse.apps.page.speeds import speed_text
@@ -84,6 +85,7 @@ def build(desk: Desk) -> gr.Blocks:
         gr.HTML(draw.note(_footer(desk)))
         for tab in (generate, compare, report):
             tab.connect(page)
+        Outlook(desk, form, generate, compare, report).connect(page)
         _connect_form(page, desk, form, generate, report)
         _connect_compare_this(desk, generate, compare, tabs)
         page.unload(_ender(desk))

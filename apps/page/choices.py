@@ -213,7 +213,7 @@ class Choices:
         gr.on(
             [control.change for control in controls],
             None,
-            # what was there before is kept until it has been put back.
+            # what was there before is kept until it has been put back, which takes a while.
             js=f"(kept, ...values) => window.vidsparseRestored ? {named} : kept",
             inputs=[state, *controls],
             outputs=[state],
@@ -231,7 +231,11 @@ class Choices:
         restored = page.load(
             self.restore,
             # what came with a link goes before what the browser kept.
-            js="(kept) => vidsparseLinked() ?? kept",
+            js="""(kept) => {
+                const found = vidsparseLinked() ?? kept;
+                window.vidsparseRestored = found === null;
+                return found;
+            }""",
             inputs=[state],
             outputs=self.outputs,
             show_progress="hidden",
@@ -361,6 +365,8 @@ class Choices:
         }
         for name, visible in shown.items():
             facts.setdefault(name, {})["visible"] = visible
+        for name, text in form.blanks(model, method).items():
+            facts.setdefault(name, {})["placeholder"] = text
         updates = {form.controls[name]: gr.update(**each) for name, each in facts.items()}
         updates[form.speed] = speed
         updates[form.speed_facts] = draw.note(speed_text(form, model, speed))

@@ -27,6 +27,7 @@ from vidsparse.apps.page.tasks import (
 from vidsparse.apps.page.values import number, shown, whole
 from vidsparse.apps.page.visits import Visit
 from vidsparse.apps.page.workbench import Workbench
+from vidsparse.apps.runs.comparison import dense_side
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.request import GenerateRequest
 from vidsparse.probe import CellRecord
@@ -43,6 +44,13 @@ _CHOSEN_CELL = "() => document.querySelector('#heat vs-heat').chosen.map((place)
 DENSE, FORM = "dense", "form"
 _FIRST_A = [("dense, made beside B", DENSE), ("the form's settings", FORM)]
 _FIRST_B = [("the form's settings", FORM)]
+
+
+def made_for(side_a: object, side_b: object, asked: GenerateRequest) -> list[GenerateRequest]:
+    """The videos that a comparison makes: those of its sides that are not kept ones."""
+    if side_a == DENSE:
+        return [dense_side(asked), asked] if side_b == FORM else []
+    return [asked] * ((side_a == FORM) + (side_b == FORM))
 
 
 class CompareTab:
@@ -72,6 +80,7 @@ class CompareTab:
         with gr.Row(elem_classes="vs-run"):
             self.run = gr.Button("Compare", variant="primary", elem_id="compare", scale=3)
             self.stop = cancel_button("cancel-compare")
+            self.outlook = gr.HTML(elem_id="compare-outlook", elem_classes="vs-expect")
         self.status = gr.HTML(elem_id="compare-status")
         self._place = Place("compare", self.status, self.stop)
         self.facts = gr.HTML(elem_id="compare-facts")
@@ -207,9 +216,12 @@ class CompareTab:
                 parts, work = 2, compare(asked, visit.next_stem(asked.prompt))
             else:
                 parts, work = 1, self._two(visit, side_a, side_b, asked)
+            expected = None
+            if asked is not None:
+                expected = self._desk.seconds(made_for(side_a, side_b, asked))
             return Errand(
                 place=self._place,
-                job=Job(and_keep(work, keep), parts=parts),
+                job=Job(and_keep(work, keep), parts=parts, expected=expected),
                 done="Both videos are ready",
                 show=lambda pair: self._shown(pair, None),
                 warnings=warnings,
@@ -287,7 +299,11 @@ class CompareTab:
 
             return Errand(
                 place=self._place,
-                job=Job(and_keep(time_in_turns(pair), keep), parts=2 * TURNS),
+                job=Job(
+                    and_keep(time_in_turns(pair), keep),
+                    parts=2 * TURNS,
+                    expected=self._desk.seconds([pair.dense.request, pair.sparse.request] * TURNS),
+                ),
                 done=f"Timed {TURNS} times in turns",
                 show=lambda timed: {self.facts: draw.pair_facts(timed)},
             )
@@ -328,7 +344,9 @@ class CompareTab:
                     visit.cell = record
 
             job: Job[Workbench, CellRecord] = Job(
-                and_keep(record_cell(pair.sparse.request, at, of), keep)
+                and_keep(record_cell(pair.sparse.request, at, of), keep),
+                # up to that step, and all of it at the most.
+                expected=self._desk.seconds([pair.sparse.request]),
             )
 
             def show(record: CellRecord) -> Updates:

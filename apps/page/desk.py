@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 from gradio.context import LocalContext
 
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.errands import Errand, Place, Updates
+from vidsparse.apps.page.estimates import Estimate, Estimates
 from vidsparse.apps.page.host import Host
 from vidsparse.apps.page.listeners import Listeners
 from vidsparse.apps.page.queue import JobQueue, Snapshot
@@ -24,6 +25,9 @@ from vidsparse.apps.page.visits import Visit, Visits
 from vidsparse.apps.page.workbench import Workbench
 from vidsparse.errors import UnsupportedError, VidsparseError
 from vidsparse.logs import logger
+
+if TYPE_CHECKING:
+    from vidsparse.pipelines.request import GenerateRequest
 
 # seconds that a job goes on without anybody who ever asked how it does. The page asks at once.
 UNHEARD_AFTER = 15.0
@@ -50,6 +54,7 @@ class Desk:
     queue: JobQueue[Workbench]
     visits: Visits
     listeners: Listeners = field(default_factory=Listeners)
+    estimates: Estimates = field(default_factory=Estimates)
 
     def visit(self, request: gr.Request) -> Visit:
         """The visit that an event belongs to."""
@@ -60,6 +65,17 @@ class Desk:
     def cookie(self) -> str:
         """The name of the cookie that visitors are known by when they come back."""
         return cookie_name(self.host.folder)
+
+    def estimate(self, requests: Sequence[GenerateRequest]) -> Estimate | None:
+        """What videos will take that are made one after the other, None while nobody knows."""
+        if not requests:
+            return None
+        return self.estimates.of(requests, self.host.model(requests[0].model).defaults)
+
+    def seconds(self, requests: Sequence[GenerateRequest]) -> float | None:
+        """How long they will take, None while nobody knows."""
+        found = self.estimate(requests)
+        return None if found is None else found.seconds
 
     async def run(
         self, request: gr.Request, place: Place, ask: Callable[[Visit], Errand]

@@ -40,6 +40,7 @@ from vidsparse.work import Work
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from vidsparse.apps.page.estimates import Estimate
     from vidsparse.apps.page.gallery import Kept
     from vidsparse.pipelines.models import ModelRef
     from vidsparse.pipelines.request import GenerateRequest
@@ -109,9 +110,9 @@ def status(
     if snapshot.state == "waiting":
         ahead = snapshot.ahead
         title = "Waiting"
-        parts = [
-            f"{ahead} job{'s' if ahead != 1 else ''} before yours" if ahead else "next in line"
-        ]
+        parts = [_before(ahead) if ahead else "next in line"]
+        if snapshot.wait:
+            parts.append(f"begins in about {_duration(snapshot.wait)}")
     elif snapshot.state == "running":
         title = snapshot.phase[:1].upper() + snapshot.phase[1:]
         if snapshot.steps:
@@ -138,6 +139,38 @@ def status(
     return str(
         _macros().status(title, detail, snapshot.done, running, finished, busy, list(warnings))
     )
+
+
+def _before(jobs: int) -> str:
+    return f"{jobs} job{'s' if jobs != 1 else ''} before yours"
+
+
+def outlook(estimate: Estimate | None, videos: int, ahead: int, wait: float | None) -> str:
+    """What is to be expected of videos that are not asked for yet: time, memory and the queue."""
+    many = f" for {videos} videos" if videos > 1 else ""
+    if estimate is None:
+        parts, basis = ["Time is told once the model is loaded"], ""
+    else:
+        parts = [f"About {_duration(estimate.seconds)}{many}"]
+        basis = {
+            "alike": "from videos of this kind made here",
+            "other": f"from {estimate.size}, made here",
+            "warm-up": "a first guess from the warm-up",
+        }[estimate.basis]
+        if estimate.memory is not None:
+            parts.append(_memory(estimate.memory, estimate.room))
+    if ahead:
+        after = f", begins in about {_duration(wait)}" if wait is not None else ""
+        parts.append(f"{_before(ahead)}{after}")
+    else:
+        parts.append("begins at once")
+    much = bool(estimate and estimate.memory and estimate.room and estimate.memory > estimate.room)
+    return str(_macros().outlook(" · ".join(parts), basis, much))
+
+
+def _memory(needed: int, room: int | None) -> str:
+    of = f" of {room / 2**30:.1f}" if room else ""
+    return f"{needed / 2**30:.1f}{of} GiB memory"
 
 
 def _duration(seconds: float) -> str:
@@ -217,7 +250,9 @@ def about_report(request: GenerateRequest, prompts: int) -> str:
 
 def settings_line(request: GenerateRequest) -> str:
     """A request in one line."""
-    options = ", ".join(f"{name} {value}" for name, value in request.method_options.items())
+    options = ", ".join(
+        f"{name} {value}" for name, value in request.method_options.items() if value is not None
+    )
     preset = f"preset {Path(request.preset).stem}, " if request.preset else ""
     return (
         f"{request.model}, {request.method}{f' ({options})' if options else ''}, {preset}"

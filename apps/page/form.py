@@ -69,6 +69,9 @@ IMAGES = {"image": "First frame", "last_image": "Last frame"}
 # a video of less or more no player shows, and no model was made with such guidance.
 _BETWEEN = {"fps": (1, 240), "guidance": (0, 100)}
 _AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers", "refresh")
+_SELDOM = (
+    "guidance", "fps", "negative_prompt", *_AMOUNTS, "order", "reuse", "cache", "implementation",
+)  # fmt: skip
 _FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps")
 
 
@@ -132,8 +135,11 @@ class Form:
         self._seldom(host.models[0])
         self._link()
 
-    def _add(self, name: str, control: Any) -> Any:
+    def _add(self, name: str, control: Any, word: str | None = None) -> Any:
+        """Keep a control. ``word`` is what errors call it, where that is not its name."""
         self.controls[name] = control
+        # the page's script finds the field that an error names.
+        control.elem_classes = [*(control.elem_classes or []), f"vs-field-{word or name}"]
         return control
 
     def _prompt(self, model: ModelRef) -> None:
@@ -188,7 +194,14 @@ class Form:
 
     def _sparsity(self, model: ModelRef) -> None:
         methods = offered(self.host.presets)
-        with gr.Accordion("By hand", open=False, elem_id="by-hand"), gr.Group():
+        own_words = {each.name for name in methods for each in METHODS[name].option_fields()}
+        folded = gr.Accordion(
+            "By hand",
+            open=False,
+            elem_id="by-hand",
+            elem_classes=_holds(["method", "preset", *sorted(own_words)]),
+        )
+        with folded, gr.Group():
             self._add(
                 "method",
                 gr.Dropdown(
@@ -223,12 +236,17 @@ class Form:
 
         def add(field: dataclasses.Field[Any]) -> None:
             control = control_for(field, own.get(field.name, field.default))
-            self._add(parameter(name, field.name), control)
+            self._add(parameter(name, field.name), control, word=field.name)
 
         for field in fields[:1]:
             add(field)
         if fields[1:]:
-            with gr.Accordion(f"More of {cls.title}", open=False) as self.folds[name]:
+            self.folds[name] = gr.Accordion(
+                f"More of {cls.title}",
+                open=False,
+                elem_classes=_holds([field.name for field in fields[1:]]),
+            )
+            with self.folds[name]:
                 for field in fields[1:]:
                     add(field)
 
@@ -238,7 +256,12 @@ class Form:
             with gr.Row():
                 self._add("seed", _number("Seed", 0))
                 self.videos = gr.Number(
-                    value=1, label="Videos", step=1, min_width=90, elem_id="videos"
+                    value=1,
+                    label="Videos",
+                    step=1,
+                    min_width=90,
+                    elem_id="videos",
+                    elem_classes=["vs-field-videos"],
                 )
                 self._add("steps", _number("Steps", first["steps"]))
             self.dice = gr.Button("Another seed", size="sm", elem_id="dice")
@@ -269,7 +292,9 @@ class Form:
 
     def _seldom(self, model: ModelRef) -> None:
         first = self.defaults_of(model)
-        with gr.Accordion("More settings", open=False, elem_id="more"):
+        with gr.Accordion(
+            "More settings", open=False, elem_id="more", elem_classes=_holds(_SELDOM)
+        ):
             with gr.Group():
                 with gr.Row():
                     for name, label in (("guidance", "Guidance"), ("fps", "Frames a second")):
@@ -299,7 +324,12 @@ class Form:
                         label = label if label.startswith("last") else f"first {label}"
                         self._add(
                             name,
-                            gr.Textbox(value=first.get(name, "0"), label=label, min_width=110),
+                            gr.Textbox(
+                                value=first.get(name, "0"),
+                                label=label,
+                                min_width=110,
+                                placeholder=str(first.get(name, "0")),
+                            ),
                         )
             with gr.Row():
                 self._add(
@@ -467,6 +497,16 @@ class Form:
             values |= {parameter(method, name): value for name, value in own.items()}
         return values
 
+    def blanks(self, model: ModelRef, method: str) -> dict[str, str]:
+        """What each written number will be where it is left blank, by the names of controls."""
+        values = {**self.defaults_of(model), **self.schedule_of(model, method)}
+        return {
+            name: typed(value)
+            for name, value in values.items()
+            # refreshes are left to the method, and say so.
+            if isinstance(self.controls.get(name), gr.Number | gr.Textbox) and name != "refresh"
+        }
+
     def schedule_of(self, model: ModelRef, method: str) -> dict[str, Any]:
         """The controls' values for the schedule that the model has for a method."""
         settings = model.defaults.with_method(method)
@@ -519,7 +559,12 @@ def control_for(field: dataclasses.Field[Any], value: Any) -> Any:
     if isinstance(field.default, float):
         # no step of its own: a number that is in range should never be called invalid.
         return gr.Number(value=value, label=label, info=info, step=0.05, placeholder=blank)
-    return gr.Textbox(value=typed(value), label=label, info=info, placeholder=facts["metavar"])
+    return gr.Textbox(value=blank, label=label, info=info, placeholder=blank)
+
+
+def _holds(words: Sequence[str]) -> list[str]:
+    """Classes of a fold that say which fields are in it, by the words of errors."""
+    return [f"vs-holds-{word}" for word in words]
 
 
 def _upload(name: str, shown: bool) -> gr.File:

@@ -25,6 +25,18 @@ from vidsparse.errors import OptionError
 MOST_VIDEOS = 8
 
 
+def count_of(videos: object) -> int:
+    """How many videos are asked for.
+
+    Raises:
+        OptionError: more or fewer than one click makes.
+    """
+    count = whole("videos", videos)
+    if count is None or not 1 <= count <= MOST_VIDEOS:
+        raise OptionError(f"videos must be a number from 1 to {MOST_VIDEOS}, got {shown(videos)}")
+    return count
+
+
 class GenerateTab:
     """Controls and events of the tab; ``history`` is shared with the others.
 
@@ -39,6 +51,7 @@ class GenerateTab:
         with gr.Row(elem_classes="vs-run"):
             self.run = gr.Button("Generate", variant="primary", elem_id="generate", scale=3)
             self.stop = cancel_button("cancel-generate")
+            self.outlook = gr.HTML(elem_id="generate-outlook", elem_classes="vs-expect")
         self.status = gr.HTML(
             draw.note("Generate makes one video. Compare shows it beside the dense one."),
             elem_id="generate-status",
@@ -140,11 +153,7 @@ class GenerateTab:
 
         def ask(visit: Visit) -> Errand:
             first, warnings = self._form.request(values, visit.images)
-            count = whole("videos", videos)
-            if count is None or not 1 <= count <= MOST_VIDEOS:
-                raise OptionError(
-                    f"videos must be a number from 1 to {MOST_VIDEOS}, got {shown(videos)}"
-                )
+            count = count_of(videos)
             asked = [
                 (replace(first, seed=first.seed + place), visit.next_stem(first.prompt))
                 for place in range(count)
@@ -157,7 +166,11 @@ class GenerateTab:
 
             return Errand(
                 place=self._place,
-                job=Job(make_clips(asked, keep), parts=count),
+                job=Job(
+                    make_clips(asked, keep),
+                    parts=count,
+                    expected=self._desk.seconds([each for each, _ in asked]),
+                ),
                 done="Your video is ready" if count == 1 else f"Your {count} videos are ready",
                 show=lambda clips: self.shown(clips[-1]),
                 warnings=warnings,

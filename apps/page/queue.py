@@ -62,13 +62,14 @@ class Snapshot:
         state: where it is in its life.
         ahead: jobs that come before it, while it waits.
         phase: what is going on, in words.
-        place: which of several videos that is for, in words, or empty.
         done: share of its denoising steps that are finished, in [0, 1].
         step: finished steps of the video that is being made.
         steps: that it takes, 0 while unknown.
         elapsed: seconds since a device took it.
         left: seconds that its remaining steps will take, None while unknown.
         stopping: it has been asked to stop and runs still.
+        place: which of several videos that is for, in words, or empty.
+        wait: seconds until a device takes it, None while unknown.
     """
 
     state: State
@@ -81,6 +82,7 @@ class Snapshot:
     left: float | None
     stopping: bool
     place: str = ""
+    wait: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -94,10 +96,15 @@ class Job(Generic[Equipment, Result]):
     Args:
         work: what to do with the device's bench; it tells this job how far it is.
         parts: videos it makes, to tell the time left.
+        expected: seconds that it will take, None where nobody knows.
     """
 
     def __init__(
-        self, work: Callable[[Equipment, Job[Equipment, Result]], Result], *, parts: int = 1
+        self,
+        work: Callable[[Equipment, Job[Equipment, Result]], Result],
+        *,
+        parts: int = 1,
+        expected: float | None = None,
     ) -> None:
         self.id = secrets.token_hex(4)
         self.result: Result | None = None
@@ -106,6 +113,8 @@ class Job(Generic[Equipment, Result]):
         self.counts: frozenset[str] = frozenset()
         self._work = work
         self._parts = parts
+        self._expected = expected
+        self._wait: Callable[[], float | None] = lambda: None
         self._part = 0
         self._state: State = "waiting"
         self._ahead = 0
@@ -178,6 +187,10 @@ class Job(Generic[Equipment, Result]):
 
     def snapshot(self) -> Snapshot:
         """How it stands."""
+        # the queue has a lock of its own, under which it asks this job: never both at once.
+        return self._now(self._wait() if self._state == "waiting" else None)
+
+    def _now(self, wait: float | None) -> Snapshot:
         with self._lock:
             until = self._ended or time.monotonic()
             known = self._steps * max(self._parts, self._part)
@@ -198,7 +211,15 @@ class Job(Generic[Equipment, Result]):
                 left=left,
                 stopping=self._stop.is_set() and self._state == "running",
                 place=self._place,
+                wait=wait,
             )
+
+    def remaining(self) -> float | None:
+        """Seconds until it ends, once a device has taken it; None while unknown."""
+        now = self._now(None)
+        if now.left is not None or self._expected is None:
+            return now.left
+        return max(0.0, self._expected - now.elapsed)
 
     async def follow(self) -> AsyncGenerator[Snapshot, None]:
         """Snapshots as it goes on, the finished one last."""
@@ -254,6 +275,10 @@ class Job(Generic[Equipment, Result]):
         with self._lock:
             self._state, self._ended = state, time.monotonic()
         self._changed()
+
+    def waits_by(self, wait: Callable[[], float | None]) -> None:
+        """Who is asked how long it will wait."""
+        self._wait = wait
 
     def moved_to(self, ahead: int) -> None:
         """Jobs before it have gone."""
@@ -322,9 +347,31 @@ class JobQueue(Generic[Equipment]):
                     "takes. Hint: try again in a moment."
                 )
             self._jobs.append(job)  # type: ignore[arg-type]
+            job.waits_by(lambda: self.outlook(job)[1])  # type: ignore[arg-type]
             self._renumber()
             self._arrived.notify()
         return job
+
+    def outlook(self, job: Job[Equipment, object] | None = None) -> tuple[int, float | None]:
+        """How many jobs a device has to finish before it takes ``job``, or one more, and seconds.
+
+        The seconds are None where nobody knows how long one of them will take.
+        """
+        with self._arrived:
+            waiting = [each for each in self._jobs if not each.stopping()]
+            if job in waiting:
+                waiting = waiting[: waiting.index(job)]
+            before = [*self._running, *waiting]
+            free = len(self._threads) - len(before)
+        if free > 0:
+            return 0, 0.0
+        left = [each.remaining() for each in before]
+        known = [each for each in left if each is not None]
+        # devices share what is before it; with as many jobs as devices the first to end makes room.
+        if len(known) < len(left):
+            return len(before), None
+        shared = sum(known) / len(self._threads)
+        return len(before), min(known) if len(before) == len(self._threads) else shared
 
     def forget_cancelled(self) -> None:
         """Let the others move up where a waiting job was cancelled."""

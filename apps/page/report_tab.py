@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from vidsparse.apps.page.tasks import ReportFiles, report
 from vidsparse.apps.page.uploads import read_prompt_file, read_prompts
 from vidsparse.apps.page.values import check_text, parameter, shown
 from vidsparse.apps.page.visits import Visit
+from vidsparse.apps.runs.comparison import dense_side
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
 from vidsparse.pipelines.request import GenerateRequest
@@ -72,6 +73,7 @@ class ReportTab:
         with gr.Row(elem_classes="vs-run"):
             self.run = gr.Button("Make the report", variant="primary", elem_id="report", scale=3)
             self.stop = cancel_button("cancel-report")
+            self.outlook = gr.HTML(elem_id="report-outlook", elem_classes="vs-expect")
         self.status = gr.HTML(elem_id="report-status")
         self._place = Place("report", self.status, self.stop)
         self.summary = gr.HTML(elem_id="report-summary")
@@ -157,7 +159,7 @@ class ReportTab:
         def ask(visit: Visit) -> Errand:
             check_text("prompts", str(prompt_lines or ""))
             prompts = read_prompts(str(prompt_lines or ""), most=self._desk.host.limits.prompts)
-            settings = self._settings(values, vary, over, visit.images)
+            settings = self.settings(values, vary, over, visit.images)
             about = draw.about_report(settings[0][1], len(prompts))
             rows: list[tuple[str, PromptComparison]] = []
 
@@ -170,7 +172,11 @@ class ReportTab:
             work = and_keep(report(settings, prompts, visit.next_stem("report"), announce), keep)
             return Errand(
                 place=self._place,
-                job=Job(work, parts=(len(prompts) + 1) * 2 * len(settings)),
+                job=Job(
+                    work,
+                    parts=(len(prompts) + 1) * 2 * len(settings),
+                    expected=self._desk.seconds(self.made_for(settings, len(prompts))),
+                ),
                 done="The report is ready",
                 show=lambda files: self._shown(files, rows, about),
                 so_far=lambda: (len(rows), lambda: self._rows(rows[:], about)),
@@ -217,7 +223,14 @@ class ReportTab:
             self.curve: draw.report_curve(rows, about),
         }
 
-    def _settings(
+    def made_for(
+        self, settings: Sequence[tuple[str, GenerateRequest]], prompts: int
+    ) -> list[GenerateRequest]:
+        """The videos that a report makes: every prompt dense once, and with each setting."""
+        own = [request for _, request in settings]
+        return [dense_side(own[0]), *own] * prompts
+
+    def settings(
         self, values: Mapping[str, Any], vary: Any, over: Any, images: Mapping[str, Path]
     ) -> list[tuple[str, GenerateRequest]]:
         """The settings to report on, with their names.

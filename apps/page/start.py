@@ -127,6 +127,7 @@ def make_desk(
     folder = make_folder(out)
 
     from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.estimates import Estimates
     from vidsparse.apps.page.queue import JobQueue
     from vidsparse.apps.page.visits import Visits
     from vidsparse.apps.page.workbench import Workbench
@@ -139,8 +140,10 @@ def make_desk(
         dtype=dtype,
         presets=calibrated,
     )
-    benches = [(name, Workbench(name, dtype)) for name in names]
-    return Desk(host, JobQueue(benches, waiting=limits.waiting), Visits(folder))
+    estimates = Estimates()
+    benches = [(name, Workbench(name, dtype, estimates)) for name in names]
+    queue = JobQueue(benches, waiting=limits.waiting)
+    return Desk(host, queue, Visits(folder), estimates=estimates)
 
 
 def make_folder(out: Path) -> Path:

@@ -274,6 +274,67 @@ class Words extends HTMLElement {
   }
 }
 
+// an error that begins with the name of a setting is said at its field, until that is changed; the fold
+// that holds the field is opened.
+class Alert extends HTMLElement {
+  static observedAttributes = ["data-said"];
+
+  attributeChangedCallback(name, before) {
+    if (before !== null) this.connectedCallback();
+  }
+
+  async connectedCallback() {
+    this.clear();
+    // a page that is opened again says how its last job ended, and nobody is to be led away by that.
+    if (!navigator.userActivation?.hasBeenActive) return;
+    const text = this.dataset.said;
+    const word = text.match(/^(?:there is no |unknown |the )?([a-z]+(?:_[a-z]+)*)/)?.[1];
+    const field = word && (await fieldOf(word));
+    const input = field?.querySelector("input, textarea");
+    if (!input || !this.isConnected || this.dataset.said !== text) return;
+    const line = document.createElement("p");
+    Object.assign(line, { className: "vs-wrong", id: `vs-wrong-${word}`, textContent: text });
+    this.mark = { field, input, line };
+    field.append(line);
+    input.setAttribute("aria-invalid", "true");
+    input.setAttribute("aria-describedby", line.id);
+    // said once, and where it can be mended; the focused field tells screen readers.
+    this.hidden = true;
+    if (document.getElementById("form").classList.contains("folded")) document.querySelector("vs-fold").fold(false);
+    field.scrollIntoView({ block: "center", behavior: calm ? "auto" : "smooth" });
+    input.focus({ preventScroll: true });
+    field.addEventListener("input", () => this.clear(), { once: true });
+  }
+
+  disconnectedCallback() {
+    this.clear();
+  }
+
+  clear() {
+    if (!this.mark) return;
+    const { input, line } = this.mark;
+    input.removeAttribute("aria-invalid");
+    input.removeAttribute("aria-describedby");
+    line.remove();
+    this.hidden = false;
+    this.mark = undefined;
+  }
+}
+// what is folded away is not in the page before it is opened.
+async function fieldOf(word) {
+  if (!document.querySelector(`.vs-field-${word}, .vs-holds-${word}`)) return undefined;
+  for (let tries = 0; tries < 20; tries += 1) {
+    const found = [...document.querySelectorAll(`.vs-field-${word}`)].find((each) => each.offsetParent);
+    if (found) return found;
+    for (const fold of document.querySelectorAll(`.vs-holds-${word}`)) {
+      const content = fold.querySelector("[data-testid='accordion-content']");
+      if (fold.offsetParent && content?.style.display === "none") fold.querySelector("button").click();
+    }
+    await new Promise((resolve) => setTimeout(resolve, 50));
+  }
+  return undefined;
+}
+
 // on a narrow screen the form stands above what it makes: it folds away once there is a result.
 const narrow = matchMedia("(max-width: 900px)");
 class Fold extends HTMLElement {
@@ -399,6 +460,7 @@ document.addEventListener("focusout", ({ target }) => {
 });
 
 customElements.define("vs-words", Words);
+customElements.define("vs-alert", Alert);
 customElements.define("vs-fold", Fold);
 customElements.define("vs-viewer", Viewer);
 customElements.define("vs-heat", Heat);

@@ -9,12 +9,13 @@ import gc
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from vidsparse.apps.page.estimates import Estimates, Memory, Took
 from vidsparse.apps.page.queue import Cancelled, Job
 from vidsparse.apps.runs.comparison import dense_side
 
@@ -40,10 +41,15 @@ class Workbench:
     Args:
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: number format, or None for the device's own default.
+        estimates: told what every video took; the page's devices share them.
     """
 
-    def __init__(self, device: str, dtype: str | None = None) -> None:
+    def __init__(
+        self, device: str, dtype: str | None = None, estimates: Estimates | None = None
+    ) -> None:
         self.device = device
+        self._estimates = Estimates() if estimates is None else estimates
+        self._memory = Memory(device)
         self._dtype = dtype
         self._loaded: LoadedPipeline | None = None
         # with the job that made it.
@@ -67,6 +73,7 @@ class Workbench:
             self.free()
             with _LOADING:
                 has = load(model, device=self.device, dtype=self._dtype, image=image)
+            self._estimates.loaded(has, self._memory.now(), self._memory.room())
             self._warm_up(has)
             self._loaded = has
         return has
@@ -112,7 +119,11 @@ class Workbench:
         job.expect_after_steps(self._decode_seconds.get(shape, 0.0))
         job.begin_part(phase)
 
+        taken: list[float] = []
+        self._memory.begin()
+
         def progress(step: int, steps: int, seconds: float) -> None:
+            taken.append(seconds)
             job.advance(step, steps, seconds)
             if step == steps:
                 job.say("decoding")
@@ -131,6 +142,7 @@ class Workbench:
             self.free()
             raise Cancelled("cancelled")
         self._decode_seconds[shape] = made.record["times"]["decode"]
+        self._estimates.add(request, _took(made.record["times"], taken, self._memory.most()))
         return made
 
     def dense(self, request: GenerateRequest, job: Job[Workbench, Any], phase: str) -> Generated:
@@ -173,7 +185,7 @@ class Workbench:
         if loaded.takes_image:
             return
         from vidsparse.pipelines.generate import generate
-        from vidsparse.pipelines.request import GenerateRequest
+        from vidsparse.pipelines.request import GenerateRequest, resolve
 
         # a small video: set-up is the same for any size, and the visitor waits for this one.
         side = WARM_UP_SIDE * loaded.defaults.size_factor
@@ -181,7 +193,22 @@ class Workbench:
             prompt="", model=loaded.ref.name, steps=2, dense_steps=1, width=side, height=side,
             frames=loaded.defaults.frame_factor + 1,
         )  # fmt: skip
-        generate(loaded, request)
+        taken: list[float] = []
+        made = generate(loaded, request, lambda _, __, seconds: taken.append(seconds))
+        # the second step alone: the first one is the set-up.
+        times = made.record["times"]
+        self._estimates.add(
+            resolve(request, loaded.defaults), _took(times, taken[1:], None), warm_up=True
+        )
+
+
+def _took(times: Mapping[str, float], steps: Sequence[float], memory: int | None) -> Took:
+    """What a video took, by its record's times and the seconds of its steps."""
+    return Took(
+        step=sum(steps) / len(steps) if steps else times["denoise"],
+        beside=times["encode_text"] + times["decode"],
+        memory=memory,
+    )
 
 
 def _clock(began: str) -> str:

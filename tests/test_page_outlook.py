@@ -1,0 +1,257 @@
+"""What the page says of a run before it starts: seconds, memory, and the place in the queue."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the ui extra")
+pytest.importorskip("playwright", reason="playwright drives the browser")
+
+from page_browser import MARKS, commanded
+from page_jobs import Gate, queue_of, wait
+from playwright import sync_api as playwright
+
+from vidsparse.apps.page import draw
+from vidsparse.apps.page.compare_tab import DENSE, FORM, made_for
+from vidsparse.apps.page.estimates import Estimate, Estimates, Memory, Took
+from vidsparse.apps.page.generate_tab import MOST_VIDEOS, count_of
+from vidsparse.apps.page.queue import Job
+from vidsparse.errors import OptionError
+from vidsparse.pipelines.models import resolve_model
+from vidsparse.pipelines.request import GenerateRequest, resolve
+
+pytest_plugins = ["page_browser"]
+
+
+def needs_browser(test: Any) -> Any:
+    for mark in MARKS:
+        test = mark(test)
+    return test
+
+
+GIB = 2**30
+DEFAULTS = resolve_model("shapes").defaults
+
+
+def asked(**changes: Any) -> GenerateRequest:
+    given = {"frames": 33, "width": 256, "height": 256, "steps": 20, "device": "cpu", **changes}
+    return resolve(GenerateRequest(prompt="", model="shapes", **given), DEFAULTS)
+
+
+def loaded(room: int | None = 8 * GIB) -> Estimates:
+    """Estimates of a page that has loaded ``shapes`` into one GiB."""
+    estimates = Estimates()
+    ref = resolve_model("shapes")
+    has = SimpleNamespace(ref=ref, pipe=SimpleNamespace(transformer=None))
+    estimates.loaded(has, GIB, room)  # type: ignore[arg-type]
+    return estimates
+
+
+def took(step: float = 1.0, memory: int | None = 2 * GIB) -> Took:
+    return Took(step=step, beside=2.0, memory=memory)
+
+
+def seconds(estimates: Estimates, *requests: GenerateRequest) -> float:
+    found = estimates.of(requests, DEFAULTS)
+    assert found is not None
+    return found.seconds
+
+
+def test_nothing_is_told_before_anything_was_measured() -> None:
+    assert Estimates().of([asked()], DEFAULTS) is None
+    assert loaded().of([asked()], DEFAULTS) is None
+
+
+def test_a_video_of_the_same_kind_is_told_as_it_was() -> None:
+    estimates = loaded()
+    estimates.add(asked(), took())
+    found = estimates.of([asked(seed=9)], DEFAULTS)
+    assert found == Estimate(
+        seconds=22.0, memory=2 * GIB, room=8 * GIB, basis="alike",
+        size="33 frames of 256x256, foresight",
+    )  # fmt: skip
+    # steps of attention, not what stands beside them.
+    assert seconds(estimates, asked(steps=40)) == pytest.approx(42)
+    assert seconds(estimates, asked(), asked()) == pytest.approx(44)
+
+
+def test_a_larger_video_takes_more_than_its_share_of_pixels_and_says_what_it_is_told_from() -> None:
+    estimates = loaded()
+    estimates.add(asked(), took())
+    larger = estimates.of([asked(width=512)], DEFAULTS)
+    assert larger is not None
+    assert larger.seconds > 2 * 22
+    assert larger.seconds < 4 * 22
+    assert larger.memory == GIB + 2 * GIB
+    assert (larger.basis, larger.size) == ("other", "33 frames of 256x256, foresight")
+
+
+def test_the_nearest_video_counts_and_the_warm_up_only_where_there_is_no_other() -> None:
+    estimates = loaded()
+    small = asked(width=64, height=64, frames=5)
+    estimates.add(small, took(step=0.01, memory=None), warm_up=True)
+    first = estimates.of([asked()], DEFAULTS)
+    assert first is not None
+    assert (first.basis, first.memory) == ("warm-up", None)
+    estimates.add(asked(width=384), took(step=3.0))
+    second = estimates.of([asked()], DEFAULTS)
+    assert second is not None
+    assert second.basis == "other"
+    assert second.seconds < 20 * 3.0 + 2
+    # another method of the very size is nearer than the same method of another.
+    estimates.add(asked(method="dense"), took(step=1.5))
+    assert seconds(estimates, asked()) == pytest.approx(20 * 1.5 + 2)
+
+
+def test_new_measurements_move_the_mean_and_the_most_memory_stays() -> None:
+    estimates = loaded()
+    estimates.add(asked(), took(step=1.0, memory=3 * GIB))
+    estimates.add(asked(), took(step=2.0, memory=2 * GIB))
+    found = estimates.of([asked()], DEFAULTS)
+    assert found is not None
+    assert found.seconds == pytest.approx(20 * 1.5 + 2)
+    assert found.memory == 3 * GIB
+
+
+def test_another_model_is_not_told_from_this_one() -> None:
+    estimates = loaded()
+    estimates.add(asked(), took())
+    assert estimates.of([replace(asked(), model="shapes-joint")], DEFAULTS) is None
+
+
+def test_what_a_process_holds_is_told_where_the_system_says_it() -> None:
+    memory = Memory("cpu")
+    memory.begin()
+    now, most = memory.now(), memory.most()
+    if now is None:
+        pytest.skip("only Linux says how much memory a process holds")
+    block = bytearray(64 * 2**20)
+    more = memory.most()
+    assert most is not None
+    assert more is not None
+    assert more >= most + len(block) // 2
+    room = memory.room()
+    assert room is not None
+    assert room > now
+
+
+# --- the queue ---
+
+
+def expecting(gate: Gate, expected: float | None) -> Job[Any, Any]:
+    return Job(gate, expected=expected)
+
+
+def test_a_free_device_takes_a_job_at_once() -> None:
+    queue = queue_of(devices=2)
+    assert queue.outlook() == (0, 0.0)
+    gate = Gate()
+    job = queue.submit(expecting(gate, 100.0))
+    assert gate.began.wait(20)
+    assert queue.outlook() == (0, 0.0)
+    gate.open.set()
+    wait(job)
+    queue.close()
+
+
+def test_jobs_before_a_job_add_up_and_one_that_nobody_can_tell_makes_the_wait_unknown() -> None:
+    queue = queue_of()
+    gates = [Gate() for _ in range(3)]
+    jobs = [
+        queue.submit(expecting(gate, expected))
+        for gate, expected in zip(gates, (100.0, 50.0, None), strict=True)
+    ]
+    assert gates[0].began.wait(20)
+    second, third = jobs[1].snapshot(), jobs[2].snapshot()
+    assert (second.ahead, third.ahead) == (1, 2)
+    assert 90 < (second.wait or 0) <= 100
+    assert 140 < (third.wait or 0) <= 150
+    assert queue.outlook() == (3, None)
+    # one that is called off is not waited for.
+    jobs[1].cancel()
+    queue.forget_cancelled()
+    assert 90 < (jobs[2].snapshot().wait or 0) <= 100
+    for gate in gates:
+        gate.open.set()
+    for job in jobs:
+        wait(job)
+    assert jobs[0].snapshot().wait is None
+    queue.close()
+
+
+# --- the words ---
+
+
+def told(**changes: Any) -> Estimate:
+    return replace(
+        Estimate(seconds=75.0, memory=GIB, room=8 * GIB, basis="alike", size="x"), **changes
+    )
+
+
+def test_the_line_says_time_memory_and_place() -> None:
+    line = draw.outlook(told(), 3, 0, 0.0)
+    assert "About 75 s for 3 videos" in line
+    assert "1.0 of 8.0 GiB memory" in line
+    assert "begins at once" in line
+    waiting = draw.outlook(told(memory=None), 1, 2, 30.0)
+    assert "2 jobs before yours, begins in about 30 s" in waiting
+    assert "GiB" not in waiting
+    assert "1 job before yours" in draw.outlook(None, 1, 1, None)
+    assert "once the model is loaded" in draw.outlook(None, 1, 0, 0.0)
+
+
+def test_more_memory_than_there_is_stands_out() -> None:
+    line = draw.outlook(told(memory=9 * GIB), 1, 0, 0.0)
+    assert "more than there is" in line
+    assert "much" in line
+    assert "more than there is" not in draw.outlook(told(), 1, 0, 0.0)
+
+
+def test_a_comparison_makes_the_sides_that_are_not_kept() -> None:
+    request = asked()
+    assert [one.method for one in made_for(DENSE, FORM, request)] == ["dense", "foresight"]
+    assert made_for(FORM, "kept 1", request) == [request]
+    assert made_for("kept 1", "kept 2", request) == []
+
+
+@pytest.mark.parametrize("videos", [0, MOST_VIDEOS + 1, "many", None])
+def test_a_number_of_videos_that_is_none_is_refused(videos: object) -> None:
+    with pytest.raises(OptionError, match="videos must be"):
+        count_of(videos)
+
+
+# --- in a browser ---
+
+
+@pytest.fixture(scope="module")
+def url(out: Path) -> Iterator[str]:
+    with commanded(out) as address:
+        yield address
+
+
+@needs_browser
+def test_the_line_follows_the_settings_and_learns_from_what_was_made(visit: Any) -> None:
+    visitor = visit()
+    page, line = visitor.page, visitor.page.locator("#generate-outlook")
+    playwright.expect(line).to_contain_text(re.compile("once the model is loaded|warm-up"))
+    visitor.prompt("a red ball")
+    page.click("#generate")
+    visitor.see("#generate-facts", "a red ball")
+    visitor.set("Frames (4k+1)", 9)
+    playwright.expect(line).to_contain_text("from 5 frames of 64x64")
+    visitor.set("Frames (4k+1)", 5)
+    playwright.expect(line).to_contain_text("from videos of this kind made here")
+    playwright.expect(line).to_contain_text("begins at once")
+    visitor.set("Videos", 4)
+    playwright.expect(line).to_contain_text("for 4 videos")
+    visitor.set("Steps", 100_000)
+    # the button says what is wrong; there is nothing to expect.
+    playwright.expect(line).to_have_text("")
+    assert visitor.errors == []
