@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 pytest.importorskip("playwright", reason="playwright drives the browser")
 
+from fault_runs import form
 from page_browser import MARKS, commanded, log_of
 from page_visitor import PATIENCE, Visitor
 from playwright import sync_api as playwright
@@ -108,7 +109,8 @@ def test_a_reload_at_any_moment_loses_nothing(visit: Any, out: Path) -> None:
     def logged(words: str) -> int:
         return log_of(out).read_text(encoding="utf-8").count(words)
 
-    for seed in range(20):
+    reloads = form(short=8, long=20)
+    for seed in range(reloads):
         visitor.set("Seed", seed)
         taken = logged("a job was taken: generate")
         # from the moment that the page has the job.
@@ -126,15 +128,15 @@ def test_a_reload_at_any_moment_loses_nothing(visit: Any, out: Path) -> None:
         page.wait_for_timeout(chance.uniform(0, 2500))
         _reload(visitor)
     visitor.see("#generate-status", "Your video is ready")
-    playwright.expect(page.locator(TILES)).to_have_count(20)
+    playwright.expect(page.locator(TILES)).to_have_count(reloads)
     captions = page.locator("#history").inner_text()
-    assert [seed for seed in range(20) if f"seed {seed} ·" not in captions] == []
+    assert [seed for seed in range(reloads) if f"seed {seed} ·" not in captions] == []
 
 
 def test_several_jobs_of_one_visitor_wait_in_line(visit: Any) -> None:
     visitor = visit()
     page = visitor.page
-    visitor.set("Steps", 60)
+    visitor.set("Steps", 40)
     for seed in (1, 2, 3):
         visitor.set("Seed", seed)
         page.click("#generate")

@@ -21,6 +21,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pytest
+from fault_runs import form
 from tiny_families import wan_image_to_video
 
 pytest.importorskip("gradio", reason="the page needs the ui extra")
@@ -922,9 +923,7 @@ def _value(component: dict[str, Any], default: Any, chance: random.Random, secre
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_five_hundred_calls_that_nobody_meant(
-    page: tuple[Any, str], out: Path, tmp_path: Path
-) -> None:
+def test_calls_that_nobody_meant(page: tuple[Any, str], out: Path, tmp_path: Path) -> None:
     _, url = page
     secret = tmp_path / "secret.txt"
     secret.write_text("the secret of this host", encoding="utf-8")
@@ -981,7 +980,8 @@ def test_five_hundred_calls_that_nobody_meant(
 
     # matplotlib, which gradio asks for, makes its folders when it is first asked for them.
     matplotlib.get_cachedir(), matplotlib.get_configdir()
-    numbers = [chance.randrange(10**9) for _ in range(500)]
+    calls = form(short=200, long=500)
+    numbers = [chance.randrange(10**9) for _ in range(calls)]
     opened.on = True
     try:
         with ThreadPoolExecutor(6) as pool:
@@ -989,11 +989,11 @@ def test_five_hundred_calls_that_nobody_meant(
     finally:
         opened.on = False
 
-    assert len(statuses) > 2000
+    assert len(statuses) > 4 * calls
     assert [status for status in statuses if status >= 500] == []
     # most calls get past the door: a fuzzer that is turned away everywhere finds nothing.
-    assert len(ended) > 350
-    assert sum(message["success"] for message in ended) > 80
+    assert len(ended) > 0.7 * calls
+    assert sum(message["success"] for message in ended) > 0.16 * calls
     for message in ended:
         text = json.dumps(message)
         assert "secret of" not in text
