@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from vidsparse.errors import UnsupportedError
@@ -31,6 +33,43 @@ def compile_blocks(pipe: Any, **options: Any) -> None:
         for block in transformer_blocks(transformer, adapter):
             _OPTIONS[block] = {"fullgraph": True, **options}
             block.compile(**_OPTIONS[block])
+
+
+@contextmanager
+def compilations(
+    tell: Callable[[bool], None] = lambda running: None,
+) -> Iterator[Callable[[], float]]:
+    """Watch ``torch.compile`` at work while the block runs.
+
+    What this process, or one before it, has compiled already comes from torch's cache in less time.
+
+    Args:
+        tell: called with True where compilation begins, and with False where it has ended.
+
+    Yields:
+        How many seconds it took so far, in all threads of this process.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    spent, began = 0.0, 0.0
+
+    def begin(_: object) -> None:
+        nonlocal began
+        began = time.perf_counter()
+        tell(True)
+
+    def end(_: object) -> None:
+        nonlocal spent
+        spent += time.perf_counter() - began
+        tell(False)
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    try:
+        yield lambda: spent
+    finally:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)
 
 
 def uncompiled(block: Any) -> tuple[Callable[..., Any], Callable[[], None]]:

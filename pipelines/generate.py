@@ -24,6 +24,7 @@ from vidsparse.finite import FiniteGuard
 from vidsparse.kernels import support
 from vidsparse.pipelines.caching import StepCache, cache_warmup
 from vidsparse.pipelines.calling import ONE_PROMPT, called_as, image_arguments
+from vidsparse.pipelines.compilation import compilations
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
 from vidsparse.pipelines.parallel import process_count
@@ -131,6 +132,7 @@ def generate_batch(
         _on_device(loaded.device),
         _maybe_sparse(loaded, first) as handle,
         _maybe_cached(loaded, first) as cache,
+        compilations() if loaded.compile else nullcontext() as compiling,
     ):
         guard = None
         if handle is not None:
@@ -151,6 +153,8 @@ def generate_batch(
             "load": loaded.load_seconds,
             "encode_text": clock.denoise_began,
             "denoise": clock.denoise_ended - clock.denoise_began,
+            # a part of denoising; 0 once everything is compiled.
+            **({"compile": compiling()} if compiling else {}),
             "attention": handle.summary().attention_seconds if handle else None,
             "decode": total - clock.denoise_ended,
             "total": total,

@@ -26,6 +26,7 @@ from vidsparse.errors import (
 )
 from vidsparse.methods import make_method
 from vidsparse.pipelines import models, sparsify
+from vidsparse.pipelines.compilation import compilations
 from vidsparse.pipelines.families import WAN
 from vidsparse.pipelines.generate import (
     Generated,
@@ -712,9 +713,31 @@ def test_compiled_blocks_give_the_same_video(folder: Path, loaded: LoadedPipelin
     torch._dynamo.reset()
     compiled = load(folder, device="cpu", compile=True)
     request = a_request(dense_steps=1)
-    difference = generate(compiled, request).frames.astype(int) - generate(loaded, request).frames
+    first = generate(compiled, request)
+    difference = first.frames.astype(int) - generate(loaded, request).frames
     assert np.abs(difference).max() <= 2
+    # the record says what compiling took, which the next video does not pay again.
+    assert 0 < first.record["times"]["compile"] < first.record["times"]["denoise"]
+    assert generate(compiled, request).record["times"]["compile"] == 0
     torch._dynamo.reset()
+
+
+def test_compilation_is_told_where_it_begins_and_ends() -> None:
+    torch._dynamo.reset()
+    told: list[bool] = []
+    double = torch.compile(lambda x: 2 * x, backend="eager")
+    with compilations(told.append) as seconds:
+        assert seconds() == 0
+        double(torch.ones(3))
+        assert told == [True, False]
+        once = seconds()
+        assert once > 0
+        double(torch.ones(3))
+        assert (told, seconds()) == ([True, False], once)
+    # nobody is told once the block has ended.
+    torch._dynamo.reset()
+    double(torch.ones(3))
+    assert told == [True, False]
 
 
 @pytest.mark.parametrize(

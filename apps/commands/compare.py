@@ -115,7 +115,7 @@ def compare(
             from vidsparse.pipelines.generate import generate_batch
 
             held = loaded if requests[0].linear == loaded.linear else stock
-            with step_bar(terminal, label) as progress:
+            with step_bar(terminal, label, loaded.compile) as progress:
                 return generate_batch(held, requests, progress=progress)
 
         comparison = Comparison(generate, folder.path, kept=folder, parts=parts)

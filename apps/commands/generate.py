@@ -391,7 +391,7 @@ def _make(
     from vidsparse.pipelines.video import write_video
 
     assert one.request.fps is not None
-    with step_bar(terminal, label) as progress:
+    with step_bar(terminal, label, loaded.compile) as progress:
         made = run(loaded, one.request, progress=progress)
     # an old record stays until then: a video that it does not describe is not finished.
     write_video(made.frames, target.video, one.request.fps)
@@ -409,7 +409,9 @@ def _print_made(terminal: Terminal, target: Target, record: Mapping[str, Any]) -
         else f"{format_share(record['total'])} of attention computed, "
         f"{format_share(record['computed'])} in the sparse calls"
     )
-    terminal.show(f"{target.video}  {record['times']['total']:.1f} s, {work}")
+    times = record["times"]
+    compiling = f" ({times['compile']:.1f} s of it compiling)" if times.get("compile") else ""
+    terminal.show(f"{target.video}  {times['total']:.1f} s{compiling}, {work}")
 
 
 def _print_kept(terminal: Terminal, target: Target) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.terminal.console import Terminal
@@ -15,20 +15,33 @@ StepCallback = Callable[[int, int, Any], None]
 
 
 @contextmanager
-def step_bar(terminal: Terminal, label: str) -> Iterator[StepCallback]:
+def step_bar(terminal: Terminal, label: str, compiles: bool = False) -> Iterator[StepCallback]:
     """Show a bar for one denoising run; the value is the callback ``(step, steps, latency)``.
 
     ``step`` counts finished steps from 1. The bar is gone when the block ends, and absent with
-    ``-q`` or where standard error is no terminal.
+    ``-q`` or where standard error is no terminal. It says when the model is compiled, if it
+    ``compiles``: a step that takes a minute for a second's work looks like one that hangs.
     """
     with _bar(terminal, "{task.fields[phase]}") as progress:
-        task = progress.add_task(label, total=None, phase="preparing")
+        phase = "preparing"
+        task = progress.add_task(label, total=None, phase=phase)
 
         def advance(step: int, steps: int, _: Any = None) -> None:
+            nonlocal phase
             phase = f"step {step}/{steps}" if step < steps else "decoding"
             progress.update(task, total=steps, completed=step, phase=phase)
 
-        yield advance
+        def tell(running: bool) -> None:
+            progress.update(task, phase=f"{phase}, compiling" if running else phase)
+
+        with _watched(tell) if compiles else nullcontext():
+            yield advance
+
+
+def _watched(tell: Callable[[bool], None]) -> AbstractContextManager[object]:
+    from vidsparse.pipelines.compilation import compilations
+
+    return compilations(tell)
 
 
 @contextmanager
