@@ -472,6 +472,18 @@ def valid_text(mask: Tensor) -> tuple[int, ...]:
     return tuple(mask.bool().sum(1).tolist())
 
 
+def project_heads(
+    x: Tensor, heads: int, q: Any, k: Any, v: Any, q_norm: Any, k_norm: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Project ``x`` ``[B, S, C]`` to q, k normed head by head and to v, ``[B, S, H, D]``."""
+    query, key, value = (project(x).unflatten(2, (heads, -1)) for project in (q, k, v))
+    if q_norm is not None:
+        query = q_norm(query)
+    if k_norm is not None:
+        key = k_norm(key)
+    return query, key, value
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
     """Rotary embedding of ``x`` ``[..., D]``, on a GPU in one pass.
 

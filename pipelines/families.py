@@ -413,6 +413,36 @@ LTX_2: Final = Family(
     ),
 )
 
+COSMOS: Final = Family(
+    name="Cosmos",
+    adapter="cosmos",
+    # generate runs none: diffusers wants NVIDIA's guardrail beside them, a package of its own.
+    text_to_video=(),
+    other=(
+        "CosmosTextToWorldPipeline",
+        "CosmosVideoToWorldPipeline",
+        "Cosmos2VideoToWorldPipeline",
+        "Cosmos2_5_PredictBasePipeline",
+    ),
+    # diffusers offers it none.
+    caches=(),
+    # the call defaults of diffusers' Cosmos2_5_PredictBasePipeline, and the frame rate of its
+    # examples.
+    defaults=Defaults(
+        family="Cosmos",
+        frames=93,
+        width=1280,
+        height=704,
+        steps=36,
+        guidance=7.0,
+        fps=16,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.2,
+        source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
 MINIMAX_H3: Final = Family(
     name="MiniMax-H3",
     adapter="minimax_h3",
@@ -450,6 +480,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     EASYANIMATE,
     LTX,
     LTX_2,
+    COSMOS,
     MINIMAX_H3,
 )
 """The supported families."""

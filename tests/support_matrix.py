@@ -29,6 +29,7 @@ VARIANTS: Final = {
     "EasyAnimate": "easyanimate",
     "LTX-Video": "ltx",
     "LTX-2": "ltx2",
+    "Cosmos": "cosmos2.5",
     "MiniMax-H3": "minimax",
 }
 """The variant of each family that combinations are tried on, by the family's name."""
@@ -106,6 +107,7 @@ _NOT_DEALT: Final = Limit(
 )
 
 _CACHES: Final = ("first-block-cache", "mag-cache")
+_WITHOUT_CACHE: Final = ("anyflow", "allegro", "easyanimate", "cosmos2.5")
 
 LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("compile", "hunyuan15"): _NO_WHOLE_GRAPH,
@@ -124,13 +126,17 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("mag-cache", "minimax"): _NO_BLOCKS,
     ("first-block-cache", "skyreels-v2"): _NO_BLOCKS,
     ("mag-cache", "skyreels-v2"): _NO_BLOCKS,
-    **{("first-block", one): _NO_CACHE for one in ("anyflow", "allegro", "easyanimate")},
-    **{("taylorseer", one): _NO_CACHE for one in ("anyflow", "allegro", "easyanimate")},
+    **{("first-block", one): _NO_CACHE for one in _WITHOUT_CACHE},
+    **{("taylorseer", one): _NO_CACHE for one in _WITHOUT_CACHE},
     ("first-block-cache", "allegro"): _NO_BLOCKS,
     ("mag-cache", "allegro"): _NO_BLOCKS,
-    **{(cache, one): _NOT_OFFERED for cache in _CACHES for one in ("anyflow", "easyanimate")},
+    **{
+        (cache, one): _NOT_OFFERED
+        for cache in _CACHES
+        for one in ("anyflow", "easyanimate", "cosmos2.5")
+    },
     **{("lora", one): _NOT_OFFERED for one in ("allegro", "easyanimate")},
-    **{("fuse-qkv", one): _NOT_OFFERED for one in ("anyflow", "allegro", "easyanimate")},
+    **{("fuse-qkv", one): _NOT_OFFERED for one in _WITHOUT_CACHE},
     ("fuse-qkv", "mochi"): _NOT_OFFERED,
     ("fuse-qkv", "ltx2"): _CROSS_WIDTHS,
     # what runs on several processes: test_parallel.py.

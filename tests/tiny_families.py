@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from tiny_cosmos import COSMOS
 from tiny_hunyuan import (
     HUNYUAN_EMBEDS,
     hunyuan_image_to_video,
@@ -377,6 +378,7 @@ TINY: dict[str, Tiny] = {
     ),
     "wan-vace": Tiny(branches=TWO, build=wan_vace, call={"max_sequence_length": 16}, batch=False),
     **RELATIVES,
+    **COSMOS,
     "hunyuan": Tiny(build=hunyuan_video, call={"max_sequence_length": 32}, exact=False),
     "hunyuan-image": Tiny(
         build=lambda: hunyuan_image_to_video("token_replace"), call=HUNYUAN_EMBEDS, exact=False

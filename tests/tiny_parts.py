@@ -105,7 +105,8 @@ class Tiny:
         guided: the guidance argument, or None where the pipeline holds its guidance itself, or
             has none.
         branches: transformer forwards in a step, guided; batched guidance is one.
-        exact: dense calls are the stock ones bit for bit; otherwise padding is cut, not masked.
+        exact: dense calls are the stock ones bit for bit; otherwise padding is cut, not masked, or
+            rotation rounds once where the host does twice.
         batch: the pipeline takes several prompts.
         without: arguments that the pipeline does not take.
     """
