@@ -443,6 +443,30 @@ COSMOS: Final = Family(
     ),
 )
 
+KANDINSKY_5: Final = Family(
+    name="Kandinsky 5",
+    adapter="kandinsky5",
+    text_to_video=("Kandinsky5T2VPipeline",),
+    image_to_video=("Kandinsky5I2VPipeline",),
+    vae_tiling=True,
+    # its pipelines do not tell them of their forwards.
+    caches=(),
+    # the call defaults of diffusers' Kandinsky5T2VPipeline, and the frame rate of its example.
+    defaults=Defaults(
+        family="Kandinsky 5",
+        frames=121,
+        width=768,
+        height=512,
+        steps=50,
+        guidance=5.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.2,
+        source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
 MINIMAX_H3: Final = Family(
     name="MiniMax-H3",
     adapter="minimax_h3",
@@ -481,6 +505,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     LTX,
     LTX_2,
     COSMOS,
+    KANDINSKY_5,
     MINIMAX_H3,
 )
 """The supported families."""

@@ -30,6 +30,7 @@ VARIANTS: Final = {
     "LTX-Video": "ltx",
     "LTX-2": "ltx2",
     "Cosmos": "cosmos2.5",
+    "Kandinsky 5": "kandinsky5",
     "MiniMax-H3": "minimax",
 }
 """The variant of each family that combinations are tried on, by the family's name."""
@@ -78,6 +79,10 @@ _NO_WHOLE_GRAPH: Final = Limit(
     "Data-dependent branching",
 )
 _NO_BLOCKS: Final = Limit("diffusers' step caches do not know these blocks", "not registered")
+_OTHER_NAMES: Final = Limit(
+    "diffusers' own cache looks for an argument that these blocks name otherwise",
+    "hidden_states",
+)
 _NO_CACHE: Final = Limit(
     "refused: diffusers' cache is not to be had here, does not know these blocks, or would leave "
     "the audio out",
@@ -107,7 +112,7 @@ _NOT_DEALT: Final = Limit(
 )
 
 _CACHES: Final = ("first-block-cache", "mag-cache")
-_WITHOUT_CACHE: Final = ("anyflow", "allegro", "easyanimate", "cosmos2.5")
+_WITHOUT_CACHE: Final = ("anyflow", "allegro", "easyanimate", "cosmos2.5", "kandinsky5")
 
 LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("compile", "hunyuan15"): _NO_WHOLE_GRAPH,
@@ -135,6 +140,7 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
         for cache in _CACHES
         for one in ("anyflow", "easyanimate", "cosmos2.5")
     },
+    ("first-block-cache", "kandinsky5"): _OTHER_NAMES,
     **{("lora", one): _NOT_OFFERED for one in ("allegro", "easyanimate")},
     **{("fuse-qkv", one): _NOT_OFFERED for one in _WITHOUT_CACHE},
     ("fuse-qkv", "mochi"): _NOT_OFFERED,

@@ -12,6 +12,7 @@ import torch
 from diffusers import ModularPipeline
 from quick import slow_but
 from tiny_families import PROMPTS, TINY, Tiny, latents
+from tiny_kandinsky import kandinsky5
 from tiny_parts import IMAGE, prompt_mask
 from torch import Tensor, nn
 
@@ -193,6 +194,13 @@ def test_skyreels_by_diffusion_forcing_is_refused() -> None:
         pipe.transformer._set_ar_attention(3)
         with pytest.raises(UnsupportedError, match="not by diffusion forcing"):
             forward(pipe.transformer, arguments, torch.float32)
+
+
+def test_kandinskys_own_sparse_attention_is_refused() -> None:
+    windows: dict[str, Any] = {f"attention_w{axis}": 3 for axis in "THW"}
+    pipe = kandinsky5(attention_type="nabla", attention_P=0.9, **windows)
+    with sparsify(pipe), pytest.raises(UnsupportedError, match="sparse attention of their own"):
+        latents("kandinsky5", pipe, size=(9, 128, 128))
 
 
 def test_a_new_segment_of_wan_animate_is_a_run_of_its_own() -> None:
@@ -404,4 +412,6 @@ def test_only_video_self_attention_is_replaced(name: str) -> None:
                 ours = type(processor).__module__.startswith("vidsparse")
                 parts = path.split(".")
                 video = parts[-1] in ("attn1", "attn") and "token_refiner" not in parts
+                # Kandinsky's text and video have blocks of the same make.
+                video |= parts[-1] == "self_attention" and parts[0].startswith("visual")
                 assert ours == video, path

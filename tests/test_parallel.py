@@ -42,6 +42,7 @@ DEALT = {
     "cosmos": 24,
     "cosmos2.5": 24,
     "cosmos2.5-video": 24,
+    "kandinsky5": 24,
 }
 REFUSED = {
     "hunyuan-image": "token replacement",

@@ -19,6 +19,7 @@ from tiny_hunyuan import (
     hunyuan_video15,
     skyreels,
 )
+from tiny_kandinsky import KANDINSKY
 from tiny_minimax import MINIMAX_EMBEDS, minimax_h3, modular_output
 from tiny_parts import (
     IMAGE,
@@ -379,6 +380,7 @@ TINY: dict[str, Tiny] = {
     "wan-vace": Tiny(branches=TWO, build=wan_vace, call={"max_sequence_length": 16}, batch=False),
     **RELATIVES,
     **COSMOS,
+    **KANDINSKY,
     "hunyuan": Tiny(build=hunyuan_video, call={"max_sequence_length": 32}, exact=False),
     "hunyuan-image": Tiny(
         build=lambda: hunyuan_image_to_video("token_replace"), call=HUNYUAN_EMBEDS, exact=False
