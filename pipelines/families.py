@@ -467,6 +467,29 @@ KANDINSKY_5: Final = Family(
     ),
 )
 
+MOTIF_VIDEO: Final = Family(
+    name="Motif-Video",
+    adapter="motif_video",
+    text_to_video=("MotifVideoPipeline",),
+    image_to_video=("MotifVideoImage2VideoPipeline",),
+    image_twin="MotifVideoImage2VideoPipeline",
+    # the call defaults of diffusers' MotifVideoPipeline and of its guidance, a component, and the
+    # frame rate of its example.
+    defaults=Defaults(
+        family="Motif-Video",
+        frames=121,
+        width=1280,
+        height=736,
+        steps=50,
+        guidance=7.5,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.1,
+        source="as HunyuanVideo, whose blocks it has",
+    ),
+)
+
 MINIMAX_H3: Final = Family(
     name="MiniMax-H3",
     adapter="minimax_h3",
@@ -506,6 +529,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     LTX_2,
     COSMOS,
     KANDINSKY_5,
+    MOTIF_VIDEO,
     MINIMAX_H3,
 )
 """The supported families."""

@@ -1,4 +1,4 @@
-"""Attention over video and text at once: HunyuanVideo, HunyuanVideo 1.5, Mochi, EasyAnimate.
+"""Attention over video and text at once: HunyuanVideo, 1.5, Motif-Video, Mochi, EasyAnimate.
 
 They differ in where rotary angles come from; text stands after the video, in EasyAnimate before
 it. Their masks hold the padding of the text, which the session cuts off; no mask is looked at or

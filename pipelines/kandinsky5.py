@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,11 +24,6 @@ from vidsparse.pipelines.adapter import (
 )
 from vidsparse.pipelines.families import KANDINSKY_5
 from vidsparse.pipelines.parallel import Shares, gathered, split_input
-
-
-def _normed(norm: Any, x: Tensor) -> Tensor:
-    out: Tensor = norm(x.float())
-    return out.type_as(x)
 
 
 class Kandinsky5SparseProcessor(SparseProcessor):
@@ -52,15 +46,10 @@ class Kandinsky5SparseProcessor(SparseProcessor):
         """Self-attention of ``hidden_states`` ``[B, S, C]``."""
         if encoder_hidden_states is not None or sparse_params is not None:
             raise self.unexpected("with text or a mask of its own")
-        q, k, v = project_heads(
-            hidden_states,
-            attn.num_heads,
-            attn.to_query,
-            attn.to_key,
-            attn.to_value,
-            partial(_normed, attn.query_norm),
-            partial(_normed, attn.key_norm),
-        )
+        weights = attn.to_query, attn.to_key, attn.to_value
+        q, k, v = project_heads(hidden_states, attn.num_heads, *weights, None, None)
+        q = attn.query_norm(q.float()).type_as(q)
+        k = attn.key_norm(k.float()).type_as(k)
         if rotary_emb is not None:
             q, k = self.rotated(q, rotary_emb), self.rotated(k, rotary_emb)
         projected: Tensor = attn.out_layer(self.attend(q, k, v).flatten(2, 3))

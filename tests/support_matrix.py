@@ -31,6 +31,7 @@ VARIANTS: Final = {
     "LTX-2": "ltx2",
     "Cosmos": "cosmos2.5",
     "Kandinsky 5": "kandinsky5",
+    "Motif-Video": "motif",
     "MiniMax-H3": "minimax",
 }
 """The variant of each family that combinations are tried on, by the family's name."""
@@ -90,6 +91,9 @@ _NO_CACHE: Final = Limit(
     host=False,
 )
 _NOT_OFFERED: Final = Limit("diffusers does not offer it here", "has no attribute")
+_CROSS_TEXT: Final = Limit(
+    "diffusers' own fusing fails on cross-attention to text", "has no attribute 'use_bias'"
+)
 _CROSS_WIDTHS: Final = Limit(
     "diffusers' own fusing fails on cross-attention between video and audio",
     "Sizes of tensors must match",
@@ -145,6 +149,7 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     **{("fuse-qkv", one): _NOT_OFFERED for one in _WITHOUT_CACHE},
     ("fuse-qkv", "mochi"): _NOT_OFFERED,
     ("fuse-qkv", "ltx2"): _CROSS_WIDTHS,
+    ("fuse-qkv", "motif"): _CROSS_TEXT,
     # what runs on several processes: test_parallel.py.
     **{("context-parallel", one): _PARALLEL for one in VARIANTS.values() if one != "wan"},
     **{("parallelize", one): _NOT_DEALT for one in ("anyflow", "allegro", "minimax")},

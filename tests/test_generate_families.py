@@ -49,6 +49,7 @@ FROM_TEXT = [
     "ltx",
     "ltx2",
     "kandinsky5",
+    "motif",
 ]
 
 BUILDERS: dict[str, Callable[[], Any]] = {
@@ -69,6 +70,7 @@ FROM_IMAGE = [
     "cogvideox-image",
     "ltx",
     "kandinsky5-image",
+    "motif",
 ]
 
 

@@ -43,6 +43,8 @@ DEALT = {
     "cosmos2.5": 24,
     "cosmos2.5-video": 24,
     "kandinsky5": 24,
+    "motif": 96,
+    "motif-image": 96,
 }
 REFUSED = {
     "hunyuan-image": "token replacement",

@@ -21,6 +21,7 @@ from tiny_hunyuan import (
 )
 from tiny_kandinsky import KANDINSKY
 from tiny_minimax import MINIMAX_EMBEDS, minimax_h3, modular_output
+from tiny_motif import MOTIF
 from tiny_parts import (
     IMAGE,
     LAST_IMAGE,
@@ -381,6 +382,7 @@ TINY: dict[str, Tiny] = {
     **RELATIVES,
     **COSMOS,
     **KANDINSKY,
+    **MOTIF,
     "hunyuan": Tiny(build=hunyuan_video, call={"max_sequence_length": 32}, exact=False),
     "hunyuan-image": Tiny(
         build=lambda: hunyuan_image_to_video("token_replace"), call=HUNYUAN_EMBEDS, exact=False

@@ -9,15 +9,17 @@ import diffusers
 import torch
 import transformers
 from tiny_hunyuan import hunyuan_vae
-from tiny_parts import IMAGE, TWO, VOCABULARY, Tiny, flow_scheduler, noise, ready, word_tokenizer
-from torch import nn
-
-
-class Fitting(nn.Linear):
-    """Takes what it gets in its weights' format: the host mixes formats, and knows no fp64."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.to(self.weight.dtype))
+from tiny_parts import (
+    IMAGE,
+    TWO,
+    VOCABULARY,
+    Tiny,
+    fitting,
+    flow_scheduler,
+    noise,
+    ready,
+    word_tokenizer,
+)
 
 
 def _prepared(transformer: Any) -> Any:
@@ -30,9 +32,7 @@ def _prepared(transformer: Any) -> Any:
             if kind == "self_attention":
                 module.query_norm.weight.mul_(3)
                 module.key_norm.weight.mul_(3)
-            if isinstance(module, nn.Linear):
-                module.__class__ = Fitting
-    return transformer
+    return fitting(transformer)
 
 
 def kandinsky5(kind: str = "Kandinsky5T2VPipeline", **changes: Any) -> Any:
