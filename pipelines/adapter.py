@@ -57,13 +57,18 @@ class Layout:
         grid: video tokens and the text tokens beside them, padding included.
         valid: the number of real text tokens of each sample, which come first in its text; what
             follows them is padding that takes no part in attention. Empty where all are real.
+        layers_with_text: how many layers, from the first, have the text in their sequence; None
+            where all have.
     """
 
     grid: TokenGrid
     valid: tuple[int, ...] = ()
+    layers_with_text: int | None = None
 
-    def groups(self, batch: int) -> list[tuple[slice | list[int], int]]:
+    def groups(self, batch: int, layer: int = 0) -> list[tuple[slice | list[int], int]]:
         """Samples with equally much valid text, and how many tokens to cut off their end."""
+        if self.layers_with_text is not None and layer >= self.layers_with_text:
+            return [(slice(0, batch), 0)]
         samples: dict[int, list[int]] = {}
         for sample, count in enumerate(self.valid):
             samples.setdefault(count, []).append(sample)
@@ -380,7 +385,7 @@ class Session:
             # outside a graph torch's definition has a gradient; what is kept here knows dense ones.
             if self.engines[part].trace.cells[-1].implementation != "dense":
                 raise UnsupportedError(INFERENCE_ONLY)
-            for rows, padding in self._layout.groups(q.shape[0]):
+            for rows, padding in self._layout.groups(q.shape[0], layer):
                 counts[rows] -= padding
         return out.detach(), counts
 
@@ -394,7 +399,7 @@ class Session:
         site, layout = self._site, self._layout
         if site is None or layout is None:
             return _swapped(dense(_swapped(q), _swapped(k), _swapped(v))).contiguous()
-        groups = layout.groups(q.shape[0])
+        groups = layout.groups(q.shape[0], layer)
         whole = len(groups) == 1 and groups[0][1] == 0
         out = None if whole else torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, padding in groups:
@@ -470,6 +475,18 @@ def latent_grid(
 def valid_text(mask: Tensor) -> tuple[int, ...]:
     """The number of valid tokens of each sample, from a mask ``[B, text]`` that is not 0 there."""
     return tuple(mask.bool().sum(1).tolist())
+
+
+def project_heads(
+    x: Tensor, heads: int, q: Any, k: Any, v: Any, q_norm: Any, k_norm: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Project ``x`` ``[B, S, C]`` to q, k normed head by head and to v, ``[B, S, H, D]``."""
+    query, key, value = (project(x).unflatten(2, (heads, -1)) for project in (q, k, v))
+    if q_norm is not None:
+        query = q_norm(query)
+    if k_norm is not None:
+        key = k_norm(key)
+    return query, key, value
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:

@@ -21,7 +21,7 @@ PRESETS: Final = "presets"
 """Optional folder of a model folder: a preset for each of some methods, ``METHOD.json``."""
 
 GUIDER: Final = "guider/guider_config.json"
-"""HunyuanVideo 1.5 holds its guidance in a component, not in the call."""
+"""HunyuanVideo 1.5 and Motif-Video hold their guidance in a component, not in the call."""
 
 _CARD_SETTINGS: Final = (
     "frames",

@@ -413,6 +413,83 @@ LTX_2: Final = Family(
     ),
 )
 
+COSMOS: Final = Family(
+    name="Cosmos",
+    adapter="cosmos",
+    # generate runs none: diffusers wants NVIDIA's guardrail beside them, a package of its own.
+    text_to_video=(),
+    other=(
+        "CosmosTextToWorldPipeline",
+        "CosmosVideoToWorldPipeline",
+        "Cosmos2VideoToWorldPipeline",
+        "Cosmos2_5_PredictBasePipeline",
+    ),
+    # diffusers offers it none.
+    caches=(),
+    # the call defaults of diffusers' Cosmos2_5_PredictBasePipeline, and the frame rate of its
+    # examples.
+    defaults=Defaults(
+        family="Cosmos",
+        frames=93,
+        width=1280,
+        height=704,
+        steps=36,
+        guidance=7.0,
+        fps=16,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.2,
+        source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
+KANDINSKY_5: Final = Family(
+    name="Kandinsky 5",
+    adapter="kandinsky5",
+    text_to_video=("Kandinsky5T2VPipeline",),
+    image_to_video=("Kandinsky5I2VPipeline",),
+    vae_tiling=True,
+    # its pipelines do not tell them of their forwards.
+    caches=(),
+    # the call defaults of diffusers' Kandinsky5T2VPipeline, and the frame rate of its example.
+    defaults=Defaults(
+        family="Kandinsky 5",
+        frames=121,
+        width=768,
+        height=512,
+        steps=50,
+        guidance=5.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.2,
+        source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
+MOTIF_VIDEO: Final = Family(
+    name="Motif-Video",
+    adapter="motif_video",
+    text_to_video=("MotifVideoPipeline",),
+    image_to_video=("MotifVideoImage2VideoPipeline",),
+    image_twin="MotifVideoImage2VideoPipeline",
+    # the call defaults of diffusers' MotifVideoPipeline and of its guidance, a component, and the
+    # frame rate of its example.
+    defaults=Defaults(
+        family="Motif-Video",
+        frames=121,
+        width=1280,
+        height=736,
+        steps=50,
+        guidance=7.5,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.1,
+        source="as HunyuanVideo, whose blocks it has",
+    ),
+)
+
 MINIMAX_H3: Final = Family(
     name="MiniMax-H3",
     adapter="minimax_h3",
@@ -450,6 +527,9 @@ FAMILIES: Final[tuple[Family, ...]] = (
     EASYANIMATE,
     LTX,
     LTX_2,
+    COSMOS,
+    KANDINSKY_5,
+    MOTIF_VIDEO,
     MINIMAX_H3,
 )
 """The supported families."""

@@ -1,4 +1,4 @@
-"""Attention over video and text at once: HunyuanVideo, HunyuanVideo 1.5, Mochi, EasyAnimate.
+"""Attention over video and text at once: HunyuanVideo, 1.5, Motif-Video, Mochi, EasyAnimate.
 
 They differ in where rotary angles come from; text stands after the video, in EasyAnimate before
 it. Their masks hold the padding of the text, which the session cuts off; no mask is looked at or
@@ -13,19 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import SparseProcessor, rotate
-
-
-def _heads(
-    x: Tensor, heads: int, q: Any, k: Any, v: Any, q_norm: Any, k_norm: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Project ``x`` ``[B, S, C]`` to normed q, k and to v, ``[B, S, H, D]``."""
-    query, key, value = (project(x).unflatten(2, (heads, -1)) for project in (q, k, v))
-    if q_norm is not None:
-        query = q_norm(query)
-    if k_norm is not None:
-        key = k_norm(key)
-    return query, key, value
+from vidsparse.pipelines.adapter import SparseProcessor, project_heads, rotate
 
 
 class JointSparseProcessor(SparseProcessor, ABC):
@@ -60,7 +48,9 @@ class JointSparseProcessor(SparseProcessor, ABC):
         of_video = slice(first, first + video.shape[1])
         own_text = attn.add_q_proj is not None
         x = video if own_text else self._joined(video, text)
-        q, k, v = _heads(x, attn.heads, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k)
+        q, k, v = project_heads(
+            x, attn.heads, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k
+        )
         if image_rotary_emb is not None:
             cos, sin = self.pair_angles(image_rotary_emb)
             if own_text:
@@ -69,7 +59,7 @@ class JointSparseProcessor(SparseProcessor, ABC):
                 q[:, of_video] = rotate(q[:, of_video], cos, sin)
                 k[:, of_video] = rotate(k[:, of_video], cos, sin)
         if own_text:
-            its = _heads(
+            its = project_heads(
                 text,
                 attn.heads,
                 attn.add_q_proj,

@@ -8,6 +8,7 @@ as they are, and so does everything around the blocks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +30,9 @@ EDGES: Final = 1
 
 _UNIT: Final = 16
 """8-bit products on a GPU want both sides of a weight in multiples of it."""
+
+_ADAPTIVE: Final = re.compile("^norm|modulation$")
+"""Parts of names that adaptive norms have; Kandinsky calls them modulation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +159,7 @@ def _chosen(
     for block in blocks[edges : len(blocks) - edges]:
         for name, module in block.named_modules():
             # the rows of an adaptive norm's projection are samples, too few for 8-bit products.
-            adaptive = any(part.startswith("norm") for part in name.split("."))
+            adaptive = any(_ADAPTIVE.search(part) for part in name.split("."))
             if not adaptive and _is_linear(module) and _fits(module, smallest):
                 yield module
 

@@ -34,6 +34,17 @@ class WanSparseProcessor(SparseProcessor):
         cos, sin = (angles[..., 0::2] for angles in rotary)
         return rotate(x, cos, sin)
 
+    def projected(self, attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed queries and keys, and values, ``[B, S, H, D]``; norms are over all heads."""
+        if attn.fused_projections:
+            q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
+        else:
+            q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
+        if attn.norm_q is not None:
+            q, k = attn.norm_q(q), attn.norm_k(k)
+        q, k, v = (one.unflatten(2, (attn.heads, -1)) for one in (q, k, v))
+        return q, k, v
+
     def __call__(
         self,
         attn: Any,
@@ -45,13 +56,7 @@ class WanSparseProcessor(SparseProcessor):
         """Self-attention of ``hidden_states`` ``[B, S, C]``."""
         if encoder_hidden_states is not None or attention_mask is not None:
             raise self.unexpected("with text or an attention mask")
-        if attn.fused_projections:
-            q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-        else:
-            q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        if attn.norm_q is not None:
-            q, k = attn.norm_q(q), attn.norm_k(k)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+        q, k, v = self.projected(attn, hidden_states)
         if rotary_emb is not None:
             q, k = self.rotated(q, rotary_emb), self.rotated(k, rotary_emb)
         out = self.attend(q, k, v).flatten(2, 3).type_as(q)

@@ -20,7 +20,7 @@ from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.adapter import SparseProcessor
 
-JOINT = ("hunyuan-", "cogvideox", "mochi-")
+JOINT = ("hunyuan-", "cogvideox", "mochi-", "motif-")
 
 METHODS: dict[str, dict[str, Any]] = {
     "sparse": {"method": "fg-attn", "top_p": 0.2, "tile": "16x16", "dense_steps": 0},

@@ -29,6 +29,9 @@ VARIANTS: Final = {
     "EasyAnimate": "easyanimate",
     "LTX-Video": "ltx",
     "LTX-2": "ltx2",
+    "Cosmos": "cosmos2.5",
+    "Kandinsky 5": "kandinsky5",
+    "Motif-Video": "motif",
     "MiniMax-H3": "minimax",
 }
 """The variant of each family that combinations are tried on, by the family's name."""
@@ -77,6 +80,10 @@ _NO_WHOLE_GRAPH: Final = Limit(
     "Data-dependent branching",
 )
 _NO_BLOCKS: Final = Limit("diffusers' step caches do not know these blocks", "not registered")
+_OTHER_NAMES: Final = Limit(
+    "diffusers' own cache looks for an argument that these blocks name otherwise",
+    "hidden_states",
+)
 _NO_CACHE: Final = Limit(
     "refused: diffusers' cache is not to be had here, does not know these blocks, or would leave "
     "the audio out",
@@ -84,6 +91,9 @@ _NO_CACHE: Final = Limit(
     host=False,
 )
 _NOT_OFFERED: Final = Limit("diffusers does not offer it here", "has no attribute")
+_CROSS_TEXT: Final = Limit(
+    "diffusers' own fusing fails on cross-attention to text", "has no attribute 'use_bias'"
+)
 _CROSS_WIDTHS: Final = Limit(
     "diffusers' own fusing fails on cross-attention between video and audio",
     "Sizes of tensors must match",
@@ -106,6 +116,7 @@ _NOT_DEALT: Final = Limit(
 )
 
 _CACHES: Final = ("first-block-cache", "mag-cache")
+_WITHOUT_CACHE: Final = ("anyflow", "allegro", "easyanimate", "cosmos2.5", "kandinsky5")
 
 LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("compile", "hunyuan15"): _NO_WHOLE_GRAPH,
@@ -124,15 +135,21 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("mag-cache", "minimax"): _NO_BLOCKS,
     ("first-block-cache", "skyreels-v2"): _NO_BLOCKS,
     ("mag-cache", "skyreels-v2"): _NO_BLOCKS,
-    **{("first-block", one): _NO_CACHE for one in ("anyflow", "allegro", "easyanimate")},
-    **{("taylorseer", one): _NO_CACHE for one in ("anyflow", "allegro", "easyanimate")},
+    **{("first-block", one): _NO_CACHE for one in _WITHOUT_CACHE},
+    **{("taylorseer", one): _NO_CACHE for one in _WITHOUT_CACHE},
     ("first-block-cache", "allegro"): _NO_BLOCKS,
     ("mag-cache", "allegro"): _NO_BLOCKS,
-    **{(cache, one): _NOT_OFFERED for cache in _CACHES for one in ("anyflow", "easyanimate")},
+    **{
+        (cache, one): _NOT_OFFERED
+        for cache in _CACHES
+        for one in ("anyflow", "easyanimate", "cosmos2.5")
+    },
+    ("first-block-cache", "kandinsky5"): _OTHER_NAMES,
     **{("lora", one): _NOT_OFFERED for one in ("allegro", "easyanimate")},
-    **{("fuse-qkv", one): _NOT_OFFERED for one in ("anyflow", "allegro", "easyanimate")},
+    **{("fuse-qkv", one): _NOT_OFFERED for one in _WITHOUT_CACHE},
     ("fuse-qkv", "mochi"): _NOT_OFFERED,
     ("fuse-qkv", "ltx2"): _CROSS_WIDTHS,
+    ("fuse-qkv", "motif"): _CROSS_TEXT,
     # what runs on several processes: test_parallel.py.
     **{("context-parallel", one): _PARALLEL for one in VARIANTS.values() if one != "wan"},
     **{("parallelize", one): _NOT_DEALT for one in ("anyflow", "allegro", "minimax")},

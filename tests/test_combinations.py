@@ -124,7 +124,7 @@ def lora_of(name: str) -> dict[str, torch.Tensor]:
     """A LoRA file's contents, with weights large enough to see."""
     transformer = TINY[name].build().transformer
     transformer.add_adapter(
-        peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+        peft.LoraConfig(r=2, target_modules=["to_q", "to_query", "to_v"], init_lora_weights=False)
     )
     weights = peft.get_peft_model_state_dict(transformer, adapter_name="default")
     return {f"transformer.{key}": value for key, value in weights.items()}

@@ -12,6 +12,8 @@ import torch
 from diffusers import ModularPipeline
 from quick import slow_but
 from tiny_families import PROMPTS, TINY, Tiny, latents
+from tiny_kandinsky import kandinsky5
+from tiny_motif import motif
 from tiny_parts import IMAGE, prompt_mask
 from torch import Tensor, nn
 
@@ -193,6 +195,35 @@ def test_skyreels_by_diffusion_forcing_is_refused() -> None:
         pipe.transformer._set_ar_attention(3)
         with pytest.raises(UnsupportedError, match="not by diffusion forcing"):
             forward(pipe.transformer, arguments, torch.float32)
+
+
+def test_kandinskys_own_sparse_attention_is_refused() -> None:
+    windows: dict[str, Any] = {f"attention_w{axis}": 3 for axis in "THW"}
+    pipe = kandinsky5(attention_type="nabla", attention_P=0.9, **windows)
+    with sparsify(pipe), pytest.raises(UnsupportedError, match="sparse attention of their own"):
+        latents("kandinsky5", pipe, size=(9, 128, 128))
+
+
+def test_motifs_blocks_that_see_the_video_twice_run_dense_and_the_trace_says_so() -> None:
+    pipe = motif(num_single_layers=3, num_decoder_layers=1)
+    arguments = first_forward("motif", pipe, prompts=PROMPTS)
+    stock = forward(pipe.transformer, arguments, torch.float32)
+    with sparsify(pipe, top_p=1.0, dense_steps=0) as handle:
+        ours = forward(pipe.transformer, arguments, torch.float32)
+        (note,) = handle.summary().notes
+        assert {cell.layer for cell in handle.trace.cells if cell.selected is None} == {3}
+    assert note.startswith("dense: a grid of 3x4x4 video and 16 text tokens does not match 96")
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_motifs_text_needs_no_mask() -> None:
+    pipe = motif()
+    arguments = first_forward("motif", pipe) | {"encoder_attention_mask": None}
+    stock = forward(pipe.transformer, arguments, torch.float32)
+    with sparsify(pipe, top_p=1.0, dense_steps=0) as handle:
+        ours = forward(pipe.transformer, arguments, torch.float32)
+        assert handle.summary().notes == ()
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
 
 
 def test_a_new_segment_of_wan_animate_is_a_run_of_its_own() -> None:
@@ -404,4 +435,6 @@ def test_only_video_self_attention_is_replaced(name: str) -> None:
                 ours = type(processor).__module__.startswith("vidsparse")
                 parts = path.split(".")
                 video = parts[-1] in ("attn1", "attn") and "token_refiner" not in parts
+                # Kandinsky's text and video have blocks of the same make.
+                video |= parts[-1] == "self_attention" and parts[0].startswith("visual")
                 assert ours == video, path

@@ -48,6 +48,8 @@ FROM_TEXT = [
     "easyanimate",
     "ltx",
     "ltx2",
+    "kandinsky5",
+    "motif",
 ]
 
 BUILDERS: dict[str, Callable[[], Any]] = {
@@ -67,6 +69,8 @@ FROM_IMAGE = [
     "hunyuan15-image",
     "cogvideox-image",
     "ltx",
+    "kandinsky5-image",
+    "motif",
 ]
 
 
@@ -148,8 +152,9 @@ def test_videos_from_text(opened: Opened, name: str) -> None:
 def test_videos_from_an_image(opened: Opened, name: str, image: str) -> None:
     loaded = opened(name, image=True)
     assert loaded.takes_image
-    request = a_request(image=image, dense_steps=1, width=96)
-    record = check_made(loaded, request, 9)
+    frames = TINY[name].size[0]
+    request = a_request(image=image, frames=frames, dense_steps=1, width=96)
+    record = check_made(loaded, request, frames)
     content = hashlib.sha256(Path(image).read_bytes()).hexdigest()
     assert record["images"] == {"image": content}
     assert record["options"]["image"] == image

@@ -48,9 +48,11 @@ def test_only_projections_inside_blocks_are_put_into_8_bits(name: str) -> None:
     changed = in_8_bits(pipe)
     assert len(changed) == facts.layers > 0
     # what lies outside, and adaptive norms, whose rows are samples.
-    assert all(each.startswith(("blocks.", "transformer_blocks.", "single_")) for each in changed)
-    assert not [each for each in changed if ".norm" in each]
-    assert {each.rpartition(".")[2] for each in changed} >= {"to_q", "to_k", "to_v"}
+    inside = ("blocks.", "transformer_blocks.", "single_", "visual_transformer_blocks.")
+    assert all(each.startswith(inside) for each in changed)
+    assert not [each for each in changed if ".norm" in each or "modulation" in each]
+    kinds = {each.rpartition(".")[2] for each in changed}
+    assert kinds >= {"to_q", "to_k", "to_v"} or kinds >= {"to_query", "to_key", "to_value"}
 
 
 def test_the_first_and_the_last_block_stay() -> None:

@@ -39,6 +39,12 @@ DEALT = {
     "ltx2": 64,
     "ltx2-guidance": 64,
     "ltx2-image": 64,
+    "cosmos": 24,
+    "cosmos2.5": 24,
+    "cosmos2.5-video": 24,
+    "kandinsky5": 24,
+    "motif": 96,
+    "motif-image": 96,
 }
 REFUSED = {
     "hunyuan-image": "token replacement",

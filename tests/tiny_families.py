@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from tiny_cosmos import COSMOS
 from tiny_hunyuan import (
     HUNYUAN_EMBEDS,
     hunyuan_image_to_video,
@@ -18,7 +19,9 @@ from tiny_hunyuan import (
     hunyuan_video15,
     skyreels,
 )
+from tiny_kandinsky import KANDINSKY
 from tiny_minimax import MINIMAX_EMBEDS, minimax_h3, modular_output
+from tiny_motif import MOTIF
 from tiny_parts import (
     IMAGE,
     LAST_IMAGE,
@@ -377,6 +380,9 @@ TINY: dict[str, Tiny] = {
     ),
     "wan-vace": Tiny(branches=TWO, build=wan_vace, call={"max_sequence_length": 16}, batch=False),
     **RELATIVES,
+    **COSMOS,
+    **KANDINSKY,
+    **MOTIF,
     "hunyuan": Tiny(build=hunyuan_video, call={"max_sequence_length": 32}, exact=False),
     "hunyuan-image": Tiny(
         build=lambda: hunyuan_image_to_video("token_replace"), call=HUNYUAN_EMBEDS, exact=False

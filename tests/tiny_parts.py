@@ -12,6 +12,7 @@ import transformers
 from PIL import Image
 from tiny_pipelines import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
 
 IMAGE = Image.linear_gradient("L").resize((96, 64)).convert("RGB")
 LAST_IMAGE = Image.radial_gradient("L").resize((96, 64)).convert("RGB")
@@ -30,6 +31,21 @@ def sharpen(transformer: Any, pattern: str = "attn1") -> Any:
                 for part in (module.to_q, module.to_k):
                     part.weight.mul_(3)
     return transformer
+
+
+class Fitting(nn.Linear):
+    """Takes what it gets in its weights' format."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def fitting(model: Any) -> Any:
+    """Have the linear layers of ``model`` take any format: some hosts mix them, unfit for fp64."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Fitting
+    return model
 
 
 def word_tokenizer(*, chat_template: str | None = None, **options: Any) -> Any:
@@ -105,7 +121,8 @@ class Tiny:
         guided: the guidance argument, or None where the pipeline holds its guidance itself, or
             has none.
         branches: transformer forwards in a step, guided; batched guidance is one.
-        exact: dense calls are the stock ones bit for bit; otherwise padding is cut, not masked.
+        exact: dense calls are the stock ones bit for bit; otherwise padding is cut, not masked, or
+            rotation rounds once where the host does twice.
         batch: the pipeline takes several prompts.
         without: arguments that the pipeline does not take.
     """
