@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -59,7 +60,7 @@ class _Machine:
 
     def load(self, ref: Any, **options: Any) -> Any:
         self.loads += 1
-        return ref
+        return SimpleNamespace(ref=ref, compile=False)
 
     def generate(self, loaded: Any, request: Any, progress: Any = None) -> Generated:
         if self.fail_on and self.fail_on in request.prompt:
