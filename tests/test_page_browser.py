@@ -132,9 +132,19 @@ def test_settings_outlive_a_reload_and_ctrl_enter_runs(visit: Any) -> None:
     assert shade == "grayscale(1)"
 
 
+def _serious(page: Any) -> list[tuple[Any, ...]]:
+    """What axe finds on the page that keeps somebody from using it."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    return [
+        (each["id"], node["target"], node.get("failureSummary"))
+        for each in axe.run(page).response["violations"]
+        if each["impact"] in ("serious", "critical")
+        for node in each["nodes"]
+    ]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious(visit: Any, scheme: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     visitor = visit(color_scheme=scheme, viewport={"width": 1440, "height": 900})
     fold = "(away) => document.querySelector('vs-fold').fold(away)"
 
@@ -143,14 +153,7 @@ def test_axe_finds_nothing_serious(visit: Any, scheme: str) -> None:
             visitor.page.set_viewport_size({"width": width, "height": 900})
             # as a result leaves the form there; the opening shows it open.
             visitor.page.evaluate(fold, state != "opening" and width <= 900)
-            found = axe.run(visitor.page).response["violations"]
-            serious = [
-                (each["id"], node["target"], node.get("failureSummary"))
-                for each in found
-                if each["impact"] in ("serious", "critical")
-                for node in each["nodes"]
-            ]
-            assert serious == [], (state, width)
+            assert _serious(visitor.page) == [], (state, width)
         visitor.page.evaluate(fold, False)
         visitor.page.set_viewport_size({"width": 1440, "height": 900})
 
@@ -173,6 +176,31 @@ def test_axe_finds_nothing_serious(visit: Any, scheme: str) -> None:
     visitor.page.click("#generate")
     visitor.see("#generate-status [role=alert]", "width must be a multiple of")
     look("an error")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_studies_are_a_page_of_their_own_whose_rows_can_be_run(visit: Any, scheme: str) -> None:
+    visitor = visit(color_scheme=scheme, viewport={"width": 1440, "height": 900})
+    page = visitor.page
+    page.get_by_role("link", name="Studies of every method").click()
+    first = page.locator(".vs-study").first
+    playwright.expect(first.locator("h2")).to_contain_text("Quality over seconds, all methods")
+    playwright.expect(first.locator("figure")).to_have_count(2)
+    for fold in page.locator(".vs-study summary").all():
+        fold.click()
+    for width in (1440, 760, 390):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert _serious(page) == [], width
+    row = first.get_by_role("row").filter(has_text="foresight")
+    share = row.locator("td").nth(1).inner_text().removeprefix("share ")
+    row.get_by_role("link").click()
+    page.get_by_role("button", name="By hand").click()
+    playwright.expect(page.get_by_label("share", exact=True)).to_have_value(share)
+    playwright.expect(page.get_by_label("Frames (4k+1)", exact=True)).to_have_value("33")
+    page.get_by_role("link", name="Studies of every method").click()
+    page.get_by_role("link", name="Make videos").click()
+    page.wait_for_selector("#generate")
 
 
 def test_generate_shows_a_video_its_cost_and_how_to_get_it_again(visit: Any) -> None:

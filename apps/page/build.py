@@ -12,7 +12,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from vidsparse._version import __version__
-from vidsparse.apps.page import draw
+from vidsparse.apps.page import draw, studies
 from vidsparse.apps.page.choices import Choices
 from vidsparse.apps.page.compare_tab import DENSE, FORM, CompareTab
 from vidsparse.apps.page.desk import Desk, toast
@@ -65,10 +65,7 @@ def build(desk: Desk) -> gr.Blocks:
         fill_width=False,
         delete_cache=(CLEAN_EVERY, CLEAN_AFTER),
     ) as page:
-        gr.HTML(
-            '<header class="vs-head"><h1>vidsparse</h1>'
-            "<p>sparse attention for video diffusion, and what it costs</p></header>"
-        )
+        gr.HTML(draw.head(studies=f"./{studies.PATH}"))
         with gr.Row(equal_height=False, elem_id="work"):
             with gr.Column(scale=4, min_width=330, elem_id="form"):
                 gr.HTML(draw.fold(), elem_id="fold")
@@ -89,6 +86,10 @@ def build(desk: Desk) -> gr.Blocks:
         _connect_form(page, desk, form, generate, report)
         _connect_compare_this(desk, generate, compare, tabs)
         page.unload(_ender(desk))
+    with page.route("Studies", f"/{studies.PATH}", show_in_navbar=False):
+        gr.HTML(draw.head(back="./"))
+        gr.HTML(studies.studies_page(form), elem_id="studies")
+        gr.HTML(draw.note(_footer(desk)))
     # every job waits in the desk's queue; gradio's own only carries the answers.
     page.queue(default_concurrency_limit=None, api_open=False)
     return page

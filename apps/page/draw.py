@@ -54,7 +54,8 @@ _ORANGE = ((255, 226, 196), (196, 74, 0))
 
 
 @cache
-def _macros(name: str = "fragments.html.j2") -> Any:
+def macros(name: str = "fragments.html.j2") -> Any:
+    """The macros of a template, which escape what they are given."""
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     loaders = [
@@ -69,19 +70,24 @@ def _macros(name: str = "fragments.html.j2") -> Any:
     return environment.get_template(name).module
 
 
+def head(studies: str = "", back: str = "") -> str:
+    """What both pages begin with, and where the other one is."""
+    return str(macros().head(studies, back))
+
+
 def alert(text: str) -> str:
     """What went wrong."""
-    return str(_macros().alert(text))
+    return str(macros().alert(text))
 
 
 def note(text: str) -> str:
     """A remark in small print."""
-    return str(_macros().note(text))
+    return str(macros().note(text))
 
 
 def fold() -> str:
     """What the form is folded away with on narrow screens."""
-    return str(_macros().fold())
+    return str(macros().fold())
 
 
 def file_url(path: Path) -> str:
@@ -92,7 +98,7 @@ def file_url(path: Path) -> str:
 def links(files: Sequence[tuple[str, Path]]) -> str:
     """Downloads: label and file."""
     return str(
-        _macros().links(
+        macros().links(
             [{"label": label, "href": file_url(path), "name": path.name} for label, path in files]
         )
     )
@@ -137,7 +143,7 @@ def status(
         parts.append(f"{behind} more of yours wait{'s' if behind == 1 else ''}")
     detail, finished = " · ".join(parts), snapshot.state == "done"
     return str(
-        _macros().status(title, detail, snapshot.done, running, finished, busy, list(warnings))
+        macros().status(title, detail, snapshot.done, running, finished, busy, list(warnings))
     )
 
 
@@ -165,7 +171,7 @@ def outlook(estimate: Estimate | None, videos: int, ahead: int, wait: float | No
     else:
         parts.append("begins at once")
     much = bool(estimate and estimate.memory and estimate.room and estimate.memory > estimate.room)
-    return str(_macros().outlook(" · ".join(parts), basis, much))
+    return str(macros().outlook(" · ".join(parts), basis, much))
 
 
 def _memory(needed: int, room: int | None) -> str:
@@ -190,7 +196,7 @@ def model_card(model: ModelRef) -> str:
         f"{defaults.frames} frames of {defaults.width}x{defaults.height} in {defaults.steps} steps"
     )
     return str(
-        _macros().model_card(
+        macros().model_card(
             Path(model.name).name, model.description, model.license, size, list(model.vocabulary)
         )
     )
@@ -203,7 +209,7 @@ def clip_facts(clip: Clip) -> str:
     """Time and densities of one video."""
     record, times = clip.record, clip.record["times"]
     return str(
-        _macros().tiles(
+        macros().tiles(
             [
                 {
                     "name": "Time",
@@ -272,7 +278,7 @@ def viewer(pair: Pair, source: str | None = None) -> str:
     height, width = pair.sparse.request.height, pair.sparse.request.width
     frames = pair.quality.frames
     return str(
-        _macros().viewer(
+        macros().viewer(
             pair.panels.name,
             source or file_url(pair.panels),
             len(frames),
@@ -296,7 +302,7 @@ def opening(pair: Pair) -> str:
     )
     return "".join(
         (
-            str(_macros().opening(request.prompt, about)),
+            str(macros().opening(request.prompt, about)),
             pair_facts(pair),
             viewer(pair, f"data:video/mp4;base64,{video}"),
             heat(pair),
@@ -324,7 +330,7 @@ def pair_facts(pair: Pair) -> str:
     quality = pair.quality
     flicker = "identical" if quality.identical else format_number(quality.flicker, ".2f", " dB")
     return str(
-        _macros().tiles(
+        macros().tiles(
             [
                 {"name": "PSNR", "value": format_psnr(quality, " dB"), "note": measured},
                 {"name": "SSIM", "value": f"{quality.ssim:.4f}", "note": "mean over frames"},
@@ -352,10 +358,10 @@ def heat(pair: Pair) -> str:
         for row in pair.heads
     ]
     steps = schedule_cells([pair.sparse.record])
-    drawn = _macros().heat(
+    drawn = macros().heat(
         pair.panels.name, heat_cells(density), len(density), max(map(len, density)), heads
     )
-    return f"{drawn}{_macros().steps(steps, schedule_text(steps))}"
+    return f"{drawn}{macros().steps(steps, schedule_text(steps))}"
 
 
 def cell_map(record: CellRecord, head: int, order: str) -> str:
@@ -374,7 +380,7 @@ def cell_map(record: CellRecord, head: int, order: str) -> str:
         else f"Rows and columns are tokens in {shown} order; tiles were cut in {own} order"
     )
     return str(
-        _macros().cell(
+        macros().cell(
             f"step {record.step + 1}, layer {record.layer + 1}, head {head + 1}: "
             f"{record.selected[head]:.1%} selected, {record.computed[head]:.1%} computed",
             _png(_ramp(weights, *_GREY)),
@@ -422,7 +428,7 @@ def report_table(rows: Sequence[tuple[str, PromptComparison]], about: str) -> st
         "seconds of denoising."
     )
     return str(
-        _macros().table(
+        macros().table(
             caption,
             [{"name": name, "text": text} for name, text in _COLUMNS],
             [
@@ -456,13 +462,13 @@ def report_summary(reports: Sequence[tuple[str, Report]], about: str) -> str:
     """One row for each setting: means and spreads over the prompts."""
     titles, *rows = summary_rows(reports)
     names = [{"name": name, "text": not place} for place, name in enumerate(titles)]
-    return str(_macros().table(f"Means over prompts: {about}", names, rows))
+    return str(macros().table(f"Means over prompts: {about}", names, rows))
 
 
 def report_curve(rows: Sequence[tuple[str, PromptComparison]], about: str) -> str:
     """PSNR over the whole run's share computed: every prompt, and the mean of each setting."""
     points = curve_points(rows, about)
-    return "" if points is None else str(_macros("curve.html.j2").curve(points, "vs-curve"))
+    return "" if points is None else str(macros("curve.html.j2").curve(points, "vs-curve"))
 
 
 def _short(prompt: str) -> str:

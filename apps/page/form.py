@@ -471,8 +471,7 @@ class Form:
         values["preset"] = next(
             (each.name for each in self.host.presets if each.path == request.preset), BY_HAND
         )
-        for name, value in request.method_options.items():
-            values[parameter(request.method, name)] = value
+        values |= self._options(request.method, request.method_options)
         return {name: value for name, value in values.items() if name in self.controls}
 
     def defaults_of(self, model: ModelRef) -> dict[str, Any]:
@@ -494,7 +493,7 @@ class Form:
         for method in self.groups:
             # what the model does not say is the method's own default.
             own = make_method(method, **defaults.method_options.get(method, {})).options()
-            values |= {parameter(method, name): value for name, value in own.items()}
+            values |= self._options(method, own)
         return values
 
     def blanks(self, model: ModelRef, method: str) -> dict[str, str]:
@@ -519,11 +518,18 @@ class Form:
 
     def values_of_preset(self, preset: HostPreset) -> dict[str, Any]:
         """The controls' values that a preset settles or was made with."""
-        own = preset.preset.options.items()
+        own = preset.preset
+        return {**own.video, "order": own.order, **self._options(own.method, own.options)}
+
+    def _options(self, method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        """A method's options as the values of their controls.
+
+        None is a value like others, where a field that is left blank stands for the default.
+        """
+        values = {parameter(method, name): value for name, value in options.items()}
         return {
-            **preset.preset.video,
-            "order": preset.preset.order,
-            **{parameter(preset.preset.method, name): value for name, value in own},
+            name: typed(value) if isinstance(self.controls.get(name), gr.Textbox) else value
+            for name, value in values.items()
         }
 
 

@@ -33,7 +33,7 @@ def curve_points(rows: Sequence[tuple[str, PromptComparison]], about: str) -> di
         return None
     everything = [point for group in points.values() for point in group]
     xs, ys = (
-        _axis([point[place] for point in everything], narrowest)
+        axis([point[place] for point in everything], narrowest)
         for place, narrowest in enumerate(_NARROWEST)
     )
 
@@ -59,8 +59,8 @@ def curve_points(rows: Sequence[tuple[str, PromptComparison]], about: str) -> di
     )
     return {
         "title": f"PSNR against attention computed in the whole run: {about}",
-        "xs": _ticks(xs, percent=True),
-        "ys": _ticks(ys, percent=False, down=True),
+        "xs": ticks(xs, percent=True),
+        "ys": ticks(ys, percent=False, down=True),
         "dots": [
             place(x, y, f"{setting}, prompt {number}: {y:.2f} dB at {x:.1%} computed")
             for setting, group in points.items()
@@ -84,14 +84,20 @@ def nice_ticks(low: float, high: float) -> list[float]:
     return [float(tick) for tick in locator.tick_values(low, high)]
 
 
-def _axis(values: Sequence[float], narrowest: float) -> list[float]:
-    """Ticks around the values; a single value lies between two round ones."""
+def axis(values: Sequence[float], narrowest: float) -> list[float]:
+    """Round values around these, of which a single one lies between two of them.
+
+    Args:
+        values: what is drawn.
+        narrowest: the least from the first to the last tick.
+    """
     low, high = min(values), max(values)
     room = max(0.0, narrowest - (high - low)) / 2
     return nice_ticks(low - room, high + room)
 
 
-def _ticks(values: Sequence[float], *, percent: bool, down: bool = False) -> list[dict[str, Any]]:
+def ticks(values: Sequence[float], *, percent: bool, down: bool = False) -> list[dict[str, Any]]:
+    """Where an axis has its ticks, from 0 to 1 (from 1 to 0 if ``down``), and what stands there."""
     room = values[-1] - values[0]
     step = (values[1] - values[0]) * (100 if percent else 1)
     decimals = max(0, math.ceil(-math.log10(step) - 1e-9))
