@@ -31,6 +31,7 @@ from vidsparse.pipelines.parallel import process_count
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.records import shared_record
 from vidsparse.pipelines.request import GenerateRequest, resolve
+from vidsparse.pipelines.video import Sound
 from vidsparse.presets import Preset, load_preset
 
 Progress = Callable[[int, int, float], object]
@@ -49,10 +50,14 @@ class GenerationCancelled(VidsparseError):
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """One video, ``frames`` uint8 ``[T, H, W, 3]``, and the JSON-able record of its making."""
+    """One video, ``frames`` uint8 ``[T, H, W, 3]``, and the JSON-able record of its making.
+
+    ``sound`` is what the model made to be heard beside it; None where it makes none.
+    """
 
     frames: NDArray[np.uint8]
     record: dict[str, Any]
+    sound: Sound | None = None
 
 
 def generate(
@@ -141,7 +146,7 @@ def generate_batch(
                 engine.guard = guard
             if attach is not None:
                 attach(handle)
-        frames = _run(loaded, settings, clock, progress, cancel, guard)
+        made = _run(loaded, settings, clock, progress, cancel, guard)
         total = clock.now()
         record = shared_record(loaded, first, handle, cache)
         record["batch"] = len(settings)
@@ -161,14 +166,16 @@ def generate_batch(
         }
     return [
         Generated(
-            frames=video,
+            frames=frames,
+            sound=sound,
             record={
                 "prompt": one.prompt,
                 **record,
+                **({} if sound is None else {"sound": sound.facts()}),
                 "unknown_words": unknown_words(loaded.ref, one.prompt),
             },
         )
-        for one, video in zip(settings, frames, strict=True)
+        for one, (frames, sound) in zip(settings, made, strict=True)
     ]
 
 
@@ -218,7 +225,8 @@ def decoded(
     """
     settings = _fit(request, loaded)
     with quiet_hosts(), _memory_hint(loaded, settings), _on_device(loaded.device):
-        return _run(loaded, [settings], _Clock(loaded.device), progress, None)[0]
+        ((frames, _),) = _run(loaded, [settings], _Clock(loaded.device), progress, None)
+    return frames
 
 
 def _memory_hint(
@@ -386,7 +394,8 @@ def _run(
     progress: Progress | None,
     cancel: Cancel | None,
     guard: FiniteGuard | None = None,
-) -> list[NDArray[np.uint8]]:
+) -> list[tuple[NDArray[np.uint8], Sound | None]]:
+    """The frames of each request, and the sound beside them where the pipeline makes some."""
     pipe, first = loaded.pipe, requests[0]
     watch = _Watch(loaded.device)
 
@@ -428,7 +437,8 @@ def _run(
         pipe.set_progress_bar_config(**bar)
         # after an error the pipeline has not come to this by itself.
         pipe.maybe_free_model_hooks()
-    return [_to_bytes(video) for video in output.frames]
+    sounds = _sounds(pipe, output, len(requests))
+    return [(_to_bytes(video), sound) for video, sound in zip(output.frames, sounds, strict=True)]
 
 
 @contextmanager
@@ -520,6 +530,25 @@ class _Watch:
                     "check_finite=True) names the layer."
                 )
         del self._finite[:ready]
+
+
+def _sounds(pipe: Any, output: Any, videos: int) -> list[Sound | None]:
+    """The sound of each video; None where the pipeline makes none.
+
+    Raises:
+        NonFiniteError: a sound holds NaN or infinity.
+    """
+    # waveforms ``[B, C, N]``, by a vocoder that knows their rate.
+    waves = getattr(output, "audio", None)
+    if waves is None:
+        return [None] * videos
+    samples = waves.float().cpu().numpy()
+    if not np.isfinite(samples).all():
+        raise NonFiniteError(
+            "decoding came to NaN or infinity in the sound. Hint: use another dtype."
+        )
+    rate = int(pipe.vocoder.config.output_sampling_rate)
+    return [Sound(samples=np.clip(each, -1, 1), rate=rate) for each in samples]
 
 
 def _to_bytes(video: NDArray[np.float32]) -> NDArray[np.uint8]:

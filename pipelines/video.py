@@ -1,4 +1,4 @@
-"""Frames to an mp4 file."""
+"""Frames, and sound where there is some, to an mp4 file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Final
@@ -68,15 +69,31 @@ def _unstartable(path: str, error: OSError) -> UnsupportedError:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sound:
+    """What is heard beside a video: ``samples`` float32 ``[C, N]`` within -1 and 1, ``rate`` Hz."""
+
+    samples: NDArray[np.float32]
+    rate: int
+
+    def facts(self) -> dict[str, float | int]:
+        """What a record says of it."""
+        channels, samples = self.samples.shape
+        return {"rate": self.rate, "channels": channels, "seconds": samples / self.rate}
+
+
 def write_video(
     frames: NDArray[np.uint8],
     path: str | os.PathLike[str],
     fps: float,
     check: Callable[[], object] | None = None,
     *,
+    sound: Sound | None = None,
     rate_factor: int = _RATE_FACTOR,
 ) -> None:
     """Write ``frames`` ``[T, H, W, 3]`` as an H.264 mp4 that every player shows.
+
+    ``sound`` becomes its AAC track.
 
     The file appears whole or not at all: it is written beside its place under a hidden name, read
     back, put on the disk and only then moved to its place; what was there before stays until then.
@@ -85,7 +102,7 @@ def write_video(
     x264's: 14 looks like the frames, more is smaller and looks it.
 
     Raises:
-        OptionError: frames of another shape or type, or a frame rate that is not positive.
+        OptionError: frames or samples of another shape or type, or a rate that is not positive.
         FolderError: the folder is gone or cannot be written to, or the disk is full.
         OutputError: the encoder failed, or the file does not hold these frames.
         UnsupportedError: there is no encoder.
@@ -96,15 +113,28 @@ def write_video(
         )
     if not (math.isfinite(fps) and fps > 0):
         raise OptionError(f"fps must be above 0, got {fps}")
+    if sound is not None and (
+        sound.samples.ndim != 2
+        or sound.samples.dtype != np.float32
+        or not sound.samples.size
+        or sound.rate <= 0
+    ):
+        raise OptionError(
+            f"sound must be float32 [C, N] at a rate above 0, got {sound.samples.dtype} "
+            f"{list(sound.samples.shape)} at {sound.rate}"
+        )
     path = Path(path)
     frames = np.pad(
         frames, ((0, 0), (0, frames.shape[1] % 2), (0, frames.shape[2] % 2), (0, 0)), mode="edge"
     )
-    partial = partial_name(path)
+    partial, heard = partial_name(path), partial_name(path)
     try:
         # ffmpeg would say the usual faults of a folder in a sentence of its own.
         partial.touch(exist_ok=False)
-        _encode(frames, partial, fps, check, rate_factor)
+        if sound is not None:
+            # one pipe is taken by the frames. Samples of one moment stand beside each other.
+            heard.write_bytes(np.ascontiguousarray(sound.samples.T, "<f4").tobytes())
+        _encode(frames, partial, fps, check, rate_factor, _heard(sound, heard))
         found = _count_frames(partial)
         if found != len(frames):
             raise OutputError(
@@ -117,6 +147,17 @@ def write_video(
         raise unwritten(path, error) from error
     finally:
         partial.unlink(missing_ok=True)
+        heard.unlink(missing_ok=True)
+
+
+def _heard(sound: Sound | None, samples: Path) -> list[str]:
+    """ffmpeg's words for the sound whose samples are in a file."""
+    if sound is None:
+        return ["-an"]
+    return [
+        "-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples)), "-i", str(samples),
+        "-c:a", "aac", "-b:a", "192k",
+    ]  # fmt: skip
 
 
 def _encode(
@@ -125,6 +166,7 @@ def _encode(
     fps: float,
     check: Callable[[], object] | None,
     rate_factor: int,
+    heard: list[str],
 ) -> None:
     """Have ffmpeg write the file, and raise an ``OSError`` that says why where it did not."""
     ffmpeg = _encoder()
@@ -133,7 +175,7 @@ def _encode(
     command = [
         ffmpeg, "-y", "-v", "error",
         "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}",
-        "-r", str(Fraction(fps).limit_denominator()), "-i", "-", "-an",
+        "-r", str(Fraction(fps).limit_denominator()), "-i", "-", *heard,
         "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", str(rate_factor),
         "-movflags", "+faststart", "-f", "mp4", str(path),
     ]  # fmt: skip

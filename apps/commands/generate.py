@@ -394,7 +394,7 @@ def _make(
     with step_bar(terminal, label, loaded.compile) as progress:
         made = run(loaded, one.request, progress=progress)
     # an old record stays until then: a video that it does not describe is not finished.
-    write_video(made.frames, target.video, one.request.fps)
+    write_video(made.frames, target.video, one.request.fps, sound=made.sound)
     folder.write_record(target, made.record)
     _print_made(terminal, target, made.record)
 

@@ -429,7 +429,7 @@ def _write_clip(made: Generated, request: GenerateRequest, stem: Path, job: Job)
 
     video, poster = stem.with_name(f"{stem.name}.mp4"), stem.with_name(f"{stem.name}.jpg")
     assert request.fps is not None
-    write_video(made.frames, video, request.fps, job.check)
+    write_video(made.frames, video, request.fps, job.check, sound=made.sound)
     Image.fromarray(made.frames[len(made.frames) // 2]).save(poster, quality=88)
     target = Target(video=video, record=video.with_suffix(".json"), finished=False)
     RunFolder(stem.parent).write_record(target, made.record)

@@ -122,7 +122,7 @@ class Worker:
             return None
         with TemporaryDirectory() as folder:
             file = Path(folder) / "video.mp4"
-            write_video(generated.frames, file, request.fps)
+            write_video(generated.frames, file, request.fps, sound=generated.sound)
             return Made(file.read_bytes(), generated.record)
 
 
