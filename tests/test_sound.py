@@ -59,8 +59,8 @@ def test_sound_leaves_the_pictures_alone_and_nothing_behind(tmp_path: Path) -> N
     silence = Sound(samples=np.zeros((2, 4000), np.float32), rate=16_000)
     write_video(_frames(), tmp_path / "mute.mp4", 8)
     write_video(_frames(), tmp_path / "loud.mp4", 8, sound=silence)
-    pictures = [read_video(tmp_path / f"{name}.mp4") for name in ("mute", "loud")]
-    np.testing.assert_array_equal(*pictures)
+    mute, loud = (read_video(tmp_path / f"{name}.mp4") for name in ("mute", "loud"))
+    np.testing.assert_array_equal(mute, loud)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loud.mp4", "mute.mp4"]
 
 
@@ -81,7 +81,7 @@ def test_a_failed_video_leaves_no_sound_behind(
     [
         Sound(samples=np.zeros(10, np.float32), rate=16_000),
         Sound(samples=np.zeros((2, 0), np.float32), rate=16_000),
-        Sound(samples=np.zeros((2, 10), np.float64), rate=16_000),  # type: ignore[arg-type]
+        Sound(samples=np.zeros((2, 10), np.float64), rate=16_000),
         Sound(samples=np.zeros((2, 10), np.float32), rate=0),
     ],
     ids=["flat", "empty", "float64", "no rate"],
