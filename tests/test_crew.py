@@ -283,6 +283,7 @@ def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("engine", ["local", "ray"])
 def test_a_worker_killed_midway_costs_no_video_and_no_frame(
     by_one_process: Path, tmp_path: Path, engine: str
@@ -300,7 +301,7 @@ def test_a_worker_killed_midway_costs_no_video_and_no_frame(
         while time.monotonic() < deadline and not videos(tmp_path):
             time.sleep(0.05)
         os.kill(worker_of(run.pid, engine), signal.SIGKILL)
-        out, err = run.communicate(timeout=200)
+        out, err = run.communicate(timeout=400)
     finally:
         run.kill()
         run.wait()
