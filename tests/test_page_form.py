@@ -278,7 +278,7 @@ def test_what_a_speed_stands_for_is_said_without_what_the_page_leaves_out(form: 
     from vidsparse.apps.page.speeds import speed_text
 
     text = speed_text(form, form.host.models[0], "fast")
-    assert "foresight (share 0.09), refresh 0.1, step cache taylorseer" in text
+    assert "foresight (share 0.09), refresh 0.1, step cache first-block" in text
     assert "was not measured on this model" in text
 
 

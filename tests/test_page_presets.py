@@ -40,11 +40,24 @@ def test_a_folder_offers_its_presets_that_fit_and_leaves_the_others(
     save_preset(presets / "deeper", layers=99)
     found = _read(presets)
     assert [(each.name, each.preset.method) for each in found] == [
-        ("small-bsfa", "bsfa"), ("small-spargeattn", "spargeattn"),
+        ("small-bsfa", "bsfa"), ("small-spargeattn", "spargeattn"), ("shapes-bsfa", "bsfa"),
     ]  # fmt: skip
     assert all(each.models == ("shapes",) for each in found)
     (warning,) = caplog.messages
     assert "deeper.json was calibrated for shapes, and this page has shapes" in warning
+
+
+def test_numbers_that_come_with_a_model_are_offered_where_the_page_s_limits_allow(
+    tmp_path: Path, caplog: Any
+) -> None:
+    (own,) = _read()
+    assert (own.name, own.models) == ("shapes-bsfa", ("shapes",))
+    form = form_of(dataclasses.replace(host_of(tmp_path, frames=49, side=512), presets=(own,)))
+    request, warnings = form.request(once_chosen(form, "bsfa", preset="shapes-bsfa"))
+    assert request.preset == own.path
+    assert warnings == []
+    assert _read(side=128) == ()
+    assert "width can be at most 128" in caplog.text
 
 
 def test_what_cannot_be_offered_is_refused_with_a_reason(presets: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,7 +93,7 @@ class HostPreset:
 def read_presets(
     paths: Sequence[str], models: Sequence[ModelRef], limits: Limits
 ) -> tuple[HostPreset, ...]:
-    """The presets to offer.
+    """The presets to offer: those that models bring, and those in ``paths``.
 
     Args:
         paths: files, and folders, of which all presets are taken that can be offered.
@@ -126,6 +126,16 @@ def read_presets(
                 f"there is no preset in {given} for the models of this page. "
                 "Hint: `vidsparse calibrate` makes them."
             )
+    # after the host's own choice, which a method then begins with.
+    for model in models:
+        for method, path in model.defaults.presets.items():
+            try:
+                own = _read_preset(path, [model], limits)
+            except OptionError as error:
+                logger.warning("not offered: %s", error)
+            else:
+                # a folder's names tell its own presets apart, and several models are on one page.
+                _add(found, replace(own, name=f"{Path(model.name).name}-{method}"))
     return tuple(found.values())
 
 
