@@ -27,7 +27,6 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vidsparse.engine import INFERENCE_ONLY, AttentionEngine
@@ -35,6 +34,7 @@ from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels.hardware import triton_reason
 from vidsparse.order import wants_gradient
+from vidsparse.pipelines.backends import chooses_backend, stock_attention, swapped
 from vidsparse.pipelines.families import Family
 from vidsparse.pipelines.operators import SESSIONS, dense_video_attention, video_attention
 from vidsparse.pipelines.parallel import (
@@ -398,18 +398,18 @@ class Session:
         dense = partial(stock_attention, stock)
         site, layout = self._site, self._layout
         if site is None or layout is None:
-            return _swapped(dense(_swapped(q), _swapped(k), _swapped(v))).contiguous()
+            return swapped(dense(swapped(q), swapped(k), swapped(v))).contiguous()
         groups = layout.groups(q.shape[0], layer)
         whole = len(groups) == 1 and groups[0][1] == 0
         out = None if whole else torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, padding in groups:
             tokens = q.shape[1] - padding
             grid = replace(site.grid, text=site.grid.text - padding)
-            part_out = _swapped(
+            part_out = swapped(
                 self.engines[part].attend(
-                    _swapped(q[rows, :tokens]),
-                    _swapped(k[rows, :tokens]),
-                    _swapped(v[rows, :tokens]),
+                    swapped(q[rows, :tokens]),
+                    swapped(k[rows, :tokens]),
+                    swapped(v[rows, :tokens]),
                     replace(site, layer=layer, grid=grid),
                     dense,
                     keep_dense=chooses_backend(stock),
@@ -423,11 +423,6 @@ class Session:
         return out
 
 
-def _swapped(x: Tensor) -> Tensor:
-    """From ``[B, S, H, D]`` to ``[B, H, S, D]`` and back."""
-    return x.transpose(1, 2)
-
-
 def named_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
@@ -435,31 +430,6 @@ def named_arguments(
     if not args:
         return kwargs
     return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-
-
-def stock_attention(stock: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The host's own attention on ``[B, H, S, D]``, with the backend the user has set.
-
-    CogVideoX and Mochi know no backends and call PyTorch's.
-    """
-    if not hasattr(stock, "_attention_backend"):
-        return F.scaled_dot_product_attention(q, k, v)
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-    out: Tensor = dispatch_attention_fn(
-        _swapped(q), _swapped(k), _swapped(v), backend=stock._attention_backend
-    )
-    return _swapped(out)
-
-
-def chooses_backend(stock: Any) -> bool:
-    """Whether the user has set an attention backend, on the processor or for all of diffusers."""
-    if not hasattr(stock, "_attention_backend"):
-        return False
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    active, _ = _AttentionBackendRegistry.get_active_backend()
-    return stock._attention_backend is not None or active != AttentionBackendName.NATIVE
 
 
 def latent_grid(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from budget import Work, check_kernel, check_quantized, clustered_qkv, random_qkv, random_work
 from kernel_cases import FAR, HEAD_DIMS, SIZES, far_above, skip_without, strided
+from tiny_families import TINY, latents
 from tiny_pipelines import tiny_wan
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from vidsparse.engine import AttentionEngine
 from vidsparse.kernels import dense_attention, quantize_qk
 from vidsparse.methods import Dense
 from vidsparse.pipelines import sparsify
-from vidsparse.pipelines.adapter import chooses_backend
+from vidsparse.pipelines.backends import chooses_backend
 from vidsparse.route import DENSE_TOKENS
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
@@ -87,6 +88,37 @@ def test_a_backend_that_the_user_has_set_counts_as_chosen() -> None:
         pipe.transformer.reset_attention_backend()
         assert not chooses_backend(stock)
     assert not chooses_backend(object())
+
+
+def test_a_backend_set_for_all_of_diffusers_serves_dense_calls_where_a_processor_has_none() -> None:
+    from diffusers.models.attention_dispatch import (
+        AttentionBackendName,
+        _AttentionBackendRegistry,
+        attention_backend,
+    )
+
+    pipe = TINY["cosmos2.5"].build()
+    latents("cosmos2.5", pipe)
+    called: list[str] = []
+    math = AttentionBackendName._NATIVE_MATH
+    kernel = _AttentionBackendRegistry._backends[math]
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        called.append("math")
+        return kernel(*args, **kwargs)
+
+    layers = len(pipe.transformer.transformer_blocks)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        attention_backend("_native_math"),
+    ):
+        patch.setitem(_AttentionBackendRegistry._backends, math, watched)
+        latents("cosmos2.5", pipe)
+        stock = len(called)
+        with sparsify(pipe, "dense"):
+            latents("cosmos2.5", pipe)
+    assert stock >= 2 * layers
+    assert len(called) == 2 * stock
 
 
 @pytest.fixture
