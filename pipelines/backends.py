@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
@@ -45,10 +44,6 @@ def _dispatches(stock: Any) -> bool:
 
     Cosmos' has none of its own to be set, and goes by the one that is set for all of diffusers.
     """
-    return hasattr(stock, "_attention_backend") or _calls_dispatch(type(stock))
-
-
-@cache
-def _calls_dispatch(processor: type) -> bool:
-    code = getattr(getattr(processor, "__call__", None), "__code__", None)  # noqa: B004
-    return code is not None and "dispatch_attention_fn" in code.co_names
+    code = getattr(getattr(type(stock), "__call__", None), "__code__", None)  # noqa: B004
+    dispatches = code is not None and "dispatch_attention_fn" in code.co_names
+    return dispatches or hasattr(stock, "_attention_backend")
