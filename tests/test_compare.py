@@ -226,6 +226,9 @@ def test_parts_are_switched_on_one_after_the_other(wide_model: Path, prompts: Pa
     # the last is the run itself, whatever else the report says of it.
     assert stages[-1]["psnr"] == document["summary"]["psnr"]
     assert stages[-1]["seconds"] == document["summary"]["seconds"]["sparse"]["denoise"]
+    assert stages[-1]["worst"] == document["summary"]["worst"]["psnr"]
+    assert all(stage["worst"] <= stage["psnr"]["mean"] for stage in stages)
+    assert "prompt " in done.stdout.split("worst", 1)[1].splitlines()[0]
     means = [stage["psnr"]["mean"] for stage in stages]
     assert len(set(means)) == 3
     # one part alone is what a run with it alone has.

@@ -105,6 +105,21 @@ def test_a_preset_s_promise_stands_beside_what_was_measured() -> None:
     assert _strict(_report().to_json_text())["summary"]["promise"] is None
 
 
+def test_the_worst_prompt_is_named_where_a_mean_would_hide_it() -> None:
+    # the third differs most, and the second not at all.
+    report = _report("dsd")
+    third = report.comparisons[2].quality.psnr
+    assert third is not None
+    assert report.worst == (third, 3)
+    assert _strict(report.to_json_text())["summary"]["worst"] == {"psnr": third, "prompt": 3}
+    assert f"{third:.2f} dB, prompt 3" in report.to_markdown()
+    assert f"worst {third:.2f} dB, prompt 3" in _page(report)
+    assert _report("ss").worst is None
+    assert _strict(_report("ss").to_json_text())["summary"]["worst"] is None
+    # of one prompt the mean says all.
+    assert "prompt 1" not in _report("d").to_markdown()
+
+
 def test_json_of_only_identical_videos_has_no_mean() -> None:
     document = _strict(_report("ss").to_json_text())
     assert document["summary"]["psnr"] == {"mean": None, "std": None, "count": 0}

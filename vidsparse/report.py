@@ -3,10 +3,10 @@
 ``report.json`` holds, under ``"format": "vidsparse-report/1"``:
 
 - ``summary``: for ``psnr``, ``ssim`` and ``flicker`` the mean, sample standard deviation and count
-  over prompts; ``total``, the share of all query-key pairs that the sparse side computed, and its
-  split ``work``; both densities of the sparse calls; the share of dense steps; seconds of both
-  sides; ``stages``, where the parts were switched on one after the other. Reports of versions
-  before 0.2 have neither ``total`` nor ``work``.
+  over prompts; ``worst``, the least PSNR and its prompt; ``total``, the share of all query-key
+  pairs that the sparse side computed, and its split ``work``; both densities of the sparse calls;
+  the share of dense steps; seconds of both sides; ``stages``, where the parts were switched on one
+  after the other. Reports of versions before 0.2 have neither ``total`` nor ``work``.
 - ``prompts``: per prompt the same measures, one entry per frame, and both runs' records.
 - ``density_map``: computed density by denoising step (row) and transformer layer (column), mean
   over prompts; 1.0 is a dense call, null one that never happened.
@@ -46,6 +46,8 @@ CONVENTIONS: Mapping[str, str] = {
     "of consecutive frames over 255; counts motion too, so only the two beside each other tell",
     "smoothness": "of both sides: 1 less the mean absolute difference of every second frame to the "
     "mean of its neighbours over 255; VBench's motion smoothness without its network",
+    "worst": "the least PSNR and the number of its prompt, since a mean hides one that failed; "
+    "null where all are identical",
     "std": "sample standard deviation over prompts; null for fewer than two",
     "total": "share of the query-key pairs of all video self-attention calls of a run that were "
     "computed: dense steps and dense layers count in full, sparse calls by their computed share; "
@@ -115,6 +117,7 @@ class StageMeans:
         name: the part that was switched on, in words.
         psnr: in dB, over the prompts whose videos differ from the dense ones.
         identical: prompts whose videos do not differ.
+        worst: the least of the PSNRs, None where all videos are identical.
         ssim: over the prompts.
         seconds: mean of denoising.
         total: mean share of the run's query-key pairs that were computed.
@@ -124,6 +127,7 @@ class StageMeans:
     name: str
     psnr: Spread
     identical: int
+    worst: float | None
     ssim: Spread
     seconds: float | None
     total: float | None
@@ -207,6 +211,16 @@ class Report:
         return spread([each.quality.psnr for each in self.comparisons])
 
     @property
+    def worst(self) -> tuple[float, int] | None:
+        """The least PSNR in dB and the number of its prompt; None where no video differs."""
+        known = [
+            (each.quality.psnr, each.number)
+            for each in self.comparisons
+            if each.quality.psnr is not None
+        ]
+        return min(known, default=None)
+
+    @property
     def ssim(self) -> Spread:
         """SSIM over the prompts."""
         return spread([each.quality.ssim for each in self.comparisons])
@@ -270,6 +284,7 @@ class Report:
                 name=column[0].name,
                 psnr=spread([each.psnr for each in column]),
                 identical=sum(each.psnr is None for each in column),
+                worst=min((each.psnr for each in column if each.psnr is not None), default=None),
                 ssim=spread([each.ssim for each in column]),
                 seconds=spread([each.seconds for each in column]).mean,
                 total=spread([each.total for each in column]).mean,
@@ -309,6 +324,9 @@ class Report:
                 "prompts": len(self.comparisons),
                 "identical": self.identical,
                 "psnr": asdict(self.psnr),
+                "worst": dict(zip(("psnr", "prompt"), self.worst, strict=True))
+                if self.worst
+                else None,
                 "promise": asdict(self.promise) if self.promise else None,
                 "ssim": asdict(self.ssim),
                 "flicker": asdict(self.flicker),
@@ -347,6 +365,7 @@ class Report:
         seconds = [format_seconds(self.seconds(side, "denoise")) for side in ("dense", "sparse")]
         measures = {
             "PSNR": format_spread(self.psnr, ".2f", " dB", self.identical),
+            **({"worst": worst} if (worst := format_worst(self)) else {}),
             **({"promised": str(self.promise)} if self.promise else {}),
             "SSIM": format_spread(self.ssim, ".4f"),
             "flicker: PSNR of frame differences": format_spread(self.flicker, ".2f", " dB"),
@@ -449,14 +468,31 @@ def stage_rows(report: Report) -> list[tuple[str, ...]]:
     stages = report.stages
     if not stages:
         return []
-    dense = ("dense", "-", "-", "100.0%", format_seconds(report.seconds("dense", "denoise")), "-")
+    dense = (
+        "dense",
+        "-",
+        "-",
+        "-",
+        "100.0%",
+        format_seconds(report.seconds("dense", "denoise")),
+        "-",
+    )
     return [
-        ("switched on, one after the other", "PSNR dB", "SSIM", "computed", "denoising", "speed"),
+        (
+            "switched on, one after the other",
+            "PSNR dB",
+            "worst",
+            "SSIM",
+            "computed",
+            "denoising",
+            "speed",
+        ),
         dense,
         *(
             (
                 stage.name,
                 format_spread(stage.psnr, ".2f", identical=stage.identical),
+                format_number(stage.worst, ".2f"),
                 format_spread(stage.ssim, ".4f"),
                 format_share(stage.total),
                 format_seconds(stage.seconds),
@@ -465,6 +501,14 @@ def stage_rows(report: Report) -> list[tuple[str, ...]]:
             for stage in stages
         ),
     ]
+
+
+def format_worst(report: Report) -> str:
+    """The least PSNR and its prompt, where there are several to be told apart."""
+    if report.worst is None or len(report.comparisons) < 2:
+        return ""
+    value, number = report.worst
+    return f"{value:.2f} dB, prompt {number}"
 
 
 def plain_text(value: Any) -> str:

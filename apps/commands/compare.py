@@ -26,6 +26,7 @@ from vidsparse.report import (
     format_sides,
     format_spread,
     format_total,
+    format_worst,
     stage_rows,
 )
 from vidsparse.speedup import FEWEST, SHORT
@@ -150,6 +151,7 @@ def _print(report: Report) -> None:
     dense, sparse = report.seconds("dense", "denoise"), report.seconds("sparse", "denoise")
     rows = [
         ("PSNR", format_spread(report.psnr, ".2f", " dB", report.identical)),
+        *([("worst", worst)] if (worst := format_worst(report)) else []),
         *([("promised", str(report.promise))] if report.promise else []),
         ("SSIM", format_spread(report.ssim, ".4f")),
         ("flicker", format_spread(report.flicker, ".2f", " dB")),

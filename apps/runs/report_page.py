@@ -26,6 +26,7 @@ from vidsparse.report import (
     format_sides,
     format_spread,
     format_total,
+    format_worst,
     headline,
     plain_text,
     stage_rows,
@@ -201,6 +202,8 @@ def _tiles(report: Report) -> list[dict[str, str]]:
         tiles.append({"name": name, "value": mean, "note": note})
     alone = format_sides(report.steadiness("flickering"))
     tiles[2]["note"] += f"; PSNR of frame differences. Temporal flickering as in VBench: {alone}"
+    if worst := format_worst(report):
+        tiles[0]["note"] += f"; worst {worst}"
     if report.promise is not None:
         tiles[0]["note"] += f"; promised {report.promise}"
     tiles += work_tiles(report.work, report.selected, report.computed)
