@@ -81,11 +81,11 @@ def test_a_cancel_while_videos_are_written_leaves_none(
     written: list[Path] = []
     write = video.write_video
 
-    def write_video(frames: Any, path: Path, *rest: Any) -> None:
+    def write_video(frames: Any, path: Path, *rest: Any, **named: Any) -> None:
         written.append(path)
         if len(written) == videos:
             job.cancel()
-        write(frames, path, *rest)
+        write(frames, path, *rest, **named)
 
     monkeypatch.setattr(video, "write_video", write_video)
     job: Job[Any, Any] = Job(getattr(tasks, task)(_tiny_request(bench), tmp_path / "0001-it"))

@@ -71,7 +71,7 @@ class Scenes(Wan):
         reuse=2,
     )
     # the autoencoder of ``weights`` took its minutes in a session of its own; the transformer, with
-    # --start latents, took another
+    # --start latents, took another, and a third by ``further``
     recipe = Recipe(
         vae_minutes=9.5,
         latent_minutes=2.5,
@@ -96,11 +96,11 @@ class Scenes(Wan):
         vae_muon_rate=2e-3,
     )
     # every later session: weights are there; outlines are learnt at the short size, where the time
-    # of a step buys most clips, and a third of the time goes to the long one
+    # of a step buys most clips, and two fifths of the time go to the long one
     further = Recipe(
         vae_minutes=0.0,
         latent_minutes=3.0,
-        transformer_minutes=20.0,
+        transformer_minutes=21.0,
         crops=_CROPS,
         sizes=_SIZES,
         pool_clips=_POOL_CLIPS,
@@ -110,9 +110,9 @@ class Scenes(Wan):
             LatentPlan(size=_LONG, batch=1, batches=4),
         ),
         step_plans=(
-            StepPlan(source=0, batch=48, share=0.65),
+            StepPlan(source=0, batch=48, share=0.55),
             StepPlan(source=1, batch=12, share=0.2),
-            StepPlan(source=2, batch=4, share=0.15),
+            StepPlan(source=2, batch=4, share=0.2),
         ),
         check_clips=4,
         learning_rate=9e-4,
