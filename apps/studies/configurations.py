@@ -13,6 +13,8 @@ another number. The studies:
 - ``defaults``: what a model's defaults are chosen from: FG-Attn in its own order, ``top_p``,
   the steps that a plan serves, and the first and last layer dense or not.
 - ``refreshes``: what sparse attention lacks, added from an earlier step or not, at equal work.
+- ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
+  rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
   attention by our own kernels, for the time that each takes.
 - ``calibration``: methods with their paper's one number for all heads, and calibrated.
@@ -57,6 +59,7 @@ STUDIES: Final = (
     "curves",
     "defaults",
     "refreshes",
+    "few-steps",
     "seconds",
 )
 ABLATIONS: Final = (*DECLARED, "calibration")
@@ -85,6 +88,19 @@ REFRESHED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
 """Methods, their options and refreshes; the first four are pairs of equal work in 20 steps."""
 
 REFRESHED_DENSE_STEPS: Final = 3
+FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
+    ("foresight", {"share": 0.1}, 1, 1),
+    ("foresight", {"share": 0.1}, 1, 0),
+    ("foresight", {"share": 0.1}, 1, 2),
+    ("foresight", {"share": 0.1}, 2, 1),
+    ("foresight", {"share": 0.1}, 2, 0),
+    ("foresight", {"share": 0.1}, 0, 0),
+    ("foresight", {"share": 0.3}, 1, 1),
+    ("foresight", {"share": 0.3}, 1, 0),
+    ("fg-attn", {"topk": 0.3, "tile": "16x16"}, 1, 0),
+)
+"""Methods, their options, dense steps and refreshes. The first refresh is the last dense step."""
+
 TIMED_COMPUTED: Final = (0.2, 0.35, 0.1, 0.5)
 TIMED_REUSE: Final = 2
 
@@ -167,6 +183,7 @@ class Configuration:
         words += ["calibrated"] if self.calibrated else []
         words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
         words += [f"refresh={self.refresh}"] if self.refresh else []
+        words += [f"dense steps={self.dense_steps}"] if self.dense_steps is not None else []
         words += [f"dense ends={self.dense_ends}"] if self.dense_ends else []
         return f"{self.study}: {' '.join([self.method, *words])}"
 
@@ -267,6 +284,16 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                     reuse=reuse,
                     dense_ends=ends,
                 )
+    if "few-steps" in studies:
+        for method, own, dense_steps, refresh in FEW_STEPS:
+            yield Configuration(
+                study="few-steps",
+                method=method,
+                options=own,
+                order=None,
+                refresh=refresh,
+                dense_steps=dense_steps,
+            )
     if "refreshes" in studies:
         for method, own, refresh in REFRESHED:
             yield Configuration(

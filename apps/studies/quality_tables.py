@@ -149,6 +149,16 @@ def _declared_columns(ablation: Ablation) -> Columns[Row]:
     return {**columns, **QUALITY_COLUMNS}
 
 
+_REFRESH_COLUMNS: Final[Columns[Row]] = {
+    "method": lambda row: str(row["method"]),
+    "listed": _listed_text,
+    "dense steps": option_text("dense_steps"),
+    "refreshes": option_text("refresh"),
+    "order": option_text("order"),
+    **QUALITY_COLUMNS,
+    "worst dB": number_text("psnr_worst", ".2f"),
+}
+
 STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
     "tiles": {"tile": option_text("tile"), "top_p": option_text("top_p"), **QUALITY_COLUMNS},
     "merging": {
@@ -172,15 +182,8 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         **QUALITY_COLUMNS,
     },
     "curves": _METHOD_COLUMNS,
-    "refreshes": {
-        "method": lambda row: str(row["method"]),
-        "listed": _listed_text,
-        "dense steps": option_text("dense_steps"),
-        "refreshes": option_text("refresh"),
-        "order": option_text("order"),
-        **QUALITY_COLUMNS,
-        "worst dB": number_text("psnr_worst", ".2f"),
-    },
+    "refreshes": _REFRESH_COLUMNS,
+    "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
         "method": lambda row: str(row["method"]),
         "set to": lambda row: "-" if row["method"] == "dense" else knob_text(row),
