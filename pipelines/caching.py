@@ -8,6 +8,7 @@ attention stands inside the blocks and sees the same: a plan ages by the steps t
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -19,18 +20,22 @@ from vidsparse.pipelines.families import FAMILIES, Family
 from vidsparse.pipelines.placement import check_choice
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 CACHES: Final[Mapping[str, float | None]] = {"none": None, "first-block": 0.05, "taylorseer": 2}
 """The caches, and the threshold of each where none is given: diffusers' own, and the least.
 
 ``first-block`` leaves a step's other blocks out where the first one's residual changed by less than
 this share since it was last computed. ``taylorseer`` runs one of so many steps, and
-extrapolates the output to the others.
+extrapolates the output to the others; not in a run whose outputs swing.
 """
 
 _EARLY: Final = 3
 """Steps that ``taylorseer`` always runs: its slope takes two, and the first says little."""
+
+_FAR: Final = 0.1
+"""Of an output's norm: 0.28 and 2.5 in the two branches of a run of ``shapes`` that swings, 0.03
+at most in one that does not (docs/speed.md)."""
 
 
 def check_cache(cache: str | None, threshold: float | None) -> None:
@@ -79,11 +84,74 @@ def cache_warmup(dense_steps: int | float, steps: int) -> int:
 
 @dataclass(slots=True)
 class _Forward:
-    """One forward of a transformer: its step, its blocks, and how many of them were run."""
+    """One forward of a transformer: its step, its blocks, and how many of them were run.
+
+    ``branch`` counts the forwards of one step: guidance makes two or more.
+    """
 
     step: int
     blocks: int
+    branch: int
     run: int = 0
+
+
+class _Swing:
+    """Whether a transformer's outputs turn back at every step, as ``taylorseer`` runs them all.
+
+    Where they do, a line through the last two points away from the next, and as one of so many
+    steps always meets the same half of a swing, nothing after it would show that. So it is looked
+    for in the first steps, in each video of a batch and each branch of guidance.
+    """
+
+    def __init__(self, warmup: int) -> None:
+        self._warmup = warmup
+        self._last: dict[int, list[Tensor]] = {}
+        self._off: dict[int, list[Tensor]] = {}
+        self._steps: dict[int, int] = {}
+
+    def found(self, branch: int, output: Tensor) -> bool:
+        """Take the output ``[B, ...]`` of the next step of a branch.
+
+        True at the last step to see, if in the last two a line was far off for one of the videos:
+        by more than the step before was, and by more than a tenth of the output. Small swings that
+        die out are common in the first steps, and do no harm.
+        """
+        seen = self._steps[branch] = self._steps.get(branch, 0) + 1
+        if seen > self._warmup:
+            return False
+        last = self._last.setdefault(branch, [])
+        if len(last) == 2:
+            moved = _norms(output - last[1])
+            missed = _norms(output - last[1] - (last[1] - last[0]))
+            far = (missed > moved) & (missed > _FAR * _norms(output))
+            self._off.setdefault(branch, []).append(far)
+            last.pop(0)
+        last.append(output.detach())
+        if seen < self._warmup:
+            return False
+        del self._last[branch]
+        *_, before, latest = [None, None, *self._off.pop(branch, ())]
+        # one step says little: where three are run in all, none is judged.
+        return before is not None and latest is not None and bool((before & latest).any())
+
+
+def _taylorseer_hooks(transformer: Any) -> list[Any]:
+    """The host's hooks, which hold what they were told: the cache itself cannot be taken off and
+    put on again within a run."""
+    from diffusers.hooks.taylorseer_cache import TaylorSeerCacheHook
+
+    return [
+        hook
+        for module in transformer.modules()
+        if hasattr(module, "_diffusers_hook")
+        for hook in module._diffusers_hook.hooks.values()
+        if isinstance(hook, TaylorSeerCacheHook)
+    ]
+
+
+def _norms(values: Tensor) -> Tensor:
+    """The norm of each item of a batch: [B] of ``[B, ...]``."""
+    return values.float().flatten(1).norm(dim=1)
 
 
 class StepCache(AbstractContextManager["StepCache"]):
@@ -96,6 +164,9 @@ class StepCache(AbstractContextManager["StepCache"]):
         cache: ``first-block`` or ``taylorseer``.
         threshold: of that cache; its default where None.
         warmup: first steps that ``taylorseer`` runs whole, at least 3.
+
+    Attributes:
+        swung: whether ``taylorseer`` left no step of the last run out, because its outputs swing.
 
     Raises:
         OptionError: no such cache, or another kind of threshold.
@@ -116,6 +187,9 @@ class StepCache(AbstractContextManager["StepCache"]):
         self.threshold = CACHES[cache] if threshold is None else threshold
         self._pipe = weakref.ref(pipe)
         self._forwards: list[_Forward] = []
+        self._swings: dict[int, _Swing] = {}
+        self._hooks: list[tuple[Any, int]] = []
+        self.swung = False
         self._undo: list[Callable[[], object]] = []
         try:
             for transformer in transformers_of(pipe, adapter):
@@ -156,8 +230,11 @@ class StepCache(AbstractContextManager["StepCache"]):
         self._undo.append(transformer.register_forward_pre_hook(eager, with_kwargs=True).remove)
         for block in blocks:
             self._count(block)
-        transformer.enable_cache(self._config(warmup))
+        config = self._config(warmup)
+        transformer.enable_cache(config)
         self._undo.append(transformer.disable_cache)
+        if self.cache == "taylorseer":
+            self._watch(transformer, config.disable_cache_before_step)
 
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: int
@@ -166,9 +243,35 @@ class StepCache(AbstractContextManager["StepCache"]):
         from vidsparse.pipelines.position import denoising_position
 
         step, _, _ = denoising_position(self._pipe(), named_arguments(module, args, kwargs))
-        if self._forwards and step < self._forwards[-1].step:
-            self._forwards.clear()
-        self._forwards.append(_Forward(step, blocks))
+        last = self._forwards[-1] if self._forwards else None
+        if last is None or step < last.step:
+            self._begin_run()
+        branch = last.branch + 1 if last is not None and step == last.step else 0
+        self._forwards.append(_Forward(step, blocks, branch))
+
+    def _begin_run(self) -> None:
+        self._forwards.clear()
+        self._swings.clear()
+        self.swung = False
+        for hook, warmup in self._hooks:
+            hook.disable_cache_before_step = warmup
+
+    def _watch(self, transformer: Any, warmup: int) -> None:
+        """Have every step run for the rest of each run in which the outputs swing."""
+        import torch
+
+        self._hooks += [(hook, warmup) for hook in _taylorseer_hooks(transformer)]
+
+        def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            swing = self._swings.setdefault(id(transformer), _Swing(warmup))
+            video = output[0] if isinstance(output, tuple) else output.sample
+            if swing.found(self._forwards[-1].branch, video):
+                self.swung = True
+                for hook, _ in self._hooks:
+                    hook.disable_cache_before_step = sys.maxsize
+
+        eager = torch.compiler.disable(end)  # type: ignore[no-untyped-call]
+        self._undo.append(transformer.register_forward_hook(eager).remove)
 
     def _count(self, block: Any) -> None:
         """Have the block's own forward counted, below whatever hooks the cache puts around it."""

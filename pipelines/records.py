@@ -58,11 +58,18 @@ def shared_record(
         "dense_step_share": summary.dense_step_share if summary else 1.0,
         "dense_call_share": summary.dense_call_share if summary else 1.0,
         "implementation": summary.implementation if summary else "the stock pipeline",
-        "notes": list(summary.notes) if summary else [],
+        "notes": [*(summary.notes if summary else ()), *_cache_notes(cache)],
         "steps": _steps(request, handle, cache),
         "oldest_plan": handle.trace.oldest_plan() if handle is not None else None,
         "density_map": handle.trace.density_map() if handle is not None else [],
     }
+
+
+def _cache_notes(cache: StepCache | None) -> list[str]:
+    """What a run has to say of its step cache."""
+    if cache is None or not cache.swung:
+        return []
+    return [f"without {cache.cache}: outputs swing from step to step, which it would miss"]
 
 
 def _steps(

@@ -106,6 +106,73 @@ def test_a_cache_goes_with_compiled_blocks(cache: str) -> None:
     assert [block._compiled_call_impl for block in pipe.transformer.blocks] == calls
 
 
+class Swinging:
+    """Has the outputs of a transformer turn back at every step, in some videos of a batch."""
+
+    def __init__(self, pipe: Any, videos: slice) -> None:
+        self._videos, self._branches, self._calls = videos, 2, 0
+        self._handle = pipe.transformer.proj_out.register_forward_hook(self._swing)
+
+    def _swing(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        swung = output.clone()
+        swung[self._videos] += 5 * (-1) ** (self._calls // self._branches)
+        self._calls += 1
+        return swung
+
+    def stop(self) -> None:
+        self._handle.remove()
+
+
+def steady(pipe: Any) -> Any:
+    """The pipeline with outputs that hardly differ between steps; random weights' do."""
+    torch.nn.init.constant_(pipe.transformer.proj_out.bias, 20.0)
+    return pipe
+
+
+def test_taylorseer_leaves_no_step_out_of_a_run_that_swings() -> None:
+    pipe = steady(tiny_wan(layers=3))
+    expected = latents_of(pipe, num_inference_steps=STEPS)
+    swinging = Swinging(pipe, slice(None))
+    alone = latents_of(pipe, num_inference_steps=STEPS)
+    swinging.stop()
+    with StepCache(pipe, "taylorseer", warmup=4) as cached:
+        swinging = Swinging(pipe, slice(None))
+        ours = latents_of(pipe, num_inference_steps=STEPS)
+        assert cached.swung
+        assert cached.blocks_run() == dict.fromkeys(range(STEPS), 1.0)
+        assert torch.equal(ours, alone)
+        swinging.stop()
+        # the next run is judged by itself.
+        latents_of(pipe, num_inference_steps=STEPS)
+        assert not cached.swung
+        assert [step for step, share in cached.blocks_run().items() if not share] == [4, 6]
+    assert not pipe.transformer.is_cache_enabled
+    assert torch.equal(latents_of(pipe, num_inference_steps=STEPS), expected)
+
+
+def test_one_swinging_video_takes_taylorseer_off_its_batch() -> None:
+    pipe = steady(tiny_wan(layers=3))
+    with StepCache(pipe, "taylorseer", warmup=4) as cached:
+        latents_of(pipe, num_inference_steps=STEPS, num_videos_per_prompt=2)
+        assert not cached.swung
+        Swinging(pipe, slice(1, 2))
+        latents_of(pipe, num_inference_steps=STEPS, num_videos_per_prompt=2)
+        assert cached.swung
+
+
+def test_a_record_says_that_a_run_swings(folder: Path) -> None:
+    loaded = load(folder, device="cpu")
+    steady(loaded.pipe)
+    request = a_request(folder, cache="taylorseer", dense_steps=4)
+    assert not [note for note in generate(loaded, request).record["notes"] if "swing" in note]
+    Swinging(loaded.pipe, slice(None))
+    record = generate(loaded, request).record
+    assert {step["blocks"] for step in record["steps"]} == {1.0}
+    assert [
+        note for note in record["notes"] if note.startswith("without taylorseer: outputs swing")
+    ]
+
+
 def test_every_run_starts_with_an_empty_cache() -> None:
     pipe = tiny_wan(layers=3)
     with StepCache(pipe, "first-block", threshold=1e9) as cached:
