@@ -635,6 +635,18 @@ def test_a_narrow_screen_scrolls_down_and_never_sideways(visit: Any) -> None:
         assert visitor.value("document.documentElement.scrollWidth") <= 360
 
 
+@pytest.mark.parametrize("width", [390, 700, 760, 900])
+def test_a_narrow_screen_is_used_from_side_to_side(visit: Any, width: int) -> None:
+    visitor = visit(viewport={"width": width, "height": 844})
+    left, right = visitor.value(
+        "(() => { const box = document.querySelector('#prompt').getBoundingClientRect();"
+        " return [box.left, innerWidth - box.right]; })()"
+    )
+    assert 0 <= left <= 40, left
+    assert 0 <= right <= 40, right
+    assert visitor.value("document.documentElement.scrollWidth") <= width
+
+
 def test_an_error_is_said_once_and_at_its_field(visit: Any) -> None:
     visitor = visit(by_hand=False)
     page, wrong = visitor.page, visitor.page.locator(".vs-wrong")
