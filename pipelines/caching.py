@@ -130,9 +130,9 @@ class _Swing:
         if seen < self._warmup:
             return False
         del self._last[branch]
-        *_, before, latest = [None, None, *self._off.pop(branch, ())]
+        off = self._off.pop(branch, [])
         # one step says little: where three are run in all, none is judged.
-        return before is not None and latest is not None and bool((before & latest).any())
+        return len(off) > 1 and bool((off[-2] & off[-1]).any())
 
 
 def _taylorseer_hooks(transformer: Any) -> list[Any]:
@@ -151,7 +151,10 @@ def _taylorseer_hooks(transformer: Any) -> list[Any]:
 
 def _norms(values: Tensor) -> Tensor:
     """The norm of each item of a batch: [B] of ``[B, ...]``."""
-    return values.float().flatten(1).norm(dim=1)
+    import torch
+
+    norms: Tensor = torch.linalg.vector_norm(values.flatten(1), dim=1, dtype=torch.float32)
+    return norms
 
 
 class StepCache(AbstractContextManager["StepCache"]):

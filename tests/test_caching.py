@@ -138,14 +138,15 @@ def test_taylorseer_leaves_no_step_out_of_a_run_that_swings() -> None:
     with StepCache(pipe, "taylorseer", warmup=4) as cached:
         swinging = Swinging(pipe, slice(None))
         ours = latents_of(pipe, num_inference_steps=STEPS)
-        assert cached.swung
+        swung = [cached.swung]
         assert cached.blocks_run() == dict.fromkeys(range(STEPS), 1.0)
         assert torch.equal(ours, alone)
         swinging.stop()
         # the next run is judged by itself.
         latents_of(pipe, num_inference_steps=STEPS)
-        assert not cached.swung
+        swung.append(cached.swung)
         assert [step for step, share in cached.blocks_run().items() if not share] == [4, 6]
+    assert swung == [True, False]
     assert not pipe.transformer.is_cache_enabled
     assert torch.equal(latents_of(pipe, num_inference_steps=STEPS), expected)
 
@@ -154,10 +155,10 @@ def test_one_swinging_video_takes_taylorseer_off_its_batch() -> None:
     pipe = steady(tiny_wan(layers=3))
     with StepCache(pipe, "taylorseer", warmup=4) as cached:
         latents_of(pipe, num_inference_steps=STEPS, num_videos_per_prompt=2)
-        assert not cached.swung
+        swung = [cached.swung]
         Swinging(pipe, slice(1, 2))
         latents_of(pipe, num_inference_steps=STEPS, num_videos_per_prompt=2)
-        assert cached.swung
+        assert [*swung, cached.swung] == [False, True]
 
 
 def test_a_record_says_that_a_run_swings(folder: Path) -> None:

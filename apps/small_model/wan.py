@@ -99,9 +99,16 @@ class Wan(SmallModel):
         method="foresight",
         speeds={
             "high": {"psnr": 37.4, "prompts": 24},
-            "balanced": {"method_options": {"share": 0.09}, "schedule": {"refresh": 0.1}},
+            "balanced": {
+                "psnr": 33.4,
+                "prompts": 24,
+                "method_options": {"share": 0.09},
+                "schedule": {"refresh": 0.1},
+            },
             # where its steps alternate, taylorseer extrapolates the wrong way (docs/speed.md).
             "fast": {
+                "psnr": 33.5,
+                "prompts": 24,
                 "cache": "first-block",
                 "method_options": {"share": 0.09},
                 "schedule": {"refresh": 0.1},
