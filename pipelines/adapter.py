@@ -43,6 +43,7 @@ from vidsparse.pipelines.parallel import (
     check_tokens,
     deal,
     exchanged,
+    first_head,
     parallel_group,
 )
 from vidsparse.pipelines.position import denoising_position
@@ -358,14 +359,13 @@ class Session:
             return self._attend_whole(q, k, v, part, layer)
         if wants_gradient(q, k, v):
             raise UnsupportedError(INFERENCE_ONLY)
-        engine = self.engines[part]
-        if engine.observer is not None or getattr(engine.method, "numbers", None) is not None:
+        if self.engines[part].observer is not None:
             raise UnsupportedError(
-                "calibration and calibrated numbers are of all heads, and under context "
-                "parallelism a process has only some. Hint: leave the preset out, or run in one "
-                "process."
+                "calibration looks at all heads, and under context parallelism a process has only "
+                "some. Hint: calibrate in one process; several can use the preset."
             )
-        attend = partial(self._attend_whole, part=part, layer=layer)
+        first = first_head(q.shape[2], group)
+        attend = partial(self._attend_whole, part=part, layer=layer, first_head=first)
         grid = None if self._layout is None else self._layout.grid
         return exchanged(attend, (q, k, v), grid, group)
 
@@ -389,8 +389,10 @@ class Session:
                 counts[rows] -= padding
         return out.detach(), counts
 
-    def _attend_whole(self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int) -> Tensor:
-        """Attention of all tokens.
+    def _attend_whole(
+        self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int, first_head: int = 0
+    ) -> Tensor:
+        """Attention of all tokens, of the layer's heads from ``first_head`` on.
 
         Padded text takes no part: it is cut off, and its rows of the output are zero.
         """
@@ -410,7 +412,7 @@ class Session:
                     swapped(q[rows, :tokens]),
                     swapped(k[rows, :tokens]),
                     swapped(v[rows, :tokens]),
-                    replace(site, layer=layer, grid=grid),
+                    replace(site, layer=layer, grid=grid, first_head=first_head),
                     dense,
                     keep_dense=chooses_backend(stock),
                 )

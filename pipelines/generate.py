@@ -27,7 +27,7 @@ from vidsparse.pipelines.calling import ONE_PROMPT, called_as, image_arguments
 from vidsparse.pipelines.compilation import compilations
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
-from vidsparse.pipelines.parallel import process_count
+from vidsparse.pipelines.parallel import gather_heads, process_count
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.records import shared_record
 from vidsparse.pipelines.request import GenerateRequest, resolve
@@ -148,11 +148,14 @@ def generate_batch(
                 attach(handle)
         made = _run(loaded, settings, clock, progress, cancel, guard)
         total = clock.now()
+        several = (processes := process_count()) > 1
+        whole = not several or handle is None or gather_heads(handle.trace)
         record = shared_record(loaded, first, handle, cache)
         record["batch"] = len(settings)
-        if (processes := process_count()) > 1:
-            # densities above are of the heads of the process that writes this.
+        if several:
             record["processes"] = processes
+            if not whole:
+                record["notes"].append("with densities of the first process's heads alone")
         record["began"] = began.isoformat(timespec="seconds")
         record["times"] = {
             "load": loaded.load_seconds,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch import Tensor, nn
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
+
+if TYPE_CHECKING:
+    from vidsparse.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,12 @@ class Shares:
     plan: Callable[[Any], Mapping[str, Any]]
     exchanged: re.Pattern[str] | None = None
     host: bool = False
+
+
+SHARED_DECISION: Final = (
+    "first-block decides by what a process holds of the video, and under context parallelism that "
+    "is a part: processes would leave out other steps. Hint: take taylorseer, or one process."
+)
 
 
 def own_plan(transformer: Any) -> Mapping[str, Any]:
@@ -174,6 +183,7 @@ def _deal_one(transformer: nn.Module, shares: Shares, config: Any) -> Callable[[
     Raises:
         UnsupportedError: the transformer cannot be dealt, or is already.
     """
+    import diffusers
     from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
 
     if getattr(transformer, "_parallel_config", None) is not None:
@@ -181,6 +191,8 @@ def _deal_one(transformer: nn.Module, shares: Shares, config: Any) -> Callable[[
             "this pipeline runs under context parallelism already. "
             "Hint: call parallelize() or enable_parallelism() once."
         )
+    if isinstance(getattr(transformer, "_cache_config", None), diffusers.FirstBlockCacheConfig):
+        raise UnsupportedError(SHARED_DECISION)
     plan = dict(shares.plan(transformer))
     holders: list[Any] = [transformer]
     if shares.exchanged is not None:
@@ -265,6 +277,45 @@ def exchanged(
     received = [beside.new_empty(beside.shape) for _ in range(count)]
     dist.all_gather(received, beside.contiguous(), group=group)
     return joined(to_tokens(video, group), torch.cat(received, 2))
+
+
+def first_head(heads: int, group: Any) -> int:
+    """The first of a layer's heads that this process has between the exchanges."""
+    return heads // dist.get_world_size(group) * dist.get_rank(group)
+
+
+def gather_heads(trace: Trace) -> bool:
+    """Make a run's trace that of all heads, where every process has that of its own.
+
+    Every process must call it; seconds stay its own. Returns whether it could be done: not where a
+    call of one process became dense by itself, so that the processes have other densities.
+    """
+    trace.resolve()
+    count = dist.get_world_size()
+    device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+    held = [
+        (cell, name)
+        for cell in trace.cells
+        for name in ("selected", "computed", "skipped")
+        if getattr(cell, name) is not None
+    ]
+    own = [getattr(cell, name).flatten().float() for cell, name in held]
+    flat = torch.cat(own or [torch.zeros(0)]).to(device)
+    lengths = torch.zeros(count, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(lengths, torch.tensor([flat.numel()], device=device))
+    if len(set(lengths.tolist())) > 1:
+        return False
+    received = [torch.empty_like(flat) for _ in range(count)]
+    dist.all_gather(received, flat)
+    sizes = [values.numel() for values in own]
+    parts = [torch.split(one.cpu(), sizes) for one in received]
+    for place, (cell, name) in enumerate(held):
+        shape = getattr(cell, name).shape
+        whole = torch.cat([part[place].view(shape) for part in parts], dim=1)
+        setattr(cell, name, whole)
+    for cell in trace.cells:
+        cell.pairs *= count
+    return True
 
 
 def to_heads(x: Tensor, group: Any) -> Tensor:

@@ -17,14 +17,26 @@ from tiny_families import PROMPTS, TINY, latents
 from torch.distributed.device_mesh import init_device_mesh
 
 from vidsparse.errors import UnsupportedError
+from vidsparse.methods.fg_attn import FgAttn
+from vidsparse.methods.numbers import Numbers
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.adapter import SparseProcessor
+from vidsparse.pipelines.caching import StepCache
+from vidsparse.pipelines.parallel import gather_heads
 
 JOINT = ("hunyuan-", "cogvideox", "mochi-", "motif-")
 
 METHODS: dict[str, dict[str, Any]] = {
     "sparse": {"method": "fg-attn", "top_p": 0.2, "tile": "16x16", "dense_steps": 0},
     "dense": {"method": "dense"},
+    # a head's number differs from the next one's, so that it matters which of them a process takes.
+    "calibrated": {
+        "method": FgAttn(
+            tile=(16, 16),
+            numbers=Numbers({"top_p": torch.tensor([[[0.1, 0.9], [0.9, 0.1]]])}, None),
+        ),
+        "dense_steps": 0,
+    },
 }
 
 
@@ -46,15 +58,46 @@ def enable(pipe: Any) -> None:
     pipe.transformer.enable_parallelism(config=config)
 
 
+def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
+    """The same with ``taylorseer``; what is said of ``first-block`` before and after dealing."""
+    found: dict[str, Any] = {}
+    with StepCache(pipe, "taylorseer") as cache:
+        expected = latents(name, pipe, num_inference_steps=7)
+        alone = cache.blocks_run()
+    with StepCache(pipe, "first-block"):
+        try:
+            handle.parallelize()
+        except UnsupportedError as error:
+            found["before"] = str(error)
+    handle.parallelize()
+    with StepCache(pipe, "taylorseer") as cache:
+        actual = latents(name, pipe, num_inference_steps=7)
+        found["left_out"] = [step for step, share in cache.blocks_run().items() if not share]
+        found["same"] = alone == cache.blocks_run()
+    try:
+        StepCache(pipe, "first-block")
+    except UnsupportedError as error:
+        found["after"] = str(error)
+    handle.remove()
+    return {
+        **found,
+        "error": float((actual - expected).abs().max()),
+        "largest": float(expected.abs().max()),
+    }
+
+
 def run(name: str, kind: str, when: str) -> dict[str, Any]:
     """Compare with one process: the largest difference and value, tokens held, the density."""
     options = METHODS[kind]
     pipe = TINY[name].build()
-    with sparsify(pipe, **options):
+    with sparsify(pipe, **options) as alone:
         expected = video(name, pipe)
+        computed_alone = alone.summary().computed
     if when == "host-after":
         enable(pipe)
     handle = sparsify(pipe, **options)
+    if when == "cached":
+        return cached(name, pipe, handle)
     if when == "host-before":
         enable(pipe)
     try:
@@ -78,6 +121,9 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     )
     actual = video(name, pipe)
     watch.remove()
+    heads = 2 * handle.trace.cells[0].pairs
+    assert gather_heads(handle.trace)
+    assert handle.trace.cells[0].pairs == heads
     computed = handle.summary().computed
     handle.remove()
     stock_error = 0.0
@@ -88,6 +134,7 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
         "largest": float(expected.abs().max()),
         "tokens": max(seen),
         "computed": 1.0 if computed is None else float(computed),
+        "alone": 1.0 if computed_alone is None else float(computed_alone),
         "stock_error": stock_error,
     }
 

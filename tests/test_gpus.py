@@ -116,7 +116,7 @@ def test_a_process_that_dies_ends_the_run_with_one_line(tmp_path: Path, rank: st
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--cache", "first-block"], "--cache does not work on several processes"),
+        (["--cache", "first-block"], "--cache first-block does not work on several processes"),
         (["--compile"], "--compile does not work on several processes"),
         (["--tile", "nonsense"], "nonsense"),
     ],

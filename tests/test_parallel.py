@@ -60,7 +60,9 @@ HOST = ["wan/dense/host-after", "wan/sparse/host-before", "wan/sparse/host-after
 # a processor of the host's own that is put in later must not leave its process alone.
 SWAPPED = [f"{name}/sparse/swapped" for name in ("wan", "hunyuan", "ltx")]
 DENSE = [f"{name}/dense/parallelize" for name in DEALT if name in VARIANTS.values()]
-CASES = [*SPARSE, *DENSE, *SWAPPED, *HOST]
+CALIBRATED = ["wan/calibrated/parallelize", "wan/calibrated/host-after"]
+CASES = [*SPARSE, *DENSE, *SWAPPED, *HOST, *CALIBRATED]
+CACHED = [f"{name}/sparse/cached" for name in ("wan", "hunyuan", "ltx")]
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     refused = [f"{name}/sparse/parallelize" for name in REFUSED]
     done = subprocess.run(
-        [*torchrun, str(WORKER), str(out), *CASES, *refused],
+        [*torchrun, str(WORKER), str(out), *CASES, *CACHED, *refused],
         capture_output=True,
         text=True,
         timeout=300,
@@ -95,9 +97,16 @@ def test_each_process_held_half_of_the_video(found: dict[str, dict[str, Any]], c
     assert found[case]["tokens"] == DEALT[case.split("/")[0]]
 
 
-@pytest.mark.parametrize("case", [*SPARSE, *HOST[1:]])
+@pytest.mark.parametrize("case", [*SPARSE, *HOST[1:], *CALIBRATED])
 def test_the_compared_runs_were_sparse(found: dict[str, dict[str, Any]], case: str) -> None:
     assert found[case]["computed"] < 0.9
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_densities_of_all_processes_are_those_of_one(
+    found: dict[str, dict[str, Any]], case: str
+) -> None:
+    assert found[case]["computed"] == pytest.approx(found[case]["alone"], rel=1e-5)
 
 
 @pytest.mark.parametrize("case", SPARSE)
@@ -113,6 +122,24 @@ def test_removal_keeps_a_plan_that_the_user_asked_diffusers_for(
 ) -> None:
     budget = 64 * torch.finfo(torch.float32).eps * found[case]["largest"]
     assert found[case]["stock_error"] <= budget
+
+
+@pytest.mark.parametrize("case", CACHED)
+def test_every_process_leaves_out_the_steps_of_one(
+    found: dict[str, dict[str, Any]], case: str
+) -> None:
+    one = found[case]
+    assert one["left_out"] == [3, 5]
+    assert one["same"]
+    assert one["error"] <= 64 * torch.finfo(torch.float32).eps * one["largest"]
+
+
+@pytest.mark.parametrize("case", CACHED)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cache_that_decides_by_a_part_of_the_video_is_refused(
+    found: dict[str, dict[str, Any]], case: str, when: str
+) -> None:
+    assert "decides by what a process holds" in found[case][when]
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

@@ -411,7 +411,9 @@ def _print_made(terminal: Terminal, target: Target, record: Mapping[str, Any]) -
     )
     times = record["times"]
     compiling = f" ({times['compile']:.1f} s of it compiling)" if times.get("compile") else ""
-    terminal.show(f"{target.video}  {times['total']:.1f} s{compiling}, {work}")
+    # what was asked for and did not happen.
+    missing = "".join(f"; {note}" for note in record["notes"] if note.startswith("without "))
+    terminal.show(f"{target.video}  {times['total']:.1f} s{compiling}, {work}{missing}")
 
 
 def _print_kept(terminal: Terminal, target: Target) -> None:

@@ -122,12 +122,16 @@ def check_shared(request: GenerateRequest, count: int) -> None:
         UnsupportedError: an option does not work on several processes.
     """
     check_gpus(request, count)
-    for option, used in (("--cache", request.cache != "none"), ("--compile", request.compile)):
-        if used:
-            raise UnsupportedError(
-                f"{option} does not work on several processes yet. "
-                "Hint: leave it out (and --speed, which may set it), or use one GPU."
-            )
+    if request.cache == "first-block":
+        raise UnsupportedError(
+            "--cache first-block does not work on several processes: each would decide by its own "
+            "part of the video. Hint: --cache taylorseer or none, or use one GPU."
+        )
+    if request.compile:
+        raise UnsupportedError(
+            "--compile does not work on several processes yet. "
+            "Hint: leave it out (and --speed, which may set it), or use one GPU."
+        )
 
 
 def check_gpus(request: GenerateRequest, count: int) -> None:
