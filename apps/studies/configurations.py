@@ -82,8 +82,8 @@ REFRESHED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
     ("foresight", {"share": 0.17}, 0),
     ("foresight", {"share": 0.05}, 4),
     ("foresight", {"share": 0.16}, 4),
-    ("fg-attn", {"topk": 0.1, "tile": "16x16"}, 4),
-    ("fg-attn", {"topk": 0.3, "tile": "16x16"}, 0),
+    ("fg-attn", {"top_p": None, "topk": 0.1, "tile": "16x16"}, 4),
+    ("fg-attn", {"top_p": None, "topk": 0.3, "tile": "16x16"}, 0),
 )
 """Methods, their options and refreshes; the first four are pairs of equal work in 20 steps."""
 
@@ -97,7 +97,7 @@ FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
     ("foresight", {"share": 0.1}, 0, 0),
     ("foresight", {"share": 0.3}, 1, 1),
     ("foresight", {"share": 0.3}, 1, 0),
-    ("fg-attn", {"topk": 0.3, "tile": "16x16"}, 1, 0),
+    ("fg-attn", {"top_p": None, "topk": 0.3, "tile": "16x16"}, 1, 0),
 )
 """Methods, their options, dense steps and refreshes. The first refresh is the last dense step."""
 
