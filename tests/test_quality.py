@@ -18,6 +18,7 @@ from vidsparse.apps.studies.configurations import STUDIES, configurations
 from vidsparse.apps.studies.quality_plots import draw_curve
 from vidsparse.apps.studies.quality_study import AIM_TRIALS
 from vidsparse.apps.studies.quality_tables import total_of
+from vidsparse.methods import SPARSE_METHODS, make_method
 from vidsparse.methods.studied import Knob
 from vidsparse.pipelines.models import MODELS, resolve_model
 
@@ -222,6 +223,14 @@ def test_the_study_covers_what_was_promised() -> None:
         "consecutive", "xor-window",
     }  # fmt: skip
     assert len({str(one) for one in everything}) == len(everything)
+
+
+def test_every_row_goes_with_the_numbers_that_a_model_brings() -> None:
+    defaults = resolve_model("shapes").defaults
+    for one in configurations(STUDIES):
+        if one.aim is None and not one.calibrated and not SPARSE_METHODS[one.method].needs_numbers:
+            settled = {**defaults.method_options.get(one.method, {}), **one.options}
+            make_method(one.method, **settled)
 
 
 @pytest.mark.parametrize("name", MODELS)
