@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.errors import OptionError, UnsupportedError, listed
 from vidsparse.pipelines.families import FAMILIES, Family
-from vidsparse.pipelines.parallel import SHARED_DECISION
 from vidsparse.pipelines.placement import check_choice
 
 if TYPE_CHECKING:
@@ -235,6 +234,8 @@ class StepCache(AbstractContextManager["StepCache"]):
         for block in blocks:
             self._count(block)
         if self.cache == "first-block" and getattr(transformer, "_parallel_config", None):
+            from vidsparse.pipelines.parallel import SHARED_DECISION
+
             raise UnsupportedError(SHARED_DECISION)
         config = self._config(warmup)
         transformer.enable_cache(config)

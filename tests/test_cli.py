@@ -78,6 +78,7 @@ class _Machine:
             "selected": 0.25,
             "computed": 0.5,
             "times": {"total": 1.5},
+            "notes": [],
         }
         return Generated(frames=frames, record=record)
 

@@ -215,13 +215,24 @@ def test_compare_s_answer_in_json_is_its_summary(tiny_model: Path, prompts: Path
 
 
 def test_parts_are_switched_on_one_after_the_other(wide_model: Path, prompts: Path) -> None:
-    options = ("--top-p", "0.3", "--dense-steps", "1", "--linear", "int8", "--cache", "taylorseer")
+    options = (
+        "--top-p",
+        "0.3",
+        "--dense-steps",
+        "1",
+        "--linear",
+        "int8",
+        "--cache",
+        "first-block",
+        "--cache-threshold",
+        "0.5",
+    )
     done = _compare(wide_model, prompts, *options, "--steps", "8", "--parts")
     assert done.exit_code == 0, done.output
     document = _document(prompts)
     stages = document["summary"]["stages"]
     assert [stage["name"] for stage in stages] == [
-        "sparse attention (fg-attn)", "linear layers in int8", "step cache (taylorseer)",
+        "sparse attention (fg-attn)", "linear layers in int8", "step cache (first-block)",
     ]  # fmt: skip
     # the last is the run itself, whatever else the report says of it.
     assert stages[-1]["psnr"] == document["summary"]["psnr"]
@@ -239,7 +250,7 @@ def test_parts_are_switched_on_one_after_the_other(wide_model: Path, prompts: Pa
     )
     assert alone["summary"]["stages"] == []
     assert alone["summary"]["psnr"] == whole["summary"]["stages"][0]["psnr"]
-    for words in ("linear layers in int8", "step cache (taylorseer)", f"{means[1]:.2f}"):
+    for words in ("linear layers in int8", "step cache (first-block)", f"{means[1]:.2f}"):
         assert words in done.stdout
         for name in ("report.html", "report.md"):
             (text,) = (

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -127,18 +130,20 @@ def test_another_model_is_not_told_from_this_one() -> None:
 
 
 def test_what_a_process_holds_is_told_where_the_system_says_it() -> None:
-    memory = Memory("cpu")
-    memory.begin()
-    now, most = memory.now(), memory.most()
+    # in a process of its own: this one's other threads take memory and give it back meanwhile.
+    code = (
+        "from vidsparse.apps.page.estimates import Memory\n"
+        "memory = Memory('cpu')\n"
+        "memory.begin()\n"
+        "before = memory.now(), memory.most()\n"
+        "block = bytearray(64 * 2**20)\n"
+        "print([*before, memory.most(), memory.room()])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    now, most, more, room = json.loads(run.stdout.replace("None", "null"))
     if now is None:
         pytest.skip("only Linux says how much memory a process holds")
-    block = bytearray(64 * 2**20)
-    more = memory.most()
-    assert most is not None
-    assert more is not None
-    assert more >= most + len(block) // 2
-    room = memory.room()
-    assert room is not None
+    assert more >= most + 32 * 2**20
     assert room > now
 
 
