@@ -7,10 +7,12 @@ four, and from the machine: 8-bit layers and compilation are for GPUs, where the
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from vidsparse.errors import OptionError
 from vidsparse.pipelines.families import DEFAULT_METHOD, FAMILIES, Defaults
 from vidsparse.pipelines.placement import fp8_reason
 
@@ -95,6 +97,31 @@ def measured(model: str, speed: str, defaults: Defaults) -> str:
     return (
         f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default "
         "size on a CPU"
+    )
+
+
+def speed_reaching(psnr: float, model: str, defaults: Defaults) -> str:
+    """The fastest speed that was measured to give ``psnr`` dB or more on a model with ``defaults``.
+
+    Raises:
+        OptionError: none was, or that is no number of decibels.
+    """
+    if not 0 < psnr < math.inf:
+        raise OptionError(f"a quality must be a number of dB above 0, got {psnr:g}. Hint: 33dB.")
+    known = {name: own["psnr"] for name, own in defaults.speeds.items() if "psnr" in own}
+    for speed in reversed(SPEEDS):
+        if known.get(speed, 0.0) >= psnr:
+            return speed
+    nearest = max(known, key=lambda speed: known[speed], default=None)
+    why = (
+        f"no speed was measured on {model}, so that none can be chosen for {psnr:g} dB"
+        if nearest is None
+        else f"no speed was measured to give {psnr:g} dB on {model}; {nearest} is nearest with "
+        f"{known[nearest]:.1f}"
+    )
+    raise OptionError(
+        f"{why}. Hint: exact leaves nothing out, and `vidsparse calibrate --target-psnr {psnr:g}` "
+        "finds numbers for it."
     )
 
 

@@ -95,6 +95,19 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
     playwright.expect(share).to_have_value("0.09")
     visitor.set("share", 0.06)
     playwright.expect(page.get_by_label("by hand", exact=True)).to_be_checked()
+    # a quality chooses the fastest speed that has it, and goes when another choice is made.
+    target = page.locator("#target input")
+    target.fill("37")
+    playwright.expect(page.get_by_label("high", exact=True)).to_be_checked()
+    playwright.expect(share).to_have_value("0.08")
+    target.fill("99")
+    visitor.see("#speed-facts", "no speed was measured to give 99 dB on shapes")
+    target.fill("33")
+    playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
+    playwright.expect(target).to_have_value("33")
+    visitor.set("share", 0.06)
+    playwright.expect(page.get_by_label("by hand", exact=True)).to_be_checked()
+    playwright.expect(target).to_have_value("")
     page.get_by_label("exact", exact=True).check()
     playwright.expect(page.locator("#method input")).to_have_value("Dense attention (dense)")
 
@@ -591,7 +604,7 @@ def test_tab_leaves_no_list_open(visit: Any) -> None:
     playwright.expect(options).to_have_count(len(METHODS))
     # on past the preset, whose list opens and closes as well.
     page.keyboard.press("Tab")
-    playwright.expect(options).to_have_count(2)
+    playwright.expect(options).to_have_count(3)
     page.keyboard.press("Tab")
     playwright.expect(options).to_have_count(0)
     page.locator("#method input").focus()

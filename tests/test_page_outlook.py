@@ -23,7 +23,7 @@ from playwright import sync_api as playwright
 
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.compare_tab import DENSE, FORM, made_for
-from vidsparse.apps.page.estimates import Estimate, Estimates, Memory, Took
+from vidsparse.apps.page.estimates import Estimate, Estimates, Took
 from vidsparse.apps.page.generate_tab import MOST_VIDEOS, count_of
 from vidsparse.apps.page.queue import Job
 from vidsparse.errors import OptionError

@@ -18,7 +18,7 @@ from vidsparse.pipelines import accelerate
 from vidsparse.pipelines.families import FAMILIES, WAN
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
-from vidsparse.pipelines.speed import SPEEDS, bundle_for, described, measured
+from vidsparse.pipelines.speed import SPEEDS, bundle_for, described, measured, speed_reaching
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -161,6 +161,39 @@ def test_what_is_measured_is_said_and_what_is_not() -> None:
     # what is left as the model has it is not told.
     everything = {**one, "linear": "fp8", "compile": True, "cache": "none"}
     assert described(everything).endswith("dense steps 0.24, linear layers in fp8, compiled blocks")
+
+
+@pytest.mark.parametrize(
+    ("psnr", "speed"), [(1, "fast"), (33.5, "fast"), (33.51, "balanced"), (36, "high")]
+)
+def test_the_fastest_speed_that_reaches_a_quality_is_taken(psnr: float, speed: str) -> None:
+    known = {"high": {"psnr": 36.0}, "balanced": {"psnr": 34.0}, "fast": {"psnr": 33.5}}
+    assert speed_reaching(psnr, "shapes", replace(WAN.defaults, speeds=known)) == speed
+
+
+def test_a_quality_that_no_speed_has_is_refused_with_the_nearest() -> None:
+    known = replace(WAN.defaults, speeds={"high": {"psnr": 36.0}, "fast": {}})
+    with pytest.raises(OptionError, match=r"give 40 dB on shapes; high is nearest with 36\.0"):
+        speed_reaching(40, "shapes", known)
+    with pytest.raises(OptionError, match=r"no speed was measured on wan.*--target-psnr 30"):
+        speed_reaching(30, "wan", WAN.defaults)
+    for wrong in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(OptionError, match="above 0"):
+            speed_reaching(wrong, "shapes", known)
+
+
+@pytest.mark.parametrize("asked", ["33dB", "33 db", "33.0DB"])
+def test_a_quality_on_the_command_line_is_a_speed(asked: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n", encoding="utf-8")
+    given = ["generate", str(prompts), "--device", "cpu", "--out", str(tmp_path / "out")]
+    # refused late, by what stands beside it.
+    result = CliRunner().invoke(main, [*given, "--speed", asked, "--frames", "10"])
+    assert result.exit_code == 2
+    assert "frames" in result.output
+    result = CliRunner().invoke(main, [*given, "--speed", "50dB"])
+    assert result.exit_code == 2
+    assert "no speed was measured to give 50 dB on shapes" in " ".join(result.output.split())
 
 
 # running

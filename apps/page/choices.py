@@ -36,7 +36,7 @@ from vidsparse.apps.page.values import check_texts
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
 from vidsparse.pipelines.families import SCHEDULED
-from vidsparse.pipelines.speed import SPEEDS
+from vidsparse.pipelines.speed import SPEEDS, speed_reaching
 
 if TYPE_CHECKING:
     from vidsparse.apps.page.host import HostPreset
@@ -65,8 +65,8 @@ class Choices:
         uploads = [upload for upload, _ in form.images.values()]
         self.outputs = [
             *form.controls.values(), *form.groups.values(), *form.folds.values(),
-            form.pictures, *uploads, form.examples, form.card, form.speed, form.speed_facts,
-            form.size, form.length, *report.own.values(),
+            form.pictures, *uploads, form.examples, form.card, form.size, form.length,
+            form.speed, form.target, form.speed_facts, *report.own.values(),
         ]  # fmt: skip
 
     def connect(self, page: gr.Blocks) -> None:
@@ -85,12 +85,13 @@ class Choices:
         }
         model.input(self.choose_model, inputs=[model], **shared)
         self._form.speed.input(self.choose_speed, inputs=[model, self._form.speed], **shared)
+        self._form.target.input(self.choose_target, inputs=[model, self._form.target], **shared)
         # numbers written by hand are no named speed any more; the server need not be asked.
         for name in self._by_hand():
             self._form.controls[name].input(
                 None,
-                js="() => ''",
-                outputs=[self._form.speed],
+                js="() => ['', null]",
+                outputs=[self._form.speed, self._form.target],
                 show_progress="hidden",
                 api_visibility="private",
             )
@@ -186,9 +187,27 @@ class Choices:
         """A named speed: the numbers that it stands for; "by hand" leaves them as they are."""
         model = self._model(name)
         if speed not in SPEEDS:
-            return {self._form.speed_facts: draw.note(speed_text(self._form, model, BY_HAND))}
+            return {
+                self._form.target: None,
+                self._form.speed_facts: draw.note(speed_text(self._form, model, BY_HAND)),
+            }
         values = values_of_speed(self._form, model, speed)
         return self.updates(model, values["method"], None, values, speed)
+
+    def choose_target(self, name: Any, psnr: Any) -> dict[Any, Any]:
+        """The fastest speed that was measured to give ``psnr`` dB; none changes nothing."""
+        model = self._model(name)
+        if not isinstance(psnr, (int, float)):
+            return {self._form.target: gr.skip()}
+        try:
+            speed = speed_reaching(psnr, model.name, model.defaults)
+        except OptionError as error:
+            return {self._form.speed_facts: draw.note(str(error))}
+        values = values_of_speed(self._form, model, speed)
+        return {
+            **self.updates(model, values["method"], None, values, speed),
+            self._form.target: psnr,
+        }
 
     def choose_settings(self, request: GenerateRequest) -> dict[Any, Any]:
         """Everything that a request says."""
@@ -369,6 +388,7 @@ class Choices:
             facts.setdefault(name, {})["placeholder"] = text
         updates = {form.controls[name]: gr.update(**each) for name, each in facts.items()}
         updates[form.speed] = speed
+        updates[form.target] = None
         updates[form.speed_facts] = draw.note(speed_text(form, model, speed))
         updates |= self._sizes(model, values, by_hand=preset is None)
         for name, group in form.groups.items():

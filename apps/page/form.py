@@ -120,6 +120,7 @@ class Form:
         share: makes a link that carries all settings.
         link: shows it.
         speed: the one control that fills those by hand.
+        target: the quality that a speed is to have, where it is chosen by that.
         speed_facts: what its choice stands for.
     """
 
@@ -189,6 +190,13 @@ class Form:
             value=FIRST_SPEED,
             label="Quality and speed",
             elem_id="speed",
+        )
+        self.target = gr.Number(
+            None,
+            label="or the fastest that gives at least (dB)",
+            placeholder="a PSNR, such as 33",
+            elem_id="target",
+            minimum=0,
         )
         self.speed_facts = gr.HTML(elem_id="speed-facts")
 

@@ -7,6 +7,7 @@ here. Help lists options in groups, each method's under its own name.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -200,7 +201,8 @@ def request_options(function: Function) -> Function:
                 "--speed",
                 metavar="NAME",
                 help="A bundle of method, dense steps, linear layers, compilation and step cache: "
-                "exact, high, balanced, fast; every flag overrides its part.  [default: none]",
+                "exact, high, balanced, fast, or a quality such as 33dB for the fastest that was "
+                "measured to give it; every flag overrides its part.  [default: none]",
             ),
             option(
                 "--method",
@@ -367,6 +369,7 @@ def build_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
     """
     from vidsparse.pipelines.request import GenerateRequest
 
+    options = {**options, "speed": _named_speed(options["speed"], options["model"])}
     own = {k: v for k, v in options.items() if not k.startswith(_METHOD_PREFIX) and k != "size"}
     width, height = options["size"] or (None, None)
     own["method"] = _method_name(options)
@@ -377,6 +380,18 @@ def build_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
         method_options=method_values(own["method"], options),
         **own,
     )
+
+
+def _named_speed(asked: str | None, model: str) -> str | None:
+    """The name of a speed, where one was asked for by name or by the quality it is to have."""
+    quality = re.fullmatch(r"(\d+(?:\.\d*)?) ?db", asked or "", re.IGNORECASE)
+    if quality is None:
+        return asked
+    from vidsparse.pipelines.models import resolve_model
+    from vidsparse.pipelines.speed import speed_reaching
+
+    known = resolve_model(model)
+    return speed_reaching(float(quality[1]), known.name, known.defaults)
 
 
 def _method_name(options: Mapping[str, Any]) -> str:
