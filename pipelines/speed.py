@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -98,6 +99,12 @@ def measured(model: str, speed: str, defaults: Defaults) -> str:
         f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default "
         "size on a CPU"
     )
+
+
+def quality_of(text: str) -> float | None:
+    """The dB of a quality written as ``33dB``, or nothing where ``text`` is no such quality."""
+    written = re.fullmatch(r"(\d+(?:\.\d*)?) ?db", text.strip(), re.IGNORECASE)
+    return float(written[1]) if written else None
 
 
 def speed_reaching(psnr: float, model: str, defaults: Defaults) -> str:

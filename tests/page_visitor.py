@@ -26,7 +26,7 @@ class Visitor:
         self.page.goto(url)
         self.page.wait_for_selector("#generate")
         if by_hand:
-            self.page.get_by_role("button", name="By hand").click()
+            self.unfold("By hand")
         for label, value in SMALL.items():
             self.set(label, value)
 
@@ -34,6 +34,11 @@ class Visitor:
         # what the page's own policy forbids it is missed by somebody.
         if "Content Security Policy" in said.text:
             self.errors.append(said.text)
+
+    def unfold(self, fold: str) -> None:
+        self.page.get_by_role("button", name=fold).click()
+        # gradio fills the fields once more just after a fold has opened, over what is in them.
+        self.page.wait_for_timeout(300)
 
     def set(self, label: str, value: object) -> None:
         field = self.page.get_by_label(label, exact=True)

@@ -238,7 +238,7 @@ def test_a_link_carries_all_settings(visit: Any) -> None:
     playwright.expect(other.page.locator("#prompt textarea")).to_have_value(
         "a large red ball that moves right"
     )
-    other.page.get_by_role("button", name="By hand").click()
+    other.unfold("By hand")
     for label, value in (("Seed", "12"), ("share", "0.055"), ("Width", "64")):
         playwright.expect(other.page.get_by_label(label, exact=True)).to_have_value(value)
     # what is changed then outlives a reload, and the link is gone from the address.

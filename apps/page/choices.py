@@ -36,7 +36,7 @@ from vidsparse.apps.page.values import check_texts
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
 from vidsparse.pipelines.families import SCHEDULED
-from vidsparse.pipelines.speed import SPEEDS, speed_reaching
+from vidsparse.pipelines.speed import SPEEDS, quality_of, speed_reaching
 
 if TYPE_CHECKING:
     from vidsparse.apps.page.host import HostPreset
@@ -85,12 +85,13 @@ class Choices:
         }
         model.input(self.choose_model, inputs=[model], **shared)
         self._form.speed.input(self.choose_speed, inputs=[model, self._form.speed], **shared)
-        self._form.target.input(self.choose_target, inputs=[model, self._form.target], **shared)
+        # not input, which gradio does not tell of what is pasted.
+        self._form.target.change(self.choose_target, inputs=[model, self._form.target], **shared)
         # numbers written by hand are no named speed any more; the server need not be asked.
         for name in self._by_hand():
             self._form.controls[name].input(
                 None,
-                js="() => ['', null]",
+                js="() => ['', '']",
                 outputs=[self._form.speed, self._form.target],
                 show_progress="hidden",
                 api_visibility="private",
@@ -188,26 +189,31 @@ class Choices:
         model = self._model(name)
         if speed not in SPEEDS:
             return {
-                self._form.target: None,
+                self._form.target: "",
                 self._form.speed_facts: draw.note(speed_text(self._form, model, BY_HAND)),
             }
         values = values_of_speed(self._form, model, speed)
         return self.updates(model, values["method"], None, values, speed)
 
-    def choose_target(self, name: Any, psnr: Any) -> dict[Any, Any]:
-        """The fastest speed that was measured to give ``psnr`` dB; none changes nothing."""
+    def choose_target(self, name: Any, target: Any) -> dict[Any, Any]:
+        """The fastest speed that was measured to give a PSNR; a blank chooses nothing."""
         model = self._model(name)
-        if not isinstance(psnr, (int, float)):
+        text = str(target or "").strip()
+        if not text:
             return {self._form.target: gr.skip()}
+        psnr = quality_of(text) or quality_of(f"{text} dB")
+        if psnr is None:
+            note = "A quality is a number of dB, such as 33."
+            return {self._form.speed_facts: draw.note(note)}
         try:
             speed = speed_reaching(psnr, model.name, model.defaults)
         except OptionError as error:
             return {self._form.speed_facts: draw.note(str(error))}
         values = values_of_speed(self._form, model, speed)
-        return {
-            **self.updates(model, values["method"], None, values, speed),
-            self._form.target: psnr,
-        }
+        updates = self.updates(model, values["method"], None, values, speed)
+        # what is typed meanwhile stays.
+        del updates[self._form.target]
+        return updates
 
     def choose_settings(self, request: GenerateRequest) -> dict[Any, Any]:
         """Everything that a request says."""
@@ -388,7 +394,7 @@ class Choices:
             facts.setdefault(name, {})["placeholder"] = text
         updates = {form.controls[name]: gr.update(**each) for name, each in facts.items()}
         updates[form.speed] = speed
-        updates[form.target] = None
+        updates[form.target] = ""
         updates[form.speed_facts] = draw.note(speed_text(form, model, speed))
         updates |= self._sizes(model, values, by_hand=preset is None)
         for name, group in form.groups.items():

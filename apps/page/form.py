@@ -191,12 +191,12 @@ class Form:
             label="Quality and speed",
             elem_id="speed",
         )
-        self.target = gr.Number(
-            None,
-            label="or the fastest that gives at least (dB)",
-            placeholder="a PSNR, such as 33",
+        # no number field: gradio shows 0 in one that is blank at first.
+        self.target = gr.Textbox(
+            label="or the fastest that gives at least",
+            placeholder="a PSNR, such as 33 dB",
             elem_id="target",
-            minimum=0,
+            max_length=20,
         )
         self.speed_facts = gr.HTML(elem_id="speed-facts")
 

@@ -7,7 +7,6 @@ here. Help lists options in groups, each method's under its own name.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -384,14 +383,14 @@ def build_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
 
 def _named_speed(asked: str | None, model: str) -> str | None:
     """The name of a speed, where one was asked for by name or by the quality it is to have."""
-    quality = re.fullmatch(r"(\d+(?:\.\d*)?) ?db", asked or "", re.IGNORECASE)
+    from vidsparse.pipelines.models import resolve_model
+    from vidsparse.pipelines.speed import quality_of, speed_reaching
+
+    quality = quality_of(asked or "")
     if quality is None:
         return asked
-    from vidsparse.pipelines.models import resolve_model
-    from vidsparse.pipelines.speed import speed_reaching
-
     known = resolve_model(model)
-    return speed_reaching(float(quality[1]), known.name, known.defaults)
+    return speed_reaching(quality, known.name, known.defaults)
 
 
 def _method_name(options: Mapping[str, Any]) -> str:
