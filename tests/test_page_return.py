@@ -90,6 +90,8 @@ def test_a_comparison_and_its_tab_are_there_after_a_reload(visit: Any) -> None:
     visitor.tab("Report")
     page.fill("#prompts textarea", "a red ball\na blue ring")
     visitor.tab("Compare")
+    # long enough to be seen at work, however busy the machine.
+    visitor.set("Steps", 30)
     page.click("#compare")
     visitor.see("#compare-status", "step")
     _reload(visitor)
