@@ -119,6 +119,7 @@ def test_a_process_that_dies_ends_the_run_with_one_line(tmp_path: Path, rank: st
         (["--cache", "first-block"], "--cache first-block does not work on several processes"),
         (["--compile"], "--compile does not work on several processes"),
         (["--tile", "nonsense"], "nonsense"),
+        (["--ring", "3"], "--ring 3 does not divide the number of GPUs for each video, 2"),
     ],
 )
 def test_what_cannot_be_done_is_said_once_and_starts_nothing(

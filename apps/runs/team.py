@@ -32,10 +32,12 @@ class Team:
     Args:
         rank: its number from 0; 0 is the first.
         count: how many there are.
+        ring: how many keys and values travel round; None leaves it to the model's heads.
     """
 
     rank: int
     count: int
+    ring: int | None = None
 
     @property
     def first(self) -> bool:
@@ -83,20 +85,22 @@ def _from_the_first(numbers: list[int]) -> list[int]:
     return found
 
 
-def join(terminal: Terminal, gpus: int | None) -> Team | None:
+def join(terminal: Terminal, gpus: int | None, ring: int | None) -> Team | None:
     """The team that this process was started into; None where it runs by itself.
 
     Raises:
-        OptionError: another number of processes was asked for than was started.
+        OptionError: another number of processes was asked for than was started, or a ring that
+            they cannot make.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    team = Team(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    team = Team(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ring)
     if gpus not in (None, team.count):
         raise OptionError(
             f"--gpus {gpus} was given to {team.count} processes that torchrun started. "
             "Hint: leave --gpus out, or start without torchrun."
         )
+    check_ring(ring, team.count)
     if team.count == 1:
         return None
     # every process sees one GPU, so that `cuda` is its own and settings are the same in all.
@@ -112,6 +116,19 @@ def join(terminal: Terminal, gpus: int | None) -> Team | None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return team
+
+
+def check_ring(ring: int | None, count: int) -> None:
+    """Check that ``count`` processes can make rings of ``ring``.
+
+    Raises:
+        OptionError: they cannot.
+    """
+    if ring is not None and count % ring:
+        raise OptionError(
+            f"--ring {ring} does not divide the number of GPUs for each video, {count}. "
+            "Hint: give a number that does, or leave it out."
+        )
 
 
 def check_shared(request: GenerateRequest, count: int) -> None:
