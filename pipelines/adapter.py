@@ -34,6 +34,7 @@ from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.order import wants_gradient
 from vidsparse.pipelines.backends import chooses_backend, stock_attention, swapped
+from vidsparse.pipelines.balance import Balancer
 from vidsparse.pipelines.families import Family
 from vidsparse.pipelines.operators import SESSIONS, dense_video_attention, video_attention
 from vidsparse.pipelines.parallel import (
@@ -170,6 +171,9 @@ class Session:
         self._timesteps: Any = None
         self._timestep_values: list[float] = []
         self._forwards_in_step = 0
+        # whether heads that differ in work are dealt to processes by it.
+        self.balance = True
+        self._balancer: Balancer | None = None
         SESSIONS[self.id] = self
 
     @property
@@ -323,6 +327,7 @@ class Session:
             self._begin_run(steps, timesteps)
         if step != last:
             self._forwards_in_step = 0
+            self._deal_heads(part, last, step)
         if self._site is not None and self._site.part != part:
             # one transformer takes over from the other.
             self.engines[self._site.part].forget()
@@ -335,6 +340,16 @@ class Session:
             part=part,
         )
         self._forwards_in_step += 1
+
+    def _deal_heads(self, part: int, before: int, step: int) -> None:
+        """Deal a transformer's heads to processes anew, by what each computed the step before."""
+        groups, engine = self.groups(part), self.engines[part]
+        if groups is None or groups.heads is None or not self.balance:
+            return
+        if self._site is not None and self._site.part == part and before < step:
+            if self._balancer is None:
+                self._balancer = Balancer(self.heads)
+            self._balancer.between_steps(part, engine, before, step, groups.heads)
 
     def _begin_run(self, steps: int, timesteps: Any) -> None:
         self._timesteps = timesteps
@@ -373,12 +388,16 @@ class Session:
                 "a probe looks at whole calls, and in a ring a process has only some tokens. "
                 "Hint: probe in one process."
             )
-        first = groups.first_head(q.shape[2])
+        dealt = None if self._balancer is None else self._balancer.deal(part, layer)
+        if dealt is None:
+            of_heads: dict[str, Any] = {"first_head": groups.first_head(q.shape[2])}
+        else:
+            of_heads = {"heads": dealt.of(groups.place)}
         attend = partial(
-            self._attend_whole, part=part, layer=layer, first_head=first, ring=groups.ring
+            self._attend_whole, part=part, layer=layer, ring=groups.ring, of_heads=of_heads
         )
         grid = None if self._layout is None else self._layout.grid
-        return exchanged(attend, (q, k, v), grid, groups)
+        return exchanged(attend, (q, k, v), grid, groups, dealt)
 
     def groups(self, part: int = 0) -> Groups | None:
         """Whom this process attends together with in a transformer; None where it is alone."""
@@ -412,10 +431,10 @@ class Session:
         v: Tensor,
         part: int,
         layer: int,
-        first_head: int = 0,
         ring: Ring | None = None,
+        of_heads: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Attention of all tokens (in a ring, its own), of the layer's heads from ``first_head``.
+        """Attention of all tokens (in a ring, its own); ``of_heads`` says to the site which heads.
 
         Padded text takes no part: it is cut off, and its rows of the output are zero.
         """
@@ -435,7 +454,7 @@ class Session:
                     swapped(q[rows, :tokens]),
                     swapped(k[rows, :tokens]),
                     swapped(v[rows, :tokens]),
-                    replace(site, layer=layer, grid=grid, first_head=first_head),
+                    replace(site, layer=layer, grid=grid, **(of_heads or {})),
                     dense,
                     keep_dense=chooses_backend(stock),
                     ring=ring,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -160,6 +160,8 @@ def generate_batch(
             record["processes"] = processes
             if handle is not None and handle.ring > 1:
                 record["ring"] = handle.ring
+            if handle is not None and handle.trace.balance is not None:
+                record["balance"] = asdict(handle.trace.balance)
             if not whole:
                 record["notes"].append("with densities of the first process's heads alone")
         record["began"] = began.isoformat(timespec="seconds")

@@ -74,7 +74,7 @@ class SparseHandle:
         for engine in self._session.engines:
             engine.probe = probe
 
-    def parallelize(self, *, ring: int | None = None) -> None:
+    def parallelize(self, *, ring: int | None = None, balance: bool = True) -> None:
         """Denoise each video over all processes of ``torch.distributed``, until ``remove()``.
 
         Every process makes the same pipeline, and calls it with the same arguments and seeds; each
@@ -86,6 +86,8 @@ class SparseHandle:
             ring: how many processes keys and values travel round, each with its own tokens'
                 queries; the heads are shared out by as many as are left: N / ``ring``. None for
                 as few as make the heads a multiple of that; 1 is Ulysses alone.
+            balance: deal heads that differ in work so that all processes have equally much of it,
+                by what each head computed a step before. Outputs do not change.
 
         Raises:
             UnsupportedError: ``torch.distributed`` was not started, the pipeline's transformer
@@ -93,6 +95,7 @@ class SparseHandle:
             OptionError: ``ring`` does not divide the processes.
         """
         config = all_processes(self._session.heads, ring)
+        self._session.balance = balance
         if config is not None:
             self._session.parallelize(config)
 

@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
+from vidsparse.pipelines.balance import HeadDeal, device_of, imbalance
 from vidsparse.ring import Ring
+from vidsparse.trace import Balance
 
 if TYPE_CHECKING:
     from vidsparse.trace import Trace
@@ -278,9 +280,14 @@ class Groups:
         """How many there are."""
         return self.sharers * (1 if self.ring is None else self.ring.count)
 
+    @property
+    def place(self) -> int:
+        """This process's among those that share the heads out."""
+        return 0 if self.heads is None else dist.get_rank(self.heads)
+
     def first_head(self, heads: int) -> int:
-        """The first of a layer's ``heads`` that this process has between the exchanges."""
-        return heads // self.sharers * (0 if self.heads is None else dist.get_rank(self.heads))
+        """The first of a layer's ``heads`` that this process has where they keep their order."""
+        return heads // self.sharers * self.place
 
 
 def parallel_groups(config: Any) -> Groups | None:
@@ -317,11 +324,12 @@ def exchanged(
     qkv: Iterable[Tensor],
     grid: TokenGrid | None,
     groups: Groups,
+    deal: HeadDeal | None = None,
 ) -> Tensor:
     """``attend`` on this process's heads, of all tokens of those that share heads out.
 
     q, k, v and the result are ``[B, S, H, D]``: this process's tokens of the video with all text
-    beside them.
+    beside them. ``deal`` says whose heads are which; None leaves them in their order.
 
     Raises:
         UnsupportedError: the sequence was split in another way, or heads cannot be dealt.
@@ -346,18 +354,24 @@ def exchanged(
     def joined(video: Tensor, beside: Tensor) -> Tensor:
         return torch.cat([beside, video] if first else [video, beside], 1)
 
+    order = None if deal is None else deal.on(q.device)
     if not text:
-        return to_tokens(attend(*(to_heads(x, group) for x in (q, k, v))), group)
-    rank = dist.get_rank(group)
+        heads = (to_heads(x, group, order) for x in (q, k, v))
+        return to_tokens(attend(*heads), group, order)
+    own = slice(*(q.shape[2] // count * place for place in (groups.place, groups.place + 1)))
     whole = []
     for x in (q, k, v):
         video, beside = parts(x)
-        video = to_heads(video, group)
-        whole.append(joined(video, beside.chunk(count, 2)[rank]))
+        video = to_heads(video, group, order)
+        its = beside[:, :, own] if order is None else beside.index_select(2, order[own])
+        whole.append(joined(video, its))
     video, beside = parts(attend(*whole))
     received = [beside.new_empty(beside.shape) for _ in range(count)]
     dist.all_gather(received, beside.contiguous(), group=group)
-    return joined(to_tokens(video, group), torch.cat(received, 2))
+    beside = torch.cat(received, 2)
+    if order is not None:
+        beside = torch.empty_like(beside).index_copy_(2, order, beside)
+    return joined(to_tokens(video, group, order), beside)
 
 
 def gather_heads(trace: Trace, groups: Groups) -> bool:
@@ -370,14 +384,15 @@ def gather_heads(trace: Trace, groups: Groups) -> bool:
     count, group = groups.sharers, groups.heads
     if count == 1:
         return True
-    device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+    device = device_of(group)
     held = [
         (cell, name)
         for cell in trace.cells
         for name in ("selected", "computed", "skipped")
         if getattr(cell, name) is not None
     ]
-    own = [getattr(cell, name).flatten().float() for cell, name in held]
+    numbers = [torch.tensor(cell.heads or (), dtype=torch.float32) for cell in trace.cells]
+    own = [*numbers, *(getattr(cell, name).flatten().float() for cell, name in held)]
     flat = torch.cat(own or [torch.zeros(0)]).to(device)
     lengths = torch.zeros(count, dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(lengths, torch.tensor([flat.numel()], device=device), group=group)
@@ -387,17 +402,34 @@ def gather_heads(trace: Trace, groups: Groups) -> bool:
     dist.all_gather(received, flat, group=group)
     sizes = [values.numel() for values in own]
     parts = [torch.split(one.cpu(), sizes) for one in received]
-    for place, (cell, name) in enumerate(held):
+    loads = torch.zeros(2, 2, dtype=torch.float64)
+    orders = {
+        id(cell): torch.cat([part[place] for part in parts]).argsort()
+        for place, cell in enumerate(trace.cells)
+        if cell.heads is not None
+    }
+    for place, (cell, name) in enumerate(held, len(numbers)):
         shape = getattr(cell, name).shape
-        whole = torch.cat([part[place].view(shape) for part in parts], dim=1)
+        dealt = torch.cat([part[place].view(shape) for part in parts], dim=1)
+        order = orders.get(id(cell))
+        whole = dealt if order is None else dealt[:, order]
         setattr(cell, name, whole)
+        if name == "computed":
+            loads += cell.pairs * torch.tensor(
+                [imbalance(work.mean(0), count) for work in (dealt, whole)]
+            )
     for cell in trace.cells:
         cell.pairs *= count
+        cell.heads = None
+    if loads[0, 1]:
+        trace.balance = Balance(count, *(loads[:, 0] / loads[:, 1]).tolist())
     return True
 
 
-def to_heads(x: Tensor, group: Any) -> Tensor:
+def to_heads(x: Tensor, group: Any, order: Tensor | None = None) -> Tensor:
     """From ``[B, S / N, H, D]`` to ``[B, S, H / N, D]``: all tokens of this process's heads.
+
+    ``order`` ``[H]`` are the heads of the first process, then of the second, and so on.
 
     Raises:
         UnsupportedError: H is no multiple of the N processes.
@@ -409,18 +441,27 @@ def to_heads(x: Tensor, group: Any) -> Tensor:
             f"{heads} attention heads cannot be dealt to {count} processes in equal shares. "
             "Hint: take a number of processes that divides them, or a ring as well."
         )
-    parts = x.reshape(batch, tokens, count, heads // count, width)
-    parts = _exchanged(parts.permute(2, 0, 1, 3, 4), group)
+    if order is None:
+        parts = x.reshape(batch, tokens, count, heads // count, width)
+        parts = _exchanged(parts.permute(2, 0, 1, 3, 4), group)
+    else:
+        # into their places in the copy that the exchange takes anyway.
+        parts = x.permute(2, 0, 1, 3).index_select(0, order)
+        parts = _exchanged(torch.unflatten(parts, 0, (count, -1)), group).permute(0, 2, 3, 1, 4)
     return parts.transpose(0, 1).reshape(batch, count * tokens, heads // count, width)
 
 
-def to_tokens(x: Tensor, group: Any) -> Tensor:
+def to_tokens(x: Tensor, group: Any, order: Tensor | None = None) -> Tensor:
     """From ``[B, S, H / N, D]`` back to ``[B, S / N, H, D]``; undoes ``to_heads``."""
     count = dist.get_world_size(group)
     batch, tokens, heads, width = x.shape
     parts = x.reshape(batch, count, tokens // count, heads, width)
-    parts = _exchanged(parts.transpose(0, 1), group)
-    return parts.permute(1, 2, 0, 3, 4).reshape(batch, tokens // count, count * heads, width)
+    if order is None:
+        parts = _exchanged(parts.transpose(0, 1), group)
+        return parts.permute(1, 2, 0, 3, 4).reshape(batch, tokens // count, count * heads, width)
+    parts = _exchanged(parts.permute(1, 3, 0, 2, 4), group).flatten(0, 1)
+    out = x.new_empty(batch, tokens // count, count * heads, width)
+    return out.index_copy_(2, order, parts.permute(1, 2, 0, 3))
 
 
 def _exchanged(parts: Tensor, group: Any) -> Tensor:

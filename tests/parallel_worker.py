@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from tiny_families import PROMPTS, TINY, latents
+from tiny_pipelines import latents_of, tiny_transformer, tiny_wan
 from torch.distributed.device_mesh import init_device_mesh
 
 from vidsparse.errors import UnsupportedError
@@ -114,8 +115,48 @@ def lost(name: str, expected: torch.Tensor) -> float:
         return float((video(name, pipe, large=True) - expected).abs().max())
 
 
+def balanced(when: str) -> dict[str, Any]:
+    """Eight heads, of which the last four compute several times as much as the first four."""
+    pipe = tiny_wan()
+    pipe.transformer = tiny_transformer(num_attention_heads=8)
+    shares = torch.tensor([0.02, 0.03, 0.04, 0.05, 0.3, 0.5, 0.7, 0.9]).expand(1, 2, 8)
+    method = FgAttn(tile=(128, 16), means=None, numbers=Numbers({"top_p": shares}, None))
+    options: dict[str, Any] = {"dense_steps": 1, "reuse": 2 if when == "reuse" else 1}
+    size = {"height": 128, "width": 128, "num_frames": 33, "num_inference_steps": 5}
+    with sparsify(pipe, method, **options) as alone:
+        expected = latents_of(pipe, **size)
+    found: dict[str, Any] = {}
+    for name in ("on", "off"):
+        with sparsify(pipe, method, **options) as handle:
+            ring = 2 if when == "both" else 1
+            handle.parallelize(balance=name == "on", ring=ring)
+            actual = latents_of(pipe, **size)
+            moved = {cell.step for cell in handle.trace.cells if cell.heads is not None}
+            assert handle.gather_trace()
+            cells = zip(handle.trace.cells, alone.trace.cells, strict=True)
+            balance = handle.trace.balance
+            assert balance is not None
+            found[name] = {
+                "error": float((actual - expected).abs().max()),
+                "largest": float(expected.abs().max()),
+                "density_error": max(
+                    float((one.computed - its.computed).abs().max())
+                    for one, its in cells
+                    if one.computed is not None and its.computed is not None
+                ),
+                "moved": sorted(moved),
+                "dealt": balance.dealt,
+                "in_order": balance.in_order,
+            }
+    densities = [cell.computed.mean(0) for cell in alone.trace.cells if cell.computed is not None]
+    found["densities"] = torch.stack(densities).mean(0).tolist()
+    return found
+
+
 def run(name: str, kind: str, when: str) -> dict[str, Any]:
     """Compare with one process: the largest difference and value, tokens held, the density."""
+    if kind == "balanced":
+        return balanced(when)
     options = METHODS[kind]
     pipe = TINY[name].build()
     # a ring of all processes, or of half as many.

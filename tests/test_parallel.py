@@ -81,6 +81,7 @@ FOUR = [
     *(f"{name}/fine/ring" for name in ("wan", "hunyuan")),
     "wan/fine/parallelize",
 ]
+BALANCED = ["wan/balanced/one/2", "wan/balanced/reuse/2", "wan/balanced/both/4"]
 CACHED = [f"{name}/sparse/cached" for name in ("wan", "hunyuan", "ltx")]
 
 pytestmark = pytest.mark.slow
@@ -91,9 +92,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """What two processes found, all cases by one pair of them."""
     out = tmp_path_factory.mktemp("parallel") / "found.json"
     refused = [f"{name}/sparse/parallelize" for name in REFUSED]
-    two = [*CASES, *CACHED, *refused, *RINGS, "wan/gated/ring"]
+    balanced = {n: [one[:-2] for one in BALANCED if one.endswith(n)] for n in ("2", "4")}
+    two = [*CASES, *CACHED, *refused, *RINGS, "wan/gated/ring", *balanced["2"]]
+    four = [*FOUR, "ltx2/fine/both", *balanced["4"]]
     done = subprocess.run(
-        [sys.executable, str(WORKER), str(out), "2", *two, "4", *FOUR, "ltx2/fine/both"],
+        [sys.executable, str(WORKER), str(out), "2", *two, "4", *four],
         capture_output=True,
         text=True,
         timeout=300,
@@ -130,6 +133,29 @@ def test_a_gate_that_saves_time_alone_is_left_out_of_a_ring(
     assert found["wan/gated/ring"]["notes"] == [
         "without spargeattn's gate: a ring has a part of the scores at a time"
     ]
+
+
+@pytest.mark.parametrize("case", BALANCED)
+@pytest.mark.parametrize("balance", ["on", "off"])
+def test_outputs_and_densities_are_the_same_however_heads_are_dealt(
+    found: dict[str, dict[str, Any]], case: str, balance: str
+) -> None:
+    one = found[case.removesuffix("/2")][balance]
+    assert one["error"] <= budget({**one, "lost": 0.0})
+    assert one["density_error"] <= 1e-6
+
+
+@pytest.mark.parametrize("case", BALANCED)
+def test_skewed_heads_are_dealt_by_the_work_of_the_step_before(
+    found: dict[str, dict[str, Any]], case: str
+) -> None:
+    on, off = (found[case.removesuffix("/2")][name] for name in ("on", "off"))
+    # the first sparse step knows nothing yet, and a plan that serves two steps keeps its heads.
+    assert on["moved"] == ([3, 4] if "reuse" in case else [2, 3, 4])
+    assert off["moved"] == []
+    assert off["dealt"] == off["in_order"] == pytest.approx(on["in_order"])
+    assert off["dealt"] > 1.8
+    assert on["dealt"] < (1.5 if "reuse" in case else 1.25)
 
 
 def test_four_processes_cannot_share_two_heads_of_sound(found: dict[str, dict[str, Any]]) -> None:

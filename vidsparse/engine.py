@@ -62,7 +62,7 @@ Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
 """Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
 
 # layer, branch, and all else that a plan depends on: grid, batch, heads, device.
-PlanKey = tuple[int, str, TokenGrid, int, int, torch.device]
+PlanKey = tuple[int, str, TokenGrid, int, int, tuple[int, ...] | None, torch.device]
 
 
 @dataclass(slots=True)
@@ -176,6 +176,18 @@ class AttentionEngine:
         """Let go of plans and of what was kept beside them, which may be gigabytes."""
         self._plans.clear()
 
+    def plans_anew(self, step: int) -> bool:
+        """Whether no call of ``step`` goes by what is kept of a step before."""
+        schedule = self._plain or self.schedule
+        due = schedule.refresh_before(step, self.steps) if schedule.refresh else None
+        for kept in self._plans.values():
+            if schedule.refresh:
+                if due is not None and kept.remainder is not None and kept.made >= due:
+                    return False
+            elif kept.serves(step, schedule.reuse):
+                return False
+        return True
+
     def attend(
         self,
         q: Tensor,
@@ -218,7 +230,7 @@ class AttentionEngine:
             action = f"dense: {dense_because}"
         tokens = q.shape[2] if ring is None else site.grid.tokens
         pairs = q.shape[0] * q.shape[1] * tokens**2
-        cell = Cell(site.step, site.layer, site.branch, action, "dense", pairs)
+        cell = Cell(site.step, site.layer, site.branch, action, "dense", pairs, heads=site.heads)
         with self.trace.timed(cell, q.device):
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
@@ -501,4 +513,5 @@ def _working_dtype(q: Tensor) -> torch.dtype:
 
 
 def _plan_key(q: Tensor, site: CallSite) -> PlanKey:
-    return site.layer, site.branch, site.grid, q.shape[0], q.shape[1], q.device
+    heads = q.shape[1], site.heads
+    return site.layer, site.branch, site.grid, q.shape[0], *heads, q.device
