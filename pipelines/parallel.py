@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -51,12 +51,6 @@ class Shares:
     plan: Callable[[Any], Mapping[str, Any]]
     exchanged: re.Pattern[str] | None = None
     host: bool = False
-
-
-SHARED_DECISION: Final = (
-    "first-block decides by what a process holds of the video, and under context parallelism that "
-    "is a part: processes would leave out other steps. Hint: take taylorseer, or one process."
-)
 
 
 def own_plan(transformer: Any) -> Mapping[str, Any]:
@@ -217,7 +211,11 @@ def _deal_one(transformer: nn.Module, shares: Shares, config: Any) -> Callable[[
             "Hint: call parallelize() or enable_parallelism() once."
         )
     if isinstance(getattr(transformer, "_cache_config", None), diffusers.FirstBlockCacheConfig):
-        raise UnsupportedError(SHARED_DECISION)
+        raise UnsupportedError(
+            "a first-block cache that is there before parallelize() decides by what a process "
+            "holds of the video, which would be a part: processes would leave out other steps. "
+            "Hint: call parallelize() first, and put the StepCache on after it."
+        )
     plan = dict(shares.plan(transformer))
     told: list[tuple[Any, Any]] = [(transformer, config)]
     if shares.exchanged is not None:

@@ -199,21 +199,21 @@ def test_removal_keeps_a_plan_that_the_user_asked_diffusers_for(
 
 
 @pytest.mark.parametrize("case", CACHED)
+@pytest.mark.parametrize("cache", ["taylorseer", "first-block"])
 def test_every_process_leaves_out_the_steps_of_one(
-    found: dict[str, dict[str, Any]], case: str
+    found: dict[str, dict[str, Any]], case: str, cache: str
 ) -> None:
-    one = found[case]
-    assert one["left_out"] == [3, 5]
+    one = found[case][cache]
+    assert 0 < len(one["left_out"]) < 6
     assert one["same"]
-    assert one["error"] <= 64 * torch.finfo(torch.float32).eps * one["largest"]
+    assert one["error"] <= budget(one)
 
 
 @pytest.mark.parametrize("case", CACHED)
-@pytest.mark.parametrize("when", ["before", "after"])
 def test_a_cache_that_decides_by_a_part_of_the_video_is_refused(
-    found: dict[str, dict[str, Any]], case: str, when: str
+    found: dict[str, dict[str, Any]], case: str
 ) -> None:
-    assert "decides by what a process holds" in found[case][when]
+    assert "call parallelize() first" in found[case]["before"]
 
 
 @pytest.mark.parametrize("name", list(REFUSED))

@@ -16,7 +16,7 @@ from vidsparse.apps.runs.crew_options import ENGINES, CrewOptions, crew_options
 from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder, Target
-from vidsparse.apps.runs.team import Team, check_ring, check_shared, join, launch, silent
+from vidsparse.apps.runs.team import Team, check_ring, check_shared, join, launch, said_once, silent
 from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, request_options
 from vidsparse.apps.terminal.progress import plain_bar, short, step_bar
@@ -121,19 +121,22 @@ def generate(
     crew = crew_options(gpus, gpus_per_video, engine, address, ring)
     team = join(terminal, gpus, ring)
     alone = crew is not None or (team is None and gpus in (None, 1))
-    if not alone and prompts_file == "-":
-        raise OptionError(
-            "standard input cannot be read by several processes. Hint: write the prompts to a file."
-        )
     if crew is None and team is None:
         check_ring(ring, gpus or 1)
-    source = read_prompts(prompts_file)
-    if team is None and not alone:
-        assert gpus is not None
-        return launch(terminal, prepare(source, options, silent(terminal)).request, gpus)
-    prepared = prepare(source, options, terminal)
+    with said_once(team):
+        if not alone and prompts_file == "-":
+            raise OptionError(
+                "standard input cannot be read by several processes. "
+                "Hint: write the prompts to a file."
+            )
+        source = read_prompts(prompts_file)
+        if team is None and not alone:
+            assert gpus is not None
+            return launch(terminal, prepare(source, options, silent(terminal)).request, gpus)
+        prepared = prepare(source, options, terminal)
+        if team is not None:
+            check_shared(prepared.request, team.count)
     if team is not None:
-        check_shared(prepared.request, team.count)
         assert prepared.request.device is not None
         team.connect(prepared.request.device)
         if not team.first:
