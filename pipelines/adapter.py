@@ -6,9 +6,9 @@ is the same for all families is here:
 - ``Session``, the state of one sparse pipeline. A forward pre-hook on each transformer tells it the
   grid, the valid text, the step and the guidance branch, which the operator reads when it runs.
   Padded text is cut off here, for all families alike.
-- ``SparseProcessor``, the base of the families' processors, and ``rotate``, their rotary embedding.
-  Calls reach the session by an opaque operator (``operators.py``), and around it where a gradient
-  is asked for outside a compiled graph, so that dense ones have the stock one.
+- ``SparseProcessor``, the base of the families' processors. Calls reach the session by an opaque
+  operator (``operators.py``), and around it where a gradient is asked for outside a compiled graph,
+  so that dense ones have the stock one.
 
 No class and no Python module of the host is changed: only this pipeline's transformers are, and
 removal takes all of it back. A session lives as long as the processors that point to it.
@@ -32,21 +32,22 @@ from torch import Tensor, nn
 from vidsparse.engine import INFERENCE_ONLY, AttentionEngine
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
-from vidsparse.kernels.hardware import triton_reason
 from vidsparse.order import wants_gradient
 from vidsparse.pipelines.backends import chooses_backend, stock_attention, swapped
+from vidsparse.pipelines.balance import Balancer
 from vidsparse.pipelines.families import Family
 from vidsparse.pipelines.operators import SESSIONS, dense_video_attention, video_attention
 from vidsparse.pipelines.parallel import (
+    Groups,
     Shares,
     check_parallel,
     check_tokens,
     deal,
     exchanged,
-    first_head,
-    parallel_group,
+    parallel_groups,
 )
 from vidsparse.pipelines.position import denoising_position
+from vidsparse.ring import Ring
 from vidsparse.site import CallSite
 
 
@@ -170,12 +171,20 @@ class Session:
         self._timesteps: Any = None
         self._timestep_values: list[float] = []
         self._forwards_in_step = 0
+        # whether heads that differ in work are dealt to processes by it.
+        self.balance = True
+        self._balancer: Balancer | None = None
         SESSIONS[self.id] = self
 
     @property
     def active(self) -> bool:
         """Whether the pipeline's forwards are followed."""
         return bool(self._watches)
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of a layer."""
+        return heads_of(next(iter(self._modules.values())))
 
     @property
     def layers(self) -> int:
@@ -318,6 +327,7 @@ class Session:
             self._begin_run(steps, timesteps)
         if step != last:
             self._forwards_in_step = 0
+            self._deal_heads(part, last, step)
         if self._site is not None and self._site.part != part:
             # one transformer takes over from the other.
             self.engines[self._site.part].forget()
@@ -330,6 +340,16 @@ class Session:
             part=part,
         )
         self._forwards_in_step += 1
+
+    def _deal_heads(self, part: int, before: int, step: int) -> None:
+        """Deal a transformer's heads to processes anew, by what each computed the step before."""
+        groups, engine = self.groups(part), self.engines[part]
+        if groups is None or groups.heads is None or not self.balance:
+            return
+        if self._site is not None and self._site.part == part and before < step:
+            if self._balancer is None:
+                self._balancer = Balancer(self.heads)
+            self._balancer.between_steps(part, engine, before, step, groups.heads)
 
     def _begin_run(self, steps: int, timesteps: Any) -> None:
         self._timesteps = timesteps
@@ -353,9 +373,8 @@ class Session:
         Raises:
             UnsupportedError: under context parallelism, what is not known to be right there.
         """
-        # the transformer's, not the processor's: a processor put in since may have lost it.
-        group = parallel_group(getattr(self._transformers[part](), "_parallel_config", None))
-        if group is None:
+        groups = self.groups(part)
+        if groups is None:
             return self._attend_whole(q, k, v, part, layer)
         if wants_gradient(q, k, v):
             raise UnsupportedError(INFERENCE_ONLY)
@@ -364,10 +383,26 @@ class Session:
                 "calibration looks at all heads, and under context parallelism a process has only "
                 "some. Hint: calibrate in one process; several can use the preset."
             )
-        first = first_head(q.shape[2], group)
-        attend = partial(self._attend_whole, part=part, layer=layer, first_head=first)
+        if groups.ring is not None and self.engines[part].probe is not None:
+            raise UnsupportedError(
+                "a probe looks at whole calls, and in a ring a process has only some tokens. "
+                "Hint: probe in one process."
+            )
+        dealt = None if self._balancer is None else self._balancer.deal(part, layer)
+        if dealt is None:
+            of_heads: dict[str, Any] = {"first_head": groups.first_head(q.shape[2])}
+        else:
+            of_heads = {"heads": dealt.of(groups.place)}
+        attend = partial(
+            self._attend_whole, part=part, layer=layer, ring=groups.ring, of_heads=of_heads
+        )
         grid = None if self._layout is None else self._layout.grid
-        return exchanged(attend, (q, k, v), grid, group)
+        return exchanged(attend, (q, k, v), grid, groups, dealt)
+
+    def groups(self, part: int = 0) -> Groups | None:
+        """Whom this process attends together with in a transformer; None where it is alone."""
+        # the transformer's, not the processor's: a processor put in since may have lost it.
+        return parallel_groups(getattr(self._transformers[part](), "_parallel_config", None))
 
     def attend_dense(
         self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int
@@ -390,9 +425,16 @@ class Session:
         return out.detach(), counts
 
     def _attend_whole(
-        self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int, first_head: int = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        part: int,
+        layer: int,
+        ring: Ring | None = None,
+        of_heads: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Attention of all tokens, of the layer's heads from ``first_head`` on.
+        """Attention of all tokens (in a ring, its own); ``of_heads`` says to the site which heads.
 
         Padded text takes no part: it is cut off, and its rows of the output are zero.
         """
@@ -412,9 +454,10 @@ class Session:
                     swapped(q[rows, :tokens]),
                     swapped(k[rows, :tokens]),
                     swapped(v[rows, :tokens]),
-                    replace(site, layer=layer, grid=grid, first_head=first_head),
+                    replace(site, layer=layer, grid=grid, **(of_heads or {})),
                     dense,
                     keep_dense=chooses_backend(stock),
+                    ring=ring,
                 )
             )
             if out is None:
@@ -449,53 +492,11 @@ def valid_text(mask: Tensor) -> tuple[int, ...]:
     return tuple(mask.bool().sum(1).tolist())
 
 
-def project_heads(
-    x: Tensor, heads: int, q: Any, k: Any, v: Any, q_norm: Any, k_norm: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Project ``x`` ``[B, S, C]`` to q, k normed head by head and to v, ``[B, S, H, D]``."""
-    query, key, value = (project(x).unflatten(2, (heads, -1)) for project in (q, k, v))
-    if q_norm is not None:
-        query = q_norm(query)
-    if k_norm is not None:
-        key = k_norm(key)
-    return query, key, value
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
-    """Rotary embedding of ``x`` ``[..., D]``, on a GPU in one pass.
-
-    ``cos`` and ``sin`` ``[..., D / 2]`` hold the angle of every pair of channels: neighbours, or
-    with ``halves`` one of the first half of the channels and one of the second. The product is
-    formed in their precision and rounded as the stock processors do.
-    """
-    if _by_kernel(x, cos, sin):
-        from vidsparse.kernels.tokens.rotate import rotate_rows
-
-        return rotate_rows(x, cos, sin, halves=halves)
-    if halves:
-        first, second = x.chunk(2, -1)
-        # multiplied and added at once.
-        rotated = (
-            torch.addcmul(first * cos, -sin, second.to(sin.dtype)),
-            torch.addcmul(second * cos, sin, first.to(sin.dtype)),
-        )
-        return torch.cat(rotated, -1).type_as(x)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    out = x.new_empty(x.shape)
-    out[..., 0::2] = even * cos - odd * sin
-    out[..., 1::2] = even * sin + odd * cos
-    return out
-
-
-def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the one-pass kernel may rotate ``x``: it knows no gradients, and compilers fuse."""
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
-        return False
-    if triton_reason(x.device) is not None:
-        return False
-    from vidsparse.kernels.tokens.rotate import can_rotate
-
-    return can_rotate(x, cos, sin)
+def heads_of(module: Any) -> int:
+    """Attention heads of one of the host's modules."""
+    # Kandinsky's own class has another name for them.
+    found: int = module.heads if hasattr(module, "heads") else module.num_heads
+    return found
 
 
 def is_stock(processor: Any, adapter: Adapter) -> bool:

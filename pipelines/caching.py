@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -135,6 +135,66 @@ class _Swing:
         return len(off) > 1 and bool((off[-2] & off[-1]).any())
 
 
+class _Splits:
+    """The host's hooks that split a block's input for context parallelism, off and on again.
+
+    They must be the outermost: the cache below compares what goes into a block with what comes out.
+
+    Args:
+        blocks: where they may be.
+    """
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self._registries = [
+            one._diffusers_hook for one in blocks if hasattr(one, "_diffusers_hook")
+        ]
+        self._lifted: list[tuple[Any, str, Any]] = []
+
+    def lift(self) -> None:
+        """Take off those that are there."""
+        for registry in self._registries:
+            for name in [name for name in registry.hooks if name.startswith("cp_input")]:
+                self._lifted.append((registry, name, registry.get_hook(name)))
+                registry.remove_hook(name, recurse=False)
+
+    def put_back(self) -> None:
+        """Put on again what was taken off."""
+        while self._lifted:
+            registry, name, hook = self._lifted.pop()
+            registry.register_hook(hook, name)
+
+
+def _decide_together(transformer: Any, blocks: Sequence[Any]) -> None:
+    """Have the first-block cache decide by the whole video, of which a process holds a part.
+
+    What it compares are sums over tokens, and those of all processes are added before it does.
+    """
+    import torch
+    import torch.distributed as dist
+
+    (hook,) = (
+        hook
+        for block in blocks
+        if (hook := block._diffusers_hook.get_hook("fbc_leader_block_hook")) is not None
+    )
+
+    def changed(residual: Tensor) -> bool:
+        before = hook.state_manager.get_state().head_block_residual
+        if before is None:
+            return True
+        parts = (residual - before, before)
+        sums = torch.stack([part.abs().sum(dtype=torch.float32) for part in parts])
+        # read at every step: the transformer may be dealt to others by then.
+        config = transformer._parallel_config
+        if config is not None:
+            mesh = config.context_parallel_config._flattened_mesh
+            dist.all_reduce(sums, group=mesh.get_group())
+        different, whole = sums.tolist()
+        return bool(different > hook.threshold * whole)
+
+    hook._should_compute_remaining_blocks = torch.compiler.disable(changed)  # type: ignore[no-untyped-call]
+
+
 def _taylorseer_hooks(transformer: Any) -> list[Any]:
     """The host's hooks, which hold what they were told: the cache itself cannot be taken off and
     put on again within a run."""
@@ -230,16 +290,19 @@ class StepCache(AbstractContextManager["StepCache"]):
             self._begin(module, args, kwargs, len(blocks))
 
         eager = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
+        splits = _Splits(blocks)
+        self._undo.append(splits.put_back)
+        splits.lift()
         self._undo.append(transformer.register_forward_pre_hook(eager, with_kwargs=True).remove)
         for block in blocks:
             self._count(block)
-        if self.cache == "first-block" and getattr(transformer, "_parallel_config", None):
-            from vidsparse.pipelines.parallel import SHARED_DECISION
-
-            raise UnsupportedError(SHARED_DECISION)
         config = self._config(warmup)
         transformer.enable_cache(config)
         self._undo.append(transformer.disable_cache)
+        if self.cache == "first-block" and getattr(transformer, "_parallel_config", None):
+            _decide_together(transformer, blocks)
+        splits.put_back()
+        self._undo.append(splits.lift)
         if self.cache == "taylorseer":
             self._watch(transformer, config.disable_cache_before_step)
 

@@ -14,15 +14,10 @@ import torch
 from torch import Tensor
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import (
-    Adapter,
-    Layout,
-    SparseProcessor,
-    latent_grid,
-    rotate,
-)
+from vidsparse.pipelines.adapter import Adapter, Layout, SparseProcessor, latent_grid
 from vidsparse.pipelines.families import COGVIDEOX
 from vidsparse.pipelines.parallel import Shares, gathered, split_input
+from vidsparse.pipelines.projection import rotate
 
 _FUSED: Final = "FusedCogVideoXAttnProcessor2_0"
 

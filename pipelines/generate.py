@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,7 +27,7 @@ from vidsparse.pipelines.calling import ONE_PROMPT, called_as, image_arguments
 from vidsparse.pipelines.compilation import compilations
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
-from vidsparse.pipelines.parallel import gather_heads, process_count
+from vidsparse.pipelines.parallel import process_count
 from vidsparse.pipelines.quiet import quiet_hosts
 from vidsparse.pipelines.records import shared_record
 from vidsparse.pipelines.request import GenerateRequest, resolve
@@ -66,6 +66,7 @@ def generate(
     progress: Progress | None = None,
     cancel: Cancel | None = None,
     attach: Attach | None = None,
+    ring: int | None = None,
 ) -> Generated:
     """Generate one video.
 
@@ -82,6 +83,8 @@ def generate(
         progress: told after each step.
         cancel: asked after each step, and before each block of the text encoders and the VAE.
         attach: given the handle of a sparse run, for its trace or a probe.
+        ring: of several processes, how many keys and values travel round; None leaves it to
+            ``SparseHandle.parallelize``.
 
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
@@ -91,7 +94,7 @@ def generate(
         NonFiniteError: a step, or the VAE, came to NaN or infinity.
         GenerationCancelled: ``cancel`` returned True.
     """
-    return generate_batch(loaded, [request], progress, cancel, attach)[0]
+    return generate_batch(loaded, [request], progress, cancel, attach, ring)[0]
 
 
 def generate_batch(
@@ -100,6 +103,7 @@ def generate_batch(
     progress: Progress | None = None,
     cancel: Cancel | None = None,
     attach: Attach | None = None,
+    ring: int | None = None,
 ) -> list[Generated]:
     """Generate a video for each request in one pipeline call.
 
@@ -135,7 +139,7 @@ def generate_batch(
         quiet_hosts(),
         _memory_hint(loaded, first, len(settings)),
         _on_device(loaded.device),
-        _maybe_sparse(loaded, first) as handle,
+        _maybe_sparse(loaded, first, ring) as handle,
         _maybe_cached(loaded, first) as cache,
         compilations() if loaded.compile else nullcontext() as compiling,
     ):
@@ -149,11 +153,15 @@ def generate_batch(
         made = _run(loaded, settings, clock, progress, cancel, guard)
         total = clock.now()
         several = (processes := process_count()) > 1
-        whole = not several or handle is None or gather_heads(handle.trace)
+        whole = not several or handle is None or handle.gather_trace()
         record = shared_record(loaded, first, handle, cache)
         record["batch"] = len(settings)
         if several:
             record["processes"] = processes
+            if handle is not None and handle.ring > 1:
+                record["ring"] = handle.ring
+            if handle is not None and handle.trace.balance is not None:
+                record["balance"] = asdict(handle.trace.balance)
             if not whole:
                 record["notes"].append("with densities of the first process's heads alone")
         record["began"] = began.isoformat(timespec="seconds")
@@ -338,7 +346,7 @@ def check_preset(loaded: LoadedPipeline, request: GenerateRequest) -> Preset | N
 
 @contextmanager
 def _maybe_sparse(
-    loaded: LoadedPipeline, request: GenerateRequest
+    loaded: LoadedPipeline, request: GenerateRequest, ring: int | None
 ) -> Iterator[SparseHandle | None]:
     several = process_count() > 1
     if request.method == "dense":
@@ -374,7 +382,7 @@ def _maybe_sparse(
         **request.method_options,
     ) as handle:
         if several:
-            handle.parallelize()
+            handle.parallelize(ring=ring)
         yield handle
 
 

@@ -18,11 +18,12 @@ from vidsparse.pipelines.adapter import (
     Session,
     SparseProcessor,
     attention_modules,
+    heads_of,
     is_stock,
     transformers_of,
 )
 from vidsparse.pipelines.lookup import find_adapter
-from vidsparse.pipelines.parallel import all_processes, check_parallel
+from vidsparse.pipelines.parallel import all_processes, check_parallel, gather_heads
 from vidsparse.presets import Preset, load_preset
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
@@ -73,7 +74,7 @@ class SparseHandle:
         for engine in self._session.engines:
             engine.probe = probe
 
-    def parallelize(self) -> None:
+    def parallelize(self, *, ring: int | None = None, balance: bool = True) -> None:
         """Denoise each video over all processes of ``torch.distributed``, until ``remove()``.
 
         Every process makes the same pipeline, and calls it with the same arguments and seeds; each
@@ -81,13 +82,37 @@ class SparseHandle:
         of the video's tokens, and attention for an equal share of the heads. With one process
         nothing changes.
 
+        Args:
+            ring: how many processes keys and values travel round, each with its own tokens'
+                queries; the heads are shared out by as many as are left: N / ``ring``. None for
+                as few as make the heads a multiple of that; 1 is Ulysses alone.
+            balance: deal heads that differ in work so that all processes have equally much of it,
+                by what each head computed a step before. Outputs do not change.
+
         Raises:
             UnsupportedError: ``torch.distributed`` was not started, the pipeline's transformer
                 cannot be dealt to processes, or runs under context parallelism already.
+            OptionError: ``ring`` does not divide the processes.
         """
-        config = all_processes()
+        config = all_processes(self._session.heads, ring)
+        self._session.balance = balance
         if config is not None:
             self._session.parallelize(config)
+
+    @property
+    def ring(self) -> int:
+        """How many processes keys and values travel round; 1 where they do not."""
+        groups = self._session.groups()
+        return 1 if groups is None or groups.ring is None else groups.ring.count
+
+    def gather_trace(self) -> bool:
+        """Make the trace of the last run that of all heads, where processes have theirs alone.
+
+        All processes must call it, once after a run; seconds stay this process's. Returns whether
+        it could be done: not where a call of one process became dense by itself.
+        """
+        groups = self._session.groups()
+        return groups is None or gather_heads(self.trace, groups)
 
     def remove(self) -> None:
         """Restore the pipeline: the same processor objects, no hooks. Harmless when repeated."""
@@ -165,7 +190,7 @@ def sparsify(
 
     Raises:
         UnsupportedError: the pipeline's class is not supported, it is sparse already, it runs
-            under ``enable_parallelism`` and is not Wan's by Ulysses (see
+            under ``enable_parallelism`` and is not Wan's over equal shards (see
             ``SparseHandle.parallelize``), or its attention processors are not diffusers' own.
         OptionError: an option is unknown, or has a value that is not valid; a preset cannot be
             read, or was made for another model, method or order.
@@ -288,7 +313,7 @@ def attention_shape(pipe: Any) -> tuple[int, int, int]:
     """
     adapter = find_adapter(pipe)
     sites = [attention_modules(one, adapter) for one in transformers_of(pipe, adapter)]
-    heads = sites[0][0][1].heads
+    heads = heads_of(sites[0][0][1])
     return len(sites), max(len(modules) for modules in sites), heads
 
 

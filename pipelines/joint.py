@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import SparseProcessor, project_heads, rotate
+from vidsparse.pipelines.adapter import SparseProcessor
+from vidsparse.pipelines.projection import project_heads, rotate
 
 
 class JointSparseProcessor(SparseProcessor, ABC):

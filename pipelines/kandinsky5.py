@@ -14,16 +14,10 @@ import torch
 from torch import Tensor
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import (
-    Adapter,
-    Layout,
-    SparseProcessor,
-    latent_grid,
-    project_heads,
-    rotate,
-)
+from vidsparse.pipelines.adapter import Adapter, Layout, SparseProcessor, latent_grid
 from vidsparse.pipelines.families import KANDINSKY_5
 from vidsparse.pipelines.parallel import Shares, gathered, split_input
+from vidsparse.pipelines.projection import project_heads, rotate
 
 
 class Kandinsky5SparseProcessor(SparseProcessor):

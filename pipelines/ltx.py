@@ -13,14 +13,10 @@ from typing import Any, Final
 from torch import Tensor
 
 from vidsparse.grid import TokenGrid
-from vidsparse.pipelines.adapter import (
-    Adapter,
-    Layout,
-    SparseProcessor,
-    rotate,
-)
+from vidsparse.pipelines.adapter import Adapter, Layout, SparseProcessor
 from vidsparse.pipelines.families import LTX
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
+from vidsparse.pipelines.projection import rotate
 
 
 class LTXSparseProcessor(SparseProcessor):

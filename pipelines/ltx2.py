@@ -12,14 +12,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import (
-    Adapter,
-    SparseProcessor,
-    rotate,
-)
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import LTX_2
 from vidsparse.pipelines.ltx import sizes_layout
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
+from vidsparse.pipelines.projection import rotate
 
 
 def _rotate_heads(x: Tensor, cos: Tensor, sin: Tensor, heads: int, kind: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""One video over several processes: diffusers' context parallelism, its Ulysses form.
+"""One video over several processes: diffusers' context parallelism, by Ulysses, ring or both.
 
 Each process gets an equal run of the video's tokens, with all heads. Around attention these are
 exchanged for all tokens of an equal share of the heads (DeepSpeed-Ulysses, arXiv 2309.14509,
@@ -7,21 +7,29 @@ section 3), so that grids, orders, masks and plans are those of one process.
 Text that attends together with video stands whole in every process, since its length is seldom a
 multiple of their number: a process takes its heads of it without an exchange, and the rows that
 attention made of it are gathered. So what it holds is the same everywhere.
+
+In a ring (``vidsparse/ring.py``) processes keep all heads of what tokens they have. With both,
+processes are a table of R rows and U columns: rows exchange heads, so that each row has a run of
+the video's tokens and each process of it some heads, whose keys travel in its column.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vidsparse.errors import UnsupportedError
+from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
+from vidsparse.pipelines.balance import HeadDeal, device_of, imbalance
+from vidsparse.ring import Ring
+from vidsparse.trace import Balance
 
 if TYPE_CHECKING:
     from vidsparse.trace import Trace
@@ -43,12 +51,6 @@ class Shares:
     plan: Callable[[Any], Mapping[str, Any]]
     exchanged: re.Pattern[str] | None = None
     host: bool = False
-
-
-SHARED_DECISION: Final = (
-    "first-block decides by what a process holds of the video, and under context parallelism that "
-    "is a part: processes would leave out other steps. Hint: take taylorseer, or one process."
-)
 
 
 def own_plan(transformer: Any) -> Mapping[str, Any]:
@@ -94,7 +96,7 @@ def check_parallel(config: Any, shares: Shares | None) -> None:
 
     Raises:
         UnsupportedError: the family does not follow the host's own call, or the configuration is
-            another than Ulysses alone over equal shards.
+            another than Ulysses and ring over equal shards.
     """
     if config is None:
         return
@@ -110,10 +112,11 @@ def check_parallel(config: Any, shares: Shares | None) -> None:
             "sparsify(pipe).parallelize()."
         )
     context = getattr(config, "context_parallel_config", None)
-    if context is None or context.ring_degree != 1 or context.ulysses_anything:
+    anything = (getattr(context, f"{kind}_anything", False) for kind in ("ulysses", "ring"))
+    if context is None or any(anything):
         raise UnsupportedError(
-            "sparse attention runs under context parallelism by Ulysses with equal shards only. "
-            "Hint: enable_parallelism(config=ContextParallelConfig(ulysses_degree=N))."
+            "sparse attention runs under context parallelism with equal shards only, by Ulysses "
+            "or ring. Hint: enable_parallelism(config=ContextParallelConfig(ulysses_degree=N))."
         )
 
 
@@ -123,11 +126,17 @@ def process_count() -> int:
     return dist.get_world_size() if started else 1
 
 
-def all_processes() -> Any:
+def all_processes(heads: int, ring: int | None = None) -> Any:
     """diffusers' configuration that deals to every process of ``torch.distributed``; None if one.
+
+    Args:
+        heads: of an attention layer.
+        ring: how many processes keys and values travel round; None for as few as let the others
+            share the heads out.
 
     Raises:
         UnsupportedError: ``torch.distributed`` was not started.
+        OptionError: ``ring`` does not divide the processes.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise UnsupportedError(
@@ -136,18 +145,28 @@ def all_processes() -> Any:
             "torch.distributed.init_process_group() before."
         )
     count = dist.get_world_size()
-    if count == 1:
-        return None
+    if ring is None:
+        ring = count // math.gcd(count, heads)
+    if type(ring) is not int or ring < 1 or count % ring:
+        raise OptionError(
+            f"a ring of {ring!r} cannot be made of {count} processes. "
+            "Hint: take a number that divides them."
+        )
+    return None if count == 1 else _configured(ring, count // ring)
+
+
+def _configured(ring: int, ulysses: int) -> Any:
+    """diffusers' configuration of all processes, ``ring`` rows of ``ulysses``."""
     from diffusers import ContextParallelConfig
     from diffusers.models._modeling_parallel import ParallelConfig
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
-    context = ContextParallelConfig(ulysses_degree=count)
+    context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
     mesh = init_device_mesh(kind, context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
     config = ParallelConfig(context_parallel_config=context)
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind
-    config.setup(dist.get_rank(), count, torch.device(device), mesh=mesh)
+    config.setup(dist.get_rank(), ring * ulysses, torch.device(device), mesh=mesh)
     return config
 
 
@@ -192,30 +211,92 @@ def _deal_one(transformer: nn.Module, shares: Shares, config: Any) -> Callable[[
             "Hint: call parallelize() or enable_parallelism() once."
         )
     if isinstance(getattr(transformer, "_cache_config", None), diffusers.FirstBlockCacheConfig):
-        raise UnsupportedError(SHARED_DECISION)
+        raise UnsupportedError(
+            "a first-block cache that is there before parallelize() decides by what a process "
+            "holds of the video, which would be a part: processes would leave out other steps. "
+            "Hint: call parallelize() first, and put the StepCache on after it."
+        )
     plan = dict(shares.plan(transformer))
-    holders: list[Any] = [transformer]
+    told: list[tuple[Any, Any]] = [(transformer, config)]
     if shares.exchanged is not None:
-        holders += [
-            module.processor
+        modules = [
+            module
             for name, module in transformer.named_modules()
             if shares.exchanged.fullmatch(name)
         ]
+        by_heads = _exchange_config(config, modules)
+        told += [(module.processor, by_heads) for module in modules]
     apply_context_parallel(transformer, config.context_parallel_config, plan)
-    for holder in holders:
-        vars(holder)["_parallel_config"] = config
+    for holder, its in told:
+        vars(holder)["_parallel_config"] = its
 
     def undo() -> None:
         remove_context_parallel(transformer, plan)
-        for holder in holders:
+        for holder, _ in told:
             vars(holder)["_parallel_config"] = None
 
     return undo
 
 
-def parallel_group(config: Any) -> Any:
-    """The process group of a configuration that was checked; None without one."""
-    return None if config is None else config.context_parallel_config._ulysses_mesh.get_group()
+def _exchange_config(config: Any, modules: list[Any]) -> Any:
+    """What the host's own exchange of keys that are split goes by: by heads, whatever we do.
+
+    Raises:
+        UnsupportedError: the heads of these modules cannot be dealt to all processes.
+    """
+    context = config.context_parallel_config
+    if context.ring_degree == 1:
+        return config
+    count = context.ring_degree * context.ulysses_degree
+    if any(module.heads % count for module in modules):
+        raise UnsupportedError(
+            f"the model's sound listens to the video with {modules[0].heads} heads, which cannot "
+            f"be dealt to {count} processes. Hint: take a number of processes that divides them."
+        )
+    return _configured(1, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Whom this process attends together with.
+
+    Args:
+        heads: the process group that shares heads out; None where each process has all.
+        ring: the processes that keys and values travel round; None where each sees all.
+    """
+
+    heads: Any
+    ring: Ring | None
+
+    @property
+    def sharers(self) -> int:
+        """How many share the heads out."""
+        return 1 if self.heads is None else dist.get_world_size(self.heads)
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return self.sharers * (1 if self.ring is None else self.ring.count)
+
+    @property
+    def place(self) -> int:
+        """This process's among those that share the heads out."""
+        return 0 if self.heads is None else dist.get_rank(self.heads)
+
+    def first_head(self, heads: int) -> int:
+        """The first of a layer's ``heads`` that this process has where they keep their order."""
+        return heads // self.sharers * self.place
+
+
+def parallel_groups(config: Any) -> Groups | None:
+    """The groups of a configuration that was checked; None without one."""
+    if config is None:
+        return None
+    context = config.context_parallel_config
+    return Groups(
+        heads=context._ulysses_mesh.get_group() if context.ulysses_degree > 1 else None,
+        ring=Ring(context._ring_mesh.get_group()) if context.ring_degree > 1 else None,
+    )
 
 
 def check_tokens(grid: TokenGrid, config: Any) -> None:
@@ -224,9 +305,10 @@ def check_tokens(grid: TokenGrid, config: Any) -> None:
     Raises:
         UnsupportedError: they cannot.
     """
-    if config is None:
+    groups = parallel_groups(config)
+    if groups is None:
         return
-    count = dist.get_world_size(parallel_group(config))
+    count = groups.processes
     tokens = grid.tokens - grid.text
     if tokens % count:
         raise UnsupportedError(
@@ -239,11 +321,13 @@ def exchanged(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     qkv: Iterable[Tensor],
     grid: TokenGrid | None,
-    group: Any,
+    groups: Groups,
+    deal: HeadDeal | None = None,
 ) -> Tensor:
-    """``attend`` on all tokens of this process's heads; q, k, v and the result are its tokens.
+    """``attend`` on this process's heads, of all tokens of those that share heads out.
 
-    All are ``[B, S, H, D]``: S / N tokens of the video with all text beside them.
+    q, k, v and the result are ``[B, S, H, D]``: this process's tokens of the video with all text
+    beside them. ``deal`` says whose heads are which; None leaves them in their order.
 
     Raises:
         UnsupportedError: the sequence was split in another way, or heads cannot be dealt.
@@ -251,12 +335,15 @@ def exchanged(
     q, k, v = qkv
     text = 0 if grid is None else grid.text
     first = grid is not None and grid.text_first
-    count = dist.get_world_size(group)
-    if grid is None or (q.shape[1] - text) * count + text != grid.tokens:
+    group, count = groups.heads, groups.sharers
+    together = (q.shape[1] - text) * groups.processes + text
+    if grid is None or together != grid.tokens:
         raise UnsupportedError(
-            f"the processes hold {(q.shape[1] - text) * count + text} tokens together, which is "
-            "not the video's grid. Hint: split the sequence by the model's own plan."
+            f"the processes hold {together} tokens together, which is not the video's grid. "
+            "Hint: split the sequence by the model's own plan."
         )
+    if group is None:
+        return attend(q, k, v)
 
     def parts(x: Tensor) -> tuple[Tensor, Tensor]:
         """Video and text."""
@@ -265,61 +352,82 @@ def exchanged(
     def joined(video: Tensor, beside: Tensor) -> Tensor:
         return torch.cat([beside, video] if first else [video, beside], 1)
 
+    order = None if deal is None else deal.on(q.device)
     if not text:
-        return to_tokens(attend(*(to_heads(x, group) for x in (q, k, v))), group)
-    rank = dist.get_rank(group)
+        heads = (to_heads(x, group, order) for x in (q, k, v))
+        return to_tokens(attend(*heads), group, order)
+    own = slice(*(q.shape[2] // count * place for place in (groups.place, groups.place + 1)))
     whole = []
     for x in (q, k, v):
         video, beside = parts(x)
-        video = to_heads(video, group)
-        whole.append(joined(video, beside.chunk(count, 2)[rank]))
+        video = to_heads(video, group, order)
+        its = beside[:, :, own] if order is None else beside.index_select(2, order[own])
+        whole.append(joined(video, its))
     video, beside = parts(attend(*whole))
     received = [beside.new_empty(beside.shape) for _ in range(count)]
     dist.all_gather(received, beside.contiguous(), group=group)
-    return joined(to_tokens(video, group), torch.cat(received, 2))
+    beside = torch.cat(received, 2)
+    if order is not None:
+        beside = torch.empty_like(beside).index_copy_(2, order, beside)
+    return joined(to_tokens(video, group, order), beside)
 
 
-def first_head(heads: int, group: Any) -> int:
-    """The first of a layer's heads that this process has between the exchanges."""
-    return heads // dist.get_world_size(group) * dist.get_rank(group)
-
-
-def gather_heads(trace: Trace) -> bool:
+def gather_heads(trace: Trace, groups: Groups) -> bool:
     """Make a run's trace that of all heads, where every process has that of its own.
 
     Every process must call it; seconds stay its own. Returns whether it could be done: not where a
     call of one process became dense by itself, so that the processes have other densities.
     """
     trace.resolve()
-    count = dist.get_world_size()
-    device = torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+    count, group = groups.sharers, groups.heads
+    if count == 1:
+        return True
+    device = device_of(group)
     held = [
         (cell, name)
         for cell in trace.cells
         for name in ("selected", "computed", "skipped")
         if getattr(cell, name) is not None
     ]
-    own = [getattr(cell, name).flatten().float() for cell, name in held]
+    numbers = [torch.tensor(cell.heads or (), dtype=torch.float32) for cell in trace.cells]
+    own = [*numbers, *(getattr(cell, name).flatten().float() for cell, name in held)]
     flat = torch.cat(own or [torch.zeros(0)]).to(device)
     lengths = torch.zeros(count, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(lengths, torch.tensor([flat.numel()], device=device))
+    dist.all_gather_into_tensor(lengths, torch.tensor([flat.numel()], device=device), group=group)
     if len(set(lengths.tolist())) > 1:
         return False
     received = [torch.empty_like(flat) for _ in range(count)]
-    dist.all_gather(received, flat)
+    dist.all_gather(received, flat, group=group)
     sizes = [values.numel() for values in own]
     parts = [torch.split(one.cpu(), sizes) for one in received]
-    for place, (cell, name) in enumerate(held):
+    loads = torch.zeros(2, 2, dtype=torch.float64)
+    orders = {
+        id(cell): torch.cat([part[place] for part in parts]).argsort()
+        for place, cell in enumerate(trace.cells)
+        if cell.heads is not None
+    }
+    for place, (cell, name) in enumerate(held, len(numbers)):
         shape = getattr(cell, name).shape
-        whole = torch.cat([part[place].view(shape) for part in parts], dim=1)
+        dealt = torch.cat([part[place].view(shape) for part in parts], dim=1)
+        order = orders.get(id(cell))
+        whole = dealt if order is None else dealt[:, order]
         setattr(cell, name, whole)
+        if name == "computed":
+            loads += cell.pairs * torch.tensor(
+                [imbalance(work.mean(0), count) for work in (dealt, whole)]
+            )
     for cell in trace.cells:
         cell.pairs *= count
+        cell.heads = None
+    if loads[0, 1]:
+        trace.balance = Balance(count, *(loads[:, 0] / loads[:, 1]).tolist())
     return True
 
 
-def to_heads(x: Tensor, group: Any) -> Tensor:
+def to_heads(x: Tensor, group: Any, order: Tensor | None = None) -> Tensor:
     """From ``[B, S / N, H, D]`` to ``[B, S, H / N, D]``: all tokens of this process's heads.
+
+    ``order`` ``[H]`` are the heads of the first process, then of the second, and so on.
 
     Raises:
         UnsupportedError: H is no multiple of the N processes.
@@ -329,20 +437,29 @@ def to_heads(x: Tensor, group: Any) -> Tensor:
     if heads % count:
         raise UnsupportedError(
             f"{heads} attention heads cannot be dealt to {count} processes in equal shares. "
-            "Hint: take a number of processes that divides them."
+            "Hint: take a number of processes that divides them, or a ring as well."
         )
-    parts = x.reshape(batch, tokens, count, heads // count, width)
-    parts = _exchanged(parts.permute(2, 0, 1, 3, 4), group)
+    if order is None:
+        parts = x.reshape(batch, tokens, count, heads // count, width)
+        parts = _exchanged(parts.permute(2, 0, 1, 3, 4), group)
+    else:
+        # into their places in the copy that the exchange takes anyway.
+        parts = x.permute(2, 0, 1, 3).index_select(0, order)
+        parts = _exchanged(torch.unflatten(parts, 0, (count, -1)), group).permute(0, 2, 3, 1, 4)
     return parts.transpose(0, 1).reshape(batch, count * tokens, heads // count, width)
 
 
-def to_tokens(x: Tensor, group: Any) -> Tensor:
+def to_tokens(x: Tensor, group: Any, order: Tensor | None = None) -> Tensor:
     """From ``[B, S, H / N, D]`` back to ``[B, S / N, H, D]``; undoes ``to_heads``."""
     count = dist.get_world_size(group)
     batch, tokens, heads, width = x.shape
     parts = x.reshape(batch, count, tokens // count, heads, width)
-    parts = _exchanged(parts.transpose(0, 1), group)
-    return parts.permute(1, 2, 0, 3, 4).reshape(batch, tokens // count, count * heads, width)
+    if order is None:
+        parts = _exchanged(parts.transpose(0, 1), group)
+        return parts.permute(1, 2, 0, 3, 4).reshape(batch, tokens // count, count * heads, width)
+    parts = _exchanged(parts.permute(1, 3, 0, 2, 4), group).flatten(0, 1)
+    out = x.new_empty(batch, tokens // count, count * heads, width)
+    return out.index_copy_(2, order, parts.permute(1, 2, 0, 3))
 
 
 def _exchanged(parts: Tensor, group: Any) -> Tensor:

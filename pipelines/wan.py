@@ -14,15 +14,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import (
-    Adapter,
-    Layout,
-    SparseProcessor,
-    latent_grid,
-    rotate,
-)
+from vidsparse.pipelines.adapter import Adapter, Layout, SparseProcessor, latent_grid
 from vidsparse.pipelines.families import WAN
 from vidsparse.pipelines.parallel import Shares, own_plan
+from vidsparse.pipelines.projection import rotate
 
 
 class WanSparseProcessor(SparseProcessor):

@@ -1,12 +1,16 @@
-"""One of several processes that denoise tiny videos together; rank 0 writes what it found.
+"""Several processes that denoise tiny videos together; the first writes what they found.
 
-Started by torchrun, with the file to write as the first argument; names of cases may follow.
+Arguments are the file to write, then a number of processes and the cases that they run, as often
+as one likes. The processes are forked, so that one import serves them all.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from tiny_families import PROMPTS, TINY, latents
+from tiny_pipelines import latents_of, tiny_transformer, tiny_wan
 from torch.distributed.device_mesh import init_device_mesh
 
 from vidsparse.errors import UnsupportedError
@@ -22,7 +27,6 @@ from vidsparse.methods.numbers import Numbers
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.adapter import SparseProcessor
 from vidsparse.pipelines.caching import StepCache
-from vidsparse.pipelines.parallel import gather_heads
 
 JOINT = ("hunyuan-", "cogvideox", "mochi-", "motif-")
 
@@ -37,64 +41,135 @@ METHODS: dict[str, dict[str, Any]] = {
         ),
         "dense_steps": 0,
     },
+    # tiles that a short video has enough of to be cut between, in a ring.
+    "fine": {"method": "fg-attn", "top_p": 0.2, "tile": "16x16", "means": None, "dense_steps": 0},
+    "reused": {
+        "method": "spargeattn",
+        "topk": 0.3,
+        "theta": -1.0,
+        "tile": "16x16",
+        "reuse": 2,
+        "dense_steps": 0,
+    },
+    "refreshed": {"method": "foresight", "tile": "16x16", "refresh": 1, "dense_steps": 0},
+    "sol-attn": {"method": "sol-attn", "tile": "16x16", "dense_steps": 0},
+    "xattention": {"method": "xattention", "tile": "16x16", "tau": 0.3, "dense_steps": 0},
+    "sale": {"method": "sale", "tile": "16x16", "tau": 1.0, "local": 1, "dense_steps": 0},
+    "gated": {"method": "spargeattn", "topk": 0.3, "tile": "16x64", "lambda_": -0.1},
+    "layers": {"method": "fg-attn", "top_p": 0.2, "tile": "16x16", "dense_layers": 1},
 }
 
 
-def video(name: str, pipe: Any) -> torch.Tensor:
+def video(name: str, pipe: Any, *, large: bool = False) -> torch.Tensor:
     """The latents of two tiny videos where that can be, with guidance, from the same noise."""
     tiny = TINY[name]
     frames, height, width = tiny.size
     # beside text, which is computed whole, a video of few tiles has none to skip.
-    size = (frames, 2 * height, 2 * width) if f"{name}-".startswith(JOINT) else tiny.size
+    large = large or f"{name}-".startswith(JOINT)
+    size = (frames, 2 * height, 2 * width) if large else tiny.size
     prompts = PROMPTS if tiny.batch else PROMPTS[:1]
     return latents(name, pipe, prompts=prompts, size=size, num_inference_steps=2)
 
 
-def enable(pipe: Any) -> None:
+def enable(pipe: Any, *, ring: bool = False) -> None:
     """What a user calls without us."""
     count = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("ring", "ulysses"))
-    config = ContextParallelConfig(ulysses_degree=count, mesh=mesh)
+    shape = (count, 1) if ring else (1, count)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+    config = ContextParallelConfig(ring_degree=shape[0], ulysses_degree=shape[1], mesh=mesh)
     pipe.transformer.enable_parallelism(config=config)
 
 
 def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
-    """The same with ``taylorseer``; what is said of ``first-block`` before and after dealing."""
+    """The same with each step cache; what is said of ``first-block`` before dealing."""
     found: dict[str, Any] = {}
-    with StepCache(pipe, "taylorseer") as cache:
-        expected = latents(name, pipe, num_inference_steps=7)
-        alone = cache.blocks_run()
+    # at which some steps are left out, and some are not.
+    least = {"wan": 0.1, "hunyuan": 0.4, "ltx": 0.2}[name]
+    caches = {"taylorseer": None, "first-block": least}
+    alone = {}
+    for name_of_cache, threshold in caches.items():
+        with StepCache(pipe, name_of_cache, threshold=threshold) as cache:
+            alone[name_of_cache] = latents(name, pipe, num_inference_steps=7), cache.blocks_run()
     with StepCache(pipe, "first-block"):
         try:
             handle.parallelize()
         except UnsupportedError as error:
             found["before"] = str(error)
     handle.parallelize()
-    with StepCache(pipe, "taylorseer") as cache:
-        actual = latents(name, pipe, num_inference_steps=7)
-        found["left_out"] = [step for step, share in cache.blocks_run().items() if not share]
-        found["same"] = alone == cache.blocks_run()
-    try:
-        StepCache(pipe, "first-block")
-    except UnsupportedError as error:
-        found["after"] = str(error)
+    for name_of_cache, threshold in caches.items():
+        expected, blocks = alone[name_of_cache]
+        with StepCache(pipe, name_of_cache, threshold=threshold) as cache:
+            actual = latents(name, pipe, num_inference_steps=7)
+            found[name_of_cache] = {
+                "left_out": [step for step, share in cache.blocks_run().items() if share < 1],
+                "same": blocks == cache.blocks_run(),
+                "error": float((actual - expected).abs().max()),
+                "largest": float(expected.abs().max()),
+                "lost": 0.0,
+            }
     handle.remove()
-    return {
-        **found,
-        "error": float((actual - expected).abs().max()),
-        "largest": float(expected.abs().max()),
-    }
+    return found
+
+
+def lost(name: str, expected: torch.Tensor) -> float:
+    """What sparsity did to ``expected``."""
+    pipe = TINY[name].build()
+    with sparsify(pipe, "dense"):
+        return float((video(name, pipe, large=True) - expected).abs().max())
+
+
+def balanced(when: str) -> dict[str, Any]:
+    """Eight heads, of which the last four compute several times as much as the first four."""
+    pipe = tiny_wan()
+    pipe.transformer = tiny_transformer(num_attention_heads=8)
+    shares = torch.tensor([0.02, 0.03, 0.04, 0.05, 0.3, 0.5, 0.7, 0.9]).expand(1, 2, 8)
+    method = FgAttn(tile=(128, 16), means=None, numbers=Numbers({"top_p": shares}, None))
+    options: dict[str, Any] = {"dense_steps": 1, "reuse": 2 if when == "reuse" else 1}
+    size = {"height": 128, "width": 128, "num_frames": 33, "num_inference_steps": 5}
+    with sparsify(pipe, method, **options) as alone:
+        expected = latents_of(pipe, **size)
+    found: dict[str, Any] = {}
+    for name in ("on", "off"):
+        with sparsify(pipe, method, **options) as handle:
+            ring = 2 if when == "both" else 1
+            handle.parallelize(balance=name == "on", ring=ring)
+            actual = latents_of(pipe, **size)
+            moved = {cell.step for cell in handle.trace.cells if cell.heads is not None}
+            assert handle.gather_trace()
+            cells = zip(handle.trace.cells, alone.trace.cells, strict=True)
+            balance = handle.trace.balance
+            assert balance is not None
+            found[name] = {
+                "error": float((actual - expected).abs().max()),
+                "largest": float(expected.abs().max()),
+                "density_error": max(
+                    float((one.computed - its.computed).abs().max())
+                    for one, its in cells
+                    if one.computed is not None and its.computed is not None
+                ),
+                "moved": sorted(moved),
+                "dealt": balance.dealt,
+                "in_order": balance.in_order,
+            }
+    densities = [cell.computed.mean(0) for cell in alone.trace.cells if cell.computed is not None]
+    found["densities"] = torch.stack(densities).mean(0).tolist()
+    return found
 
 
 def run(name: str, kind: str, when: str) -> dict[str, Any]:
     """Compare with one process: the largest difference and value, tokens held, the density."""
+    if kind == "balanced":
+        return balanced(when)
     options = METHODS[kind]
     pipe = TINY[name].build()
+    # a ring of all processes, or of half as many.
+    ring = {"ring": dist.get_world_size(), "both": dist.get_world_size() // 2}.get(when)
+    large = ring is not None or when == "host-ring"
     with sparsify(pipe, **options) as alone:
-        expected = video(name, pipe)
+        expected = video(name, pipe, large=large)
         computed_alone = alone.summary().computed
-    if when == "host-after":
-        enable(pipe)
+    if when in ("host-after", "host-ring"):
+        enable(pipe, ring=when == "host-ring")
     handle = sparsify(pipe, **options)
     if when == "cached":
         return cached(name, pipe, handle)
@@ -102,7 +177,7 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
         enable(pipe)
     try:
         if not when.startswith("host"):
-            handle.parallelize()
+            handle.parallelize(ring=ring)
     except UnsupportedError as error:
         return {"refused": str(error)}
     seen: list[int] = []
@@ -119,19 +194,22 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
         lambda _, args, kwargs: seen.append((*args, kwargs.get("hidden_states"))[0].shape[1]),
         with_kwargs=True,
     )
-    actual = video(name, pipe)
+    actual = video(name, pipe, large=large)
     watch.remove()
-    heads = 2 * handle.trace.cells[0].pairs
-    assert gather_heads(handle.trace)
-    assert handle.trace.cells[0].pairs == heads
-    computed = handle.summary().computed
+    assert handle.gather_trace()
+    assert handle.trace.cells[0].pairs == alone.trace.cells[0].pairs
+    computed, notes = handle.summary().computed, handle.trace.notes
     handle.remove()
     stock_error = 0.0
-    if kind == "sparse":
+    if kind == "sparse" and not large:
         stock_error = float((video(name, pipe) - video(name, TINY[name].build())).abs().max())
+    # a run begins with noise, which some schedulers make large.
+    noise = 4 * float(getattr(pipe.scheduler, "sigmas", torch.ones(1)).max())
     return {
         "error": float((actual - expected).abs().max()),
-        "largest": float(expected.abs().max()),
+        "largest": max(noise, float(expected.abs().max())),
+        "lost": lost(name, expected) if kind == "refreshed" else 0.0,
+        "notes": notes,
         "tokens": max(seen),
         "computed": 1.0 if computed is None else float(computed),
         "alone": 1.0 if computed_alone is None else float(computed_alone),
@@ -139,17 +217,55 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Run every case; all processes take part in each."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    # diffusers numbers a process's device by this count, which is 0 on a CPU, and fails there.
-    vars(torch.accelerator)["device_count"] = lambda: 1
-    found = {case: run(*case.split("/")) for case in sys.argv[2:]}
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+def take_part(rank: int, count: int, cases: list[str], store: Path, out: Path) -> None:
+    """Run every case as one of ``count`` processes; the first adds what it found to ``out``."""
+    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=count)
+    found = {f"{case}/{count}": run(*case.split("/")) for case in cases}
+    if rank == 0:
+        before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+        out.write_text(json.dumps(before | found), encoding="utf-8")
     dist.destroy_process_group()
 
 
+def together(count: int, cases: list[str], out: Path) -> bool:
+    """Fork ``count`` processes that run ``cases``; whether all ended well."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(count):
+            if (child := os.fork()) == 0:
+                try:
+                    take_part(rank, count, cases, Path(folder) / "store", out)
+                except BaseException:
+                    sys.excepthook(*sys.exc_info())
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        good = True
+        while children:
+            child, status = os.wait()
+            children.remove(child)
+            if status and good:
+                good = False
+                # they wait for the one that failed.
+                for other in children:
+                    os.kill(other, signal.SIGKILL)
+    return good
+
+
+def main() -> int:
+    """Run what the arguments say, one number of processes after another."""
+    torch.set_num_threads(1)
+    # diffusers numbers a process's device by this count, which is 0 on a CPU, and fails there.
+    vars(torch.accelerator)["device_count"] = lambda: 1
+    out, *words = sys.argv[1:]
+    groups: list[tuple[int, list[str]]] = []
+    for word in words:
+        if word.isdecimal():
+            groups.append((int(word), []))
+        else:
+            groups[-1][1].append(word)
+    return 0 if all(together(count, cases, Path(out)) for count, cases in groups) else 1
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -54,7 +54,7 @@ COMBINATIONS: Final = {
     "mag-cache": "`MagCacheConfig`",
     "fuse-qkv": "`fuse_qkv_projections`, before and after",
     "save": "`save_pretrained` while sparse: a clean model",
-    "context-parallel": "diffusers' `enable_parallelism`, by Ulysses",
+    "context-parallel": "diffusers' `enable_parallelism`, by Ulysses or ring",
     "parallelize": "several processes, `SparseHandle.parallelize`",
 }
 """What is combined with sparse attention."""

@@ -62,7 +62,9 @@ class _Machine:
         self.loads += 1
         return SimpleNamespace(ref=ref, compile=False)
 
-    def generate(self, loaded: Any, request: Any, progress: Any = None) -> Generated:
+    def generate(
+        self, loaded: Any, request: Any, progress: Any = None, ring: int | None = None
+    ) -> Generated:
         if self.fail_on and self.fail_on in request.prompt:
             raise RuntimeError("the kernel\nfell over")
         self.before(request.prompt)

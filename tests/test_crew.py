@@ -146,7 +146,7 @@ def test_a_group_in_which_one_fails_is_started_anew() -> None:
     def answer(name: str, arguments: Any) -> Any:
         if name == "load":
             ranks.append(arguments[1])
-            assert arguments[2:] == (2, "tcp://x:1")
+            assert arguments[2:] == (2, "tcp://x:1", None)
         if name == "make" and arguments[0].prompt == "p1":
             raise VidsparseError("one of two")
         return plain(name, arguments)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,49 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, run(folder, "--gpus", "2")
 
 
-def test_two_processes_write_the_video_of_one(together: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, done = together
-    assert done.returncode == 0, done.stderr
-    assert run(tmp_path).returncode == 0
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone")
+    assert run(folder).returncode == 0
+    return folder
+
+
+def assert_alike(folder: Path, alone: Path) -> None:
     assert [path.name for path in files(folder, ".mp4")] == [
-        path.name for path in files(tmp_path, ".mp4")
+        path.name for path in files(alone, ".mp4")
     ]
     # fp32 rounding moves a few values by one of 255, and the encoder may then choose otherwise.
-    pair = [read_video(files(where, ".mp4")[0]).astype(float) for where in (folder, tmp_path)]
+    pair = [read_video(files(where, ".mp4")[0]).astype(float) for where in (folder, alone)]
     assert abs(pair[0] - pair[1]).mean() < 0.5
+
+
+def test_two_processes_write_the_video_of_one(together: tuple[Path, Any], alone: Path) -> None:
+    folder, done = together
+    assert done.returncode == 0, done.stderr
+    assert_alike(folder, alone)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def test_torchrun_starts_them_as_well_and_a_ring_makes_the_same(
+    tmp_path: Path, alone: Path
+) -> None:
+    (tmp_path / "p.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
+    command = [*TORCHRUN, *words(tmp_path, "--ring", "2")[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("0001-") == 1
+    assert_alike(tmp_path, alone)
+    record = json.loads(files(tmp_path, ".json")[0].read_text(encoding="utf-8"))
+    assert (record["processes"], record["ring"]) == (2, 2)
+
+
+def test_what_cannot_be_done_is_said_once_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
+    command = [*TORCHRUN, *words(tmp_path, "--tile", "nonsense")[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert len([line for line in done.stderr.splitlines() if line.startswith("Error:")]) == 1
 
 
 def test_one_process_prints_and_writes(together: tuple[Path, Any]) -> None:
@@ -81,15 +115,15 @@ def rank_of(pid: int) -> str | None:
     return found[0] if found else None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_process_that_dies_ends_the_run_with_one_line(tmp_path: Path, rank: str) -> None:
+def ended(tmp_path: Path, end: Callable[[int, dict[str | None, int]], None]) -> tuple[int, str]:
+    """The exit code and the one line of a long run that ``end`` stops, given pids of the ranks."""
     (tmp_path / "p.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
     started = subprocess.Popen(
         words(tmp_path, "--gpus", "2", "--steps", "400"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
     try:
@@ -99,26 +133,50 @@ def test_a_process_that_dies_ends_the_run_with_one_line(tmp_path: Path, rank: st
             time.sleep(0.2)
         time.sleep(3)
         ranks = {rank_of(int(pid)): int(pid) for pid in children.read_text().split()}
-        os.kill(ranks[rank], signal.SIGKILL)
+        end(started.pid, ranks)
         out, err = started.communicate(timeout=60)
     finally:
         started.kill()
         started.wait()
-    assert started.returncode == 1
     assert out == ""
     complaints = [line for line in err.splitlines() if line and not line.startswith("Loading")]
     assert len(complaints) == 1, err
-    assert f"process {int(rank) + 1} of 2 died" in complaints[0]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
     assert not files(tmp_path, ".json")
     assert not [path for path in (tmp_path / "out").rglob("*") if "mp4" in path.name]
+    return started.returncode, complaints[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_that_dies_ends_the_run_with_one_line(tmp_path: Path, rank: str) -> None:
+    code, said = ended(tmp_path, lambda _, ranks: os.kill(ranks[rank], signal.SIGKILL))
+    assert code == 1
+    assert f"process {int(rank) + 1} of 2 died" in said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        # Ctrl-C reaches every process of a terminal.
+        (lambda pid, _: os.killpg(pid, signal.SIGINT), 130),
+        (lambda pid, _: os.kill(pid, signal.SIGTERM), 143),
+    ],
+    ids=["ctrl-c", "sigterm"],
+)
+def test_an_interrupted_run_leaves_nothing_half_written_and_says_one_line(
+    tmp_path: Path, end: Callable[[int, dict[str | None, int]], None], code: int
+) -> None:
+    assert ended(tmp_path, end) == (code, "Interrupted; finished videos are kept.")
 
 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--cache", "first-block"], "--cache first-block does not work on several processes"),
         (["--compile"], "--compile does not work on several processes"),
         (["--tile", "nonsense"], "nonsense"),
+        (["--ring", "3"], "--ring 3 does not divide the number of GPUs for each video, 2"),
     ],
 )
 def test_what_cannot_be_done_is_said_once_and_starts_nothing(

@@ -100,7 +100,7 @@ def test_the_processors_use_it_but_not_where_gradients_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vidsparse.kernels.tokens import rotate as rotate_kernels
-    from vidsparse.pipelines.adapter import rotate
+    from vidsparse.pipelines.projection import rotate
 
     def unwanted(*args: object, halves: bool) -> Tensor:
         raise AssertionError("the kernel ran")

@@ -14,11 +14,21 @@ from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.finite import FiniteGuard
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
+from vidsparse.masks import tile_count
 from vidsparse.methods import METHODS, Method, SparseMethod
 from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import Ordered, key_means, order_and_plan, share_with_means
 from vidsparse.remainder import Remainder, likeness, remainder_bytes
+from vidsparse.ring import (
+    Ring,
+    attend_densely,
+    attend_in_ring,
+    deal_tokens,
+    own_rows,
+    plan_in_ring,
+    stretch_step,
+)
 from vidsparse.route import (
     Route,
     check_dense_kernel,
@@ -52,7 +62,7 @@ Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
 """Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
 
 # layer, branch, and all else that a plan depends on: grid, batch, heads, device.
-PlanKey = tuple[int, str, TokenGrid, int, int, torch.device]
+PlanKey = tuple[int, str, TokenGrid, int, int, tuple[int, ...] | None, torch.device]
 
 
 @dataclass(slots=True)
@@ -166,6 +176,18 @@ class AttentionEngine:
         """Let go of plans and of what was kept beside them, which may be gigabytes."""
         self._plans.clear()
 
+    def plans_anew(self, step: int) -> bool:
+        """Whether no call of ``step`` goes by what is kept of a step before."""
+        schedule = self._plain or self.schedule
+        due = schedule.refresh_before(step, self.steps) if schedule.refresh else None
+        for kept in self._plans.values():
+            if schedule.refresh:
+                if due is not None and kept.remainder is not None and kept.made >= due:
+                    return False
+            elif kept.serves(step, schedule.reuse):
+                return False
+        return True
+
     def attend(
         self,
         q: Tensor,
@@ -176,6 +198,7 @@ class AttentionEngine:
         *,
         keep_dense: bool = False,
         dense_because: str | None = None,
+        ring: Ring | None = None,
     ) -> Tensor:
         """Attention of one layer at one step: ``q``, ``k``, ``v`` ``[B, H, S, D]``, any strides.
 
@@ -184,6 +207,9 @@ class AttentionEngine:
         kernel was asked for by name. A grid that does not have S tokens runs dense, and the trace
         says so; a host that cannot have this call sparse says why in ``dense_because``, and it
         runs by ``dense`` whatever else was asked for.
+
+        In a ``ring`` S are the tokens of this process: its run of the grid's video in the
+        pipeline's order, and all text. Every process of the ring must call.
 
         Returns:
             The output ``[B, H, S, D]`` in the dtype and token order of ``q``.
@@ -198,15 +224,19 @@ class AttentionEngine:
         if isinstance(self.method, SparseMethod) and self.method.numbers is not None:
             # said in the first step, though it may be a dense one.
             self.method.numbers.check(site, q.shape[1])
-        action = self._action(q, site) if dense_because is None else f"dense: {dense_because}"
-        pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-        cell = Cell(site.step, site.layer, site.branch, action, "dense", pairs)
+        if dense_because is None:
+            action = self._action(q, site, ring)
+        else:
+            action = f"dense: {dense_because}"
+        tokens = q.shape[2] if ring is None else site.grid.tokens
+        pairs = q.shape[0] * q.shape[1] * tokens**2
+        cell = Cell(site.step, site.layer, site.branch, action, "dense", pairs, heads=site.heads)
         with self.trace.timed(cell, q.device):
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
-                out = self._sparse(q, k, v, site, cell)
+                out = self._sparse(q, k, v, site, cell, ring)
                 self._add_remainder(out, q, site)
-            if sparse and self.dense_fallback and not bool(out.isfinite().all()):
+            if sparse and self.dense_fallback and _not_finite(out, ring):
                 cell.action, cell.implementation = FELL_BACK, "dense"
                 cell.selected = cell.computed = cell.skipped = None
                 # whatever made it is not to be used again.
@@ -218,9 +248,13 @@ class AttentionEngine:
                     keep_dense and self.dense_kernel == "auto"
                 )
                 asked = "stock" if keep_dense else self.dense_kernel
-                out = self._run_dense(q, k, v, dense or F.scaled_dot_product_attention, asked, cell)
+                stock = dense or F.scaled_dot_product_attention
+                if ring is None:
+                    out = self._run_dense(q, k, v, stock, asked, cell)
+                else:
+                    out = self._dense_in_ring(q, k, v, site, ring)
             if action == Action.REFRESH.value:
-                planned = self._sparse(q, k, v, site, cell)
+                planned = self._sparse(q, k, v, site, cell, ring)
                 self._plans[_plan_key(q, site)].remainder = Remainder.of(out, planned)
         if self.guard is not None:
             self.guard.watch(out, site, f"{cell.action}, {cell.implementation}")
@@ -231,17 +265,17 @@ class AttentionEngine:
             )
         return out
 
-    def _action(self, q: Tensor, site: CallSite) -> str:
+    def _action(self, q: Tensor, site: CallSite, ring: Ring | None) -> str:
         if not isinstance(self.method, SparseMethod):
             return Action.DENSE.value
         schedule = self._plain or self.schedule
         action = schedule.decide(site.step, self.steps, site.layer, self.layers)
-        if action is Action.REFRESH and not self._has_room(q, site):
+        if action is Action.REFRESH and not self._has_room(q, site, ring):
             schedule = self._plain = replace(self.schedule, refresh=0)
             action = schedule.decide(site.step, self.steps, site.layer, self.layers)
         if action is Action.DENSE:
             return action.value
-        if site.grid.tokens != q.shape[2]:
+        if ring is None and site.grid.tokens != q.shape[2]:
             g = site.grid
             return (
                 f"dense: a grid of {g.frames}x{g.height}x{g.width} video and {g.text} text tokens "
@@ -272,7 +306,71 @@ class AttentionEngine:
         cell.implementation = "gluon"
         return dense_attention(*_autocast(q, k, v), chosen=True)[0].to(q.dtype)
 
-    def _sparse(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, cell: Cell) -> Tensor:
+    def _dense_in_ring(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, ring: Ring) -> Tensor:
+        if self.dense_kernel == "gluon":
+            raise UnsupportedError(
+                "the 'gluon' kernel does not run dense calls in a ring, whose parts differ in "
+                "length. Hint: dense_kernel auto, or leave ring out."
+            )
+        return attend_densely(ring, *_autocast(q, k, v), site.grid).to(q.dtype)
+
+    def _sparse_in_ring(
+        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, cell: Cell, ring: Ring, route: Route
+    ) -> Tensor:
+        assert isinstance(self.method, SparseMethod)
+        self._check_ring(route)
+        method, grid, key = self.method, site.grid, _plan_key(q, site)
+        deal = deal_tokens(self.order, grid, ring.count, ring.rank, stretch_step(method), q.device)
+        if cell.action != Action.REUSE.value:
+            order = token_order(self.order, grid, q.device)
+            route = replace(route, quantize=None)
+            asked = method.looks_at_values or route.selection == "blocks"
+
+            def plan_heads(q: Tensor, k: Tensor, v: Tensor | None, first: int) -> SparsePlan:
+                part = replace(site, first_head=site.first_head + first)
+                return self.planner(method, q, k, part, order, route, v).plan
+
+            plan = plan_in_ring(ring, plan_heads, q, k, v if asked else None, grid, method, route)
+            rows = method.tile[0]
+            tiles = range(
+                deal.bounds[ring.rank] // rows, tile_count(deal.bounds[ring.rank + 1], rows)
+            )
+            plan = own_rows(plan, tiles, method.merge)
+            cell.selection = self._selection_cost(q, grid.tokens)
+            cell.plan_step = site.step
+            if self.schedule.reuse > 1 or cell.action == Action.REFRESH.value:
+                self._plans[key] = _Kept(plan, site.step, site.step)
+        else:
+            kept = self._plans[key]
+            cell.plan_step = kept.made
+            plan = kept.use(site.step)
+        cell.selected, cell.computed = plan.selected, share_with_means(plan, method.means)
+        return attend_in_ring(
+            ring, deal, (q, k, v), plan, grid, method.means, self._route(q, k, v), self.kernel
+        )
+
+    def _check_ring(self, route: Route) -> None:
+        """Raise an ``UnsupportedError`` where the method needs its gate, which a ring has not."""
+        assert isinstance(self.method, SparseMethod)
+        if route.gates and self.method.gate_keys is not None:
+            if not self.method.can_do_without_gate:
+                raise UnsupportedError(
+                    f"{self.method.name} does not run in a ring yet: its gate looks at whole "
+                    "lists of keys. Hint: leave ring out, or take another method."
+                )
+            note = f"without {self.method.name}'s gate: a ring has a part of the scores at a time"
+            if note not in self.trace.notes:
+                self.trace.notes.append(note)
+
+    def _sparse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        site: CallSite,
+        cell: Cell,
+        ring: Ring | None = None,
+    ) -> Tensor:
         assert isinstance(self.method, SparseMethod)
         asked = q.dtype
         q, k, v = _autocast(q, k, v)
@@ -281,12 +379,14 @@ class AttentionEngine:
         if route.implementation != "reference" and wants_gradient(q, k, v):
             raise UnsupportedError(INFERENCE_ONLY)
         cell.implementation = route.implementation
+        if ring is not None:
+            return self._sparse_in_ring(q, k, v, site, cell, ring, route).to(asked)
         order = token_order(self.order, site.grid, q.device)
         key = _plan_key(q, site)
         layout = q
         if cell.action != Action.REUSE.value:
             made = self._planned(q, k, v, site, order, route)
-            cell.selection = self._selection_cost(q)
+            cell.selection = self._selection_cost(q, q.shape[2])
             cell.plan_step = site.step
             if self.schedule.reuse > 1 or cell.action == Action.REFRESH.value:
                 self._plans[key] = _Kept(made.plan, site.step, site.step)
@@ -333,7 +433,7 @@ class AttentionEngine:
         del q, k, v, made, kv_index, gate, means
         return order.undo(out, like=layout, by_kernel=route.reorders).to(asked)
 
-    def _has_room(self, q: Tensor, site: CallSite) -> bool:
+    def _has_room(self, q: Tensor, site: CallSite, ring: Ring | None) -> bool:
         """Whether what refreshes keep for all layers and branches fits into the GPU's memory."""
         if not q.is_cuda or any(kept.remainder is not None for kept in self._plans.values()):
             return True
@@ -347,7 +447,9 @@ class AttentionEngine:
                 f"refreshes would keep {needed / 2**30:.1f} GiB and there is room for "
                 f"{max(0, room) / 2**30:.1f}: nothing was kept"
             )
-        return needed <= room
+        # processes that do not all keep them would wait for each other in other calls.
+        full = needed > room
+        return not (full if ring is None else ring.any(torch.tensor(full, device=q.device)))
 
     def _add_remainder(self, out: Tensor, q: Tensor, site: CallSite) -> None:
         """Add to ``out``, in place, what its plan lacked where it was made."""
@@ -369,10 +471,10 @@ class AttentionEngine:
             )
         return self._routes[key]
 
-    def _selection_cost(self, q: Tensor) -> SelectionCost | None:
+    def _selection_cost(self, q: Tensor, tokens: int) -> SelectionCost | None:
         assert isinstance(self.method, SparseMethod)
         # a table is read for it, which takes as long as all other decisions of a call.
-        key = q.device, q.dtype, q.shape[2]
+        key = q.device, q.dtype, tokens
         if key not in self._costs:
             self._costs[key] = selection_cost(self.method, *key)
         return self._costs[key]
@@ -391,6 +493,12 @@ class AttentionEngine:
         return made
 
 
+def _not_finite(out: Tensor, ring: Ring | None) -> bool:
+    """Whether ``out`` holds NaN or Inf, in any process of a ring; waits."""
+    found = ~out.isfinite().all()
+    return bool(found) if ring is None else ring.any(found)
+
+
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As autocast does for stock attention; planning and kernels choose their own precision."""
     if not torch.is_autocast_enabled(q.device.type):
@@ -405,4 +513,5 @@ def _working_dtype(q: Tensor) -> torch.dtype:
 
 
 def _plan_key(q: Tensor, site: CallSite) -> PlanKey:
-    return site.layer, site.branch, site.grid, q.shape[0], q.shape[1], q.device
+    heads = q.shape[1], site.heads
+    return site.layer, site.branch, site.grid, q.shape[0], *heads, q.device

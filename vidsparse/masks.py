@@ -181,3 +181,33 @@ def unpack_bits(words: Tensor, columns: int) -> Tensor:
     """The bool mask ``[..., columns]`` of which ``pack_bits`` made ``words``."""
     place = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> place) & 1).bool().flatten(-2)[..., :columns]
+
+
+def bits_between(words: Tensor, first: int, count: int, columns: int) -> Tensor:
+    """``count`` bits of ``words`` ``[..., W]`` from bit ``first`` on, as ``pack_bits`` packs them.
+
+    Returns:
+        int32 ``[..., ceil(columns / 32)]``, zero behind the bits that were asked for.
+    """
+    start, shift = divmod(first, 32)
+    wanted = tile_count(count, 32)
+    part = F.pad(words[..., start : start + wanted + 1], (0, 1))
+    low = part[..., :wanted]
+    if shift:
+        # the sign must not come along.
+        low = (low >> shift) & ((1 << (32 - shift)) - 1)
+        low = low | (part[..., 1 : wanted + 1] << (32 - shift))
+    if count % 32:
+        kept = torch.full((wanted,), -1, dtype=torch.int32, device=words.device)
+        kept[-1] = (1 << (count % 32)) - 1
+        low = low & kept
+    return F.pad(low, (0, tile_count(columns, 32) - wanted))
+
+
+def count_bits(words: Tensor) -> Tensor:
+    """How many bits are set in ``words`` ``[..., W]`` int32: int32 ``[...]``."""
+    # by halves: pairs, fours and bytes hold the count of their own bits.
+    x = words - ((words >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).sum(-1, dtype=torch.int32)

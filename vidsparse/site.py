@@ -20,6 +20,8 @@ class CallSite:
         part: which of the pipeline's transformers, from 0.
         first_head: number, in its layer, of the first head of q and k: long sequences are planned
             a few heads at a time.
+        heads: numbers, in their layer, of all heads of the call, where these are not neighbours;
+            ``first_head`` is a place among them then.
     """
 
     layer: int
@@ -29,3 +31,4 @@ class CallSite:
     branch: str = "conditional"
     part: int = 0
     first_head: int = 0
+    heads: tuple[int, ...] | None = None

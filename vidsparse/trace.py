@@ -26,7 +26,8 @@ class Cell:
     plan cost (None where that was never measured, or where no plan was made). ``action`` is
     ``dense``, ``replan``, ``reuse``, ``refresh`` (all pairs, and beside them those of a new plan)
     or ``dense: <why>`` where a sparse call could not be made. ``plan_step`` is the step that made
-    the call's plan (None when dense).
+    the call's plan (None when dense). ``heads`` are the numbers of its heads in the layer where it
+    has some of them in another order.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Cell:
     seconds: float | None = None
     selection: SelectionCost | None = None
     plan_step: int | None = None
+    heads: tuple[int, ...] | None = None
 
     @property
     def sparse(self) -> bool:
@@ -107,12 +109,34 @@ class TraceSummary:
         return "; ".join([*parts, *self.notes])
 
 
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How evenly several processes shared the pairs that plans compute.
+
+    Each number is the most of a process divided by the mean, call by call: 1.0 is even, and a
+    sparse call takes so many times what it would take then.
+
+    Args:
+        processes: how many shared the heads out.
+        dealt: as the heads were dealt.
+        in_order: as they would have been in their order.
+    """
+
+    processes: int
+    dealt: float
+    in_order: float
+
+
 @dataclass(slots=True)
 class Trace:
-    """All calls of one run, in order."""
+    """All calls of one run, in order.
+
+    ``balance`` is there once several processes have put theirs together.
+    """
 
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    balance: Balance | None = None
     _events: list[tuple[Cell, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     @contextmanager

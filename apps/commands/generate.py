@@ -16,7 +16,7 @@ from vidsparse.apps.runs.crew_options import ENGINES, CrewOptions, crew_options
 from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder, Target
-from vidsparse.apps.runs.team import Team, check_shared, join, launch, silent
+from vidsparse.apps.runs.team import Team, check_ring, check_shared, join, launch, said_once, silent
 from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, request_options
 from vidsparse.apps.terminal.progress import plain_bar, short, step_bar
@@ -25,7 +25,7 @@ from vidsparse.files import unwritten, write_whole
 from vidsparse.report import format_share
 
 # where videos are made says nothing of what they lost.
-_NOT_COMPARED = ("overwrite", "verify", "gpus", "gpus_per_video", "engine", "address")
+_NOT_COMPARED = ("overwrite", "verify", "gpus", "gpus_per_video", "ring", "engine", "address")
 
 
 @click.command(
@@ -75,6 +75,13 @@ another folder.
     help="Spread the prompts over groups of M GPUs.  [default: all on each; with --engine ray, 1]",
 )
 @click.option(
+    "--ring",
+    type=click.IntRange(min=1),
+    metavar="R",
+    help="Of the GPUs of a video, pass keys and values round R; the others share attention heads "
+    "out.  [default: as few as the model's heads need]",
+)
+@click.option(
     "--engine",
     type=click.Choice(ENGINES),
     help="What starts the workers that prompts are spread over.  [default: local]",
@@ -96,6 +103,7 @@ def generate(
     verify: bool,
     gpus: int | None,
     gpus_per_video: int | None,
+    ring: int | None,
     engine: str | None,
     address: str | None,
     **options: Any,
@@ -110,20 +118,25 @@ def generate(
     from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; finished videos are kept."
-    crew = crew_options(gpus, gpus_per_video, engine, address)
-    team = join(terminal, gpus)
+    crew = crew_options(gpus, gpus_per_video, engine, address, ring)
+    team = join(terminal, gpus, ring)
     alone = crew is not None or (team is None and gpus in (None, 1))
-    if not alone and prompts_file == "-":
-        raise OptionError(
-            "standard input cannot be read by several processes. Hint: write the prompts to a file."
-        )
-    source = read_prompts(prompts_file)
-    if team is None and not alone:
-        assert gpus is not None
-        return launch(terminal, prepare(source, options, silent(terminal)).request, gpus)
-    prepared = prepare(source, options, terminal)
+    if crew is None and team is None:
+        check_ring(ring, gpus or 1)
+    with said_once(team):
+        if not alone and prompts_file == "-":
+            raise OptionError(
+                "standard input cannot be read by several processes. "
+                "Hint: write the prompts to a file."
+            )
+        source = read_prompts(prompts_file)
+        if team is None and not alone:
+            assert gpus is not None
+            return launch(terminal, prepare(source, options, silent(terminal)).request, gpus)
+        prepared = prepare(source, options, terminal)
+        if team is not None:
+            check_shared(prepared.request, team.count)
     if team is not None:
-        check_shared(prepared.request, team.count)
         assert prepared.request.device is not None
         team.connect(prepared.request.device)
         if not team.first:
@@ -183,7 +196,7 @@ def _take_part(team: Team, prepared: PreparedPrompts, terminal: Terminal) -> int
             loaded = prepared.load(terminal)
             for one in prepared.prompts:
                 if one.prompt.number in numbers:
-                    run(loaded, one.request)
+                    run(loaded, one.request, ring=team.ring)
         team.leave()
     except Exception:
         team.wait_to_be_ended()
@@ -259,7 +272,7 @@ def _make_all(
     for place, (one, target) in enumerate(waiting, 1):
         label = f"[{place}/{len(waiting)}] {short(one.prompt.text)}"
         try:
-            _make(terminal, loaded, one, folder, target, label)
+            _make(terminal, loaded, one, folder, target, label, team.ring if team else None)
         except FolderError as error:
             return _stopped(terminal, prepared, waiting[place - 1 :], states, error)
         except Exception as error:
@@ -297,6 +310,7 @@ def _spread_all(
                     [(one.prompt.number, one.request) for one, _ in waiting],
                     groups=groups,
                     size=crew.size,
+                    ring=crew.ring,
                 )
             )
         )
@@ -386,13 +400,14 @@ def _make(
     folder: RunFolder,
     target: Target,
     label: str,
+    ring: int | None,
 ) -> None:
     from vidsparse.pipelines.generate import generate as run
     from vidsparse.pipelines.video import write_video
 
     assert one.request.fps is not None
     with step_bar(terminal, label, loaded.compile) as progress:
-        made = run(loaded, one.request, progress=progress)
+        made = run(loaded, one.request, progress=progress, ring=ring)
     # an old record stays until then: a video that it does not describe is not finished.
     write_video(made.frames, target.video, one.request.fps, sound=made.sound)
     folder.write_record(target, made.record)

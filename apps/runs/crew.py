@@ -77,6 +77,7 @@ class Worker:
     def __init__(self) -> None:
         self._loaded: LoadedPipeline | None = None
         self._first = True
+        self._ring: int | None = None
 
     def meeting_point(self, host: str | None) -> str:
         """An address on which the workers of a group can meet here."""
@@ -85,8 +86,16 @@ class Worker:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def load(self, request: GenerateRequest, rank: int, count: int, meeting: str | None) -> None:
+    def load(
+        self,
+        request: GenerateRequest,
+        rank: int,
+        count: int,
+        meeting: str | None,
+        ring: int | None = None,
+    ) -> None:
         """Load the model of ``request``, after meeting the others of a group of ``count``."""
+        self._ring = ring
         with _in_words():
             self._load(request, rank, count, meeting)
 
@@ -117,7 +126,7 @@ class Worker:
 
         assert self._loaded is not None
         assert request.fps is not None
-        generated = generate(self._loaded, request)
+        generated = generate(self._loaded, request, ring=self._ring)
         if not self._first:
             return None
         with TemporaryDirectory() as folder:
@@ -140,8 +149,8 @@ def _in_words() -> Iterator[None]:
 class _Group:
     """Workers that make each video together; started when first needed, and again after a death."""
 
-    def __init__(self, engine: Engine, first: int, count: int) -> None:
-        self._engine, self._first, self._count = engine, first, count
+    def __init__(self, engine: Engine, first: int, count: int, ring: int | None) -> None:
+        self._engine, self._first, self._count, self._ring = engine, first, count, ring
         self._handles: list[Handle] = []
 
     def make(self, request: GenerateRequest) -> Made:
@@ -173,7 +182,7 @@ class _Group:
         if self._count > 1:
             meeting = self._handles[0].call("meeting_point", self._engine.meeting_host()).result()
         loading = [
-            handle.call("load", request, rank, self._count, meeting)
+            handle.call("load", request, rank, self._count, meeting, self._ring)
             for rank, handle in enumerate(self._handles)
         ]
         try:
@@ -206,9 +215,16 @@ class _StartError(Exception):
 
 
 def spread(
-    engine: Engine, requests: Sequence[tuple[int, GenerateRequest]], *, groups: int, size: int
+    engine: Engine,
+    requests: Sequence[tuple[int, GenerateRequest]],
+    *,
+    groups: int,
+    size: int,
+    ring: int | None = None,
 ) -> Generator[Outcome, None, None]:
     """Make the videos of numbered requests on ``groups`` groups of ``size`` workers.
+
+    In groups keys and values travel round ``ring`` workers, or as many as the model's heads ask.
 
     They come as they are finished. A prompt whose worker dies is made again by another, at most
     ``TRIES`` times in all. However the loop over them ends, no worker is left.
@@ -222,7 +238,7 @@ def spread(
         waiting.put(item)
     outcomes: queue.SimpleQueue[Outcome | _StartError] = queue.SimpleQueue()
     ending = threading.Event()
-    crew = [_Group(engine, place * size, size) for place in range(min(groups, len(requests)))]
+    crew = [_Group(engine, place * size, size, ring) for place in range(min(groups, len(requests)))]
 
     def work(group: _Group) -> None:
         while not ending.is_set():

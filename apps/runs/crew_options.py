@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from vidsparse.apps.runs.crew import Engine
-from vidsparse.apps.runs.team import check_gpus, check_shared
+from vidsparse.apps.runs.team import check_gpus, check_ring, check_shared
 from vidsparse.errors import OptionError
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ class CrewOptions:
         address: of the Ray cluster; None starts a Ray here.
         count: workers in all; None takes every GPU of the cluster.
         size: how many make each video together.
+        ring: round how many of those keys and values travel; None leaves it to the model's heads.
     """
 
     engine: str
     address: str | None
     count: int | None
     size: int
+    ring: int | None = None
 
     @contextmanager
     def workers(self, request: GenerateRequest) -> Iterator[tuple[Engine, int]]:
@@ -67,7 +69,11 @@ class CrewOptions:
 
 
 def crew_options(
-    gpus: int | None, gpus_per_video: int | None, engine: str | None, address: str | None
+    gpus: int | None,
+    gpus_per_video: int | None,
+    engine: str | None,
+    address: str | None,
+    ring: int | None = None,
 ) -> CrewOptions | None:
     """How prompts are spread; None where all GPUs work on each video, or there is only one.
 
@@ -91,6 +97,7 @@ def crew_options(
             f"--gpus {gpus} cannot be shared out by --gpus-per-video {size}. "
             f"Hint: give a multiple of {size}."
         )
+    check_ring(ring, size)
     if gpus == size and engine != "ray":
         return None
-    return CrewOptions(engine=engine or "local", address=address, count=gpus, size=size)
+    return CrewOptions(engine=engine or "local", address=address, count=gpus, size=size, ring=ring)

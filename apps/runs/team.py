@@ -11,18 +11,21 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vidsparse.apps.terminal.console import BAD_INPUT, FAILED, INTERRUPTED, TERMINATED, Terminal
-from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 
 if TYPE_CHECKING:
     from vidsparse.pipelines.request import GenerateRequest
 
 _PATIENCE = 3.0
+_LATER = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,12 @@ class Team:
     Args:
         rank: its number from 0; 0 is the first.
         count: how many there are.
+        ring: how many keys and values travel round; None leaves it to the model's heads.
     """
 
     rank: int
     count: int
+    ring: int | None = None
 
     @property
     def first(self) -> bool:
@@ -83,20 +88,23 @@ def _from_the_first(numbers: list[int]) -> list[int]:
     return found
 
 
-def join(terminal: Terminal, gpus: int | None) -> Team | None:
+def join(terminal: Terminal, gpus: int | None, ring: int | None) -> Team | None:
     """The team that this process was started into; None where it runs by itself.
 
     Raises:
-        OptionError: another number of processes was asked for than was started.
+        OptionError: another number of processes was asked for than was started, or a ring that
+            they cannot make.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    team = Team(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    if gpus not in (None, team.count):
-        raise OptionError(
-            f"--gpus {gpus} was given to {team.count} processes that torchrun started. "
-            "Hint: leave --gpus out, or start without torchrun."
-        )
+    team = Team(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ring)
+    with said_once(team):
+        if gpus not in (None, team.count):
+            raise OptionError(
+                f"--gpus {gpus} was given to {team.count} processes that torchrun started. "
+                "Hint: leave --gpus out, or start without torchrun."
+            )
+        check_ring(ring, team.count)
     if team.count == 1:
         return None
     # every process sees one GPU, so that `cuda` is its own and settings are the same in all.
@@ -110,8 +118,51 @@ def join(terminal: Terminal, gpus: int | None) -> Team | None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         # it holds no file, and while it waits for the others python's handlers do not run.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _end_after_the_first()
     return team
+
+
+def _end_after_the_first() -> None:
+    """Have Ctrl-C end this process a little later: the first may be waiting for what it computes.
+
+    A thread waits for the signal; where there is no such waiting, the launcher ends the process.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return
+    # threads that are started later have the mask of this one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGINT})
+        time.sleep(_LATER)
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@contextmanager
+def said_once(team: Team | None) -> Iterator[None]:
+    """Leave it to the first process to say what all find wrong."""
+    try:
+        yield
+    except VidsparseError:
+        if team is not None and not team.first:
+            team.wait_to_be_ended()
+        raise
+
+
+def check_ring(ring: int | None, count: int) -> None:
+    """Check that ``count`` processes can make rings of ``ring``.
+
+    Raises:
+        OptionError: they cannot.
+    """
+    if ring is not None and count % ring:
+        raise OptionError(
+            f"--ring {ring} does not divide the number of GPUs for each video, {count}. "
+            "Hint: give a number that does, or leave it out."
+        )
 
 
 def check_shared(request: GenerateRequest, count: int) -> None:
@@ -122,11 +173,6 @@ def check_shared(request: GenerateRequest, count: int) -> None:
         UnsupportedError: an option does not work on several processes.
     """
     check_gpus(request, count)
-    if request.cache == "first-block":
-        raise UnsupportedError(
-            "--cache first-block does not work on several processes: each would decide by its own "
-            "part of the video. Hint: --cache taylorseer or none, or use one GPU."
-        )
     if request.compile:
         raise UnsupportedError(
             "--compile does not work on several processes yet. "
@@ -162,8 +208,10 @@ def launch(terminal: Terminal, request: GenerateRequest, count: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     check_shared(request, count)
-    # its traces of processes that failed; what there is to say is said here.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # its warnings, and its traces of processes that failed; what there is to say is said here.
+    for name in tuple(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     config = LaunchConfig(
         min_nodes=1,

@@ -166,6 +166,11 @@ class SparseMethod(Method):
         raise NotImplementedError(f"{self.name} does not choose by blocks")
 
     @property
+    def equal_heads(self) -> bool:
+        """Whether all heads of a layer compute equally many pairs by what the options say."""
+        return False
+
+    @property
     def gate_keys(self) -> int | None:
         """Keys of the pieces that ``gate`` judges, None where there is no gate.
 

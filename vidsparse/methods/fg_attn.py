@@ -26,6 +26,7 @@ from vidsparse.methods.base import (
 )
 from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.studied import Knob, Settings
+from vidsparse.plan import BLOCK_ROWS
 from vidsparse.residual import error_of_means
 from vidsparse.site import CallSite
 
@@ -106,6 +107,11 @@ class FgAttn(SparseMethod):
     def looks_at_values(self) -> bool:
         """For the residual score."""
         return self.score == "residual"
+
+    @property
+    def equal_heads(self) -> bool:
+        """By ``topk``, where a tile is a block; unions of smaller ones differ."""
+        return self.topk is not None and self.tile[0] >= BLOCK_ROWS
 
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3).

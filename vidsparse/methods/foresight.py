@@ -101,6 +101,11 @@ class Foresight(SparseMethod):
         """For their spread."""
         return True
 
+    @property
+    def equal_heads(self) -> bool:
+        """The share is the layer's; where blocks join tiles of fewer rows, unions differ."""
+        return self.tile[0] >= BLOCK_ROWS
+
     def rows_for(self, tokens: int) -> int:
         """Query rows of a tile that is judged as one, in a sequence of so many tokens."""
         if self.rows is not None:

@@ -34,6 +34,9 @@ class Numbers:
     edges: tuple[float, ...] = ()
     source: str = "these numbers"
     _moved: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _places: dict[tuple[tuple[int, ...], torch.device], Tensor] = field(
+        default_factory=dict, repr=False
+    )
 
     def __contains__(self, name: str) -> bool:
         return name in self.tables
@@ -44,7 +47,14 @@ class Numbers:
         if key not in self._moved:
             # once for a run: a copy at every call would wait for the device.
             self._moved[key] = self.tables[name].to(device)
-        return self._moved[key][site.part, site.layer, site.first_head :]
+        table = self._moved[key][site.part, site.layer]
+        if site.heads is None:
+            return table[site.first_head :]
+        # likewise: there are as many deals of heads as layers.
+        places = (site.heads, device)
+        if places not in self._places:
+            self._places[places] = table.new_tensor(site.heads).long()
+        return table.index_select(0, self._places[places])[site.first_head :]
 
     def group(self, site: CallSite) -> int:
         """The group of steps that the call belongs to."""
@@ -61,7 +71,8 @@ class Numbers:
                 f"{asked}. Hint: use the same frames and size, or calibrate anew."
             )
         parts, layers, table_heads = next(iter(self.tables.values())).shape[:3]
-        if site.part >= parts or site.layer >= layers or site.first_head + heads > table_heads:
+        last = max(site.heads) + 1 if site.heads else site.first_head + heads
+        if site.part >= parts or site.layer >= layers or last > table_heads:
             raise OptionError(
                 f"{self.source} was calibrated for {parts} x {layers} layers (transformers x layers"
                 f" of each) with {table_heads} heads, and this call has {heads} heads in layer "

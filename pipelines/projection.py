@@ -1,0 +1,59 @@
+"""What the families' processors make queries, keys and values by: projections and angles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vidsparse.kernels.hardware import triton_reason
+
+
+def project_heads(
+    x: Tensor, heads: int, q: Any, k: Any, v: Any, q_norm: Any, k_norm: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Project ``x`` ``[B, S, C]`` to q, k normed head by head and to v, ``[B, S, H, D]``."""
+    query, key, value = (project(x).unflatten(2, (heads, -1)) for project in (q, k, v))
+    if q_norm is not None:
+        query = q_norm(query)
+    if k_norm is not None:
+        key = k_norm(key)
+    return query, key, value
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
+    """Rotary embedding of ``x`` ``[..., D]``, on a GPU in one pass.
+
+    ``cos`` and ``sin`` ``[..., D / 2]`` hold the angle of every pair of channels: neighbours, or
+    with ``halves`` one of the first half of the channels and one of the second. The product is
+    formed in their precision and rounded as the stock processors do.
+    """
+    if _by_kernel(x, cos, sin):
+        from vidsparse.kernels.tokens.rotate import rotate_rows
+
+        return rotate_rows(x, cos, sin, halves=halves)
+    if halves:
+        first, second = x.chunk(2, -1)
+        # multiplied and added at once.
+        rotated = (
+            torch.addcmul(first * cos, -sin, second.to(sin.dtype)),
+            torch.addcmul(second * cos, sin, first.to(sin.dtype)),
+        )
+        return torch.cat(rotated, -1).type_as(x)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    out = x.new_empty(x.shape)
+    out[..., 0::2] = even * cos - odd * sin
+    out[..., 1::2] = even * sin + odd * cos
+    return out
+
+
+def _by_kernel(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the one-pass kernel may rotate ``x``: it knows no gradients, and compilers fuse."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    if triton_reason(x.device) is not None:
+        return False
+    from vidsparse.kernels.tokens.rotate import can_rotate
+
+    return can_rotate(x, cos, sin)
