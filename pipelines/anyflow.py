@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid, rotate
+from vidsparse.pipelines.adapter import Adapter, rotate
 from vidsparse.pipelines.families import ANYFLOW
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.wan import WanSparseProcessor
 
 

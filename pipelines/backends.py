@@ -13,17 +13,21 @@ def swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def stock_attention(stock: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def stock_attention(
+    stock: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None
+) -> Tensor:
     """The host's own attention on ``[B, H, S, D]``, with the backend the user has set.
 
-    CogVideoX and Mochi know no backends and call PyTorch's.
+    CogVideoX and Mochi know no backends and call PyTorch's. ``mask`` is added to scores.
     """
     if not _dispatches(stock):
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, mask)
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     out: Tensor = dispatch_attention_fn(
-        swapped(q), swapped(k), swapped(v), backend=getattr(stock, "_attention_backend", None)
+        *(swapped(x) for x in (q, k, v)),
+        attn_mask=mask,
+        backend=getattr(stock, "_attention_backend", None),
     )
     return swapped(out)
 

@@ -14,14 +14,9 @@ import torch
 from torch import Tensor
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import (
-    Adapter,
-    Layout,
-    SparseProcessor,
-    latent_grid,
-    rotate,
-)
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor, rotate
 from vidsparse.pipelines.families import COGVIDEOX
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, gathered, split_input
 
 _FUSED: Final = "FusedCogVideoXAttnProcessor2_0"

@@ -369,7 +369,7 @@ LTX: Final = Family(
     text_to_video=("LTXPipeline",),
     image_to_video=("LTXImageToVideoPipeline",),
     image_twin="LTXImageToVideoPipeline",
-    other=("LTXConditionPipeline", "LTXModularPipeline"),
+    other=("LTXConditionPipeline", "LTXI2VLongMultiPromptPipeline", "LTXModularPipeline"),
     # the call defaults of diffusers' LTXPipeline.
     defaults=Defaults(
         family="LTX-Video",
@@ -392,7 +392,16 @@ LTX_2: Final = Family(
     text_to_video=("LTX2Pipeline",),
     image_to_video=("LTX2ImageToVideoPipeline",),
     image_twin="LTX2ImageToVideoPipeline",
-    other=("LTX2ModularPipeline",),
+    # LTX-2.5 has the same transformer.
+    other=(
+        "LTX2ConditionPipeline",
+        "LTX2InContextPipeline",
+        "LTX2HDRPipeline",
+        "LTX2DFRPipeline",
+        "LTX2DFRTemporalRefinePipeline",
+        "LTX2ModularPipeline",
+        "LTX25ModularPipeline",
+    ),
     libraries=("ltx2",),
     vae_tiling=True,
     # taylorseer would extrapolate the video and leave the audio at nothing.

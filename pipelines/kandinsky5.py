@@ -14,15 +14,9 @@ import torch
 from torch import Tensor
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import (
-    Adapter,
-    Layout,
-    SparseProcessor,
-    latent_grid,
-    project_heads,
-    rotate,
-)
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor, project_heads, rotate
 from vidsparse.pipelines.families import KANDINSKY_5
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, gathered, split_input
 
 

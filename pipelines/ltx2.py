@@ -18,7 +18,7 @@ from vidsparse.pipelines.adapter import (
     rotate,
 )
 from vidsparse.pipelines.families import LTX_2
-from vidsparse.pipelines.ltx import sizes_layout
+from vidsparse.pipelines.ltx import video_layout
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 
 
@@ -54,17 +54,18 @@ class LTX2SparseProcessor(SparseProcessor):
         """Self-attention of ``hidden_states`` ``[B, S, C]``.
 
         Samples where ``perturbation_mask`` is 0 pass their values on instead (spatio-temporal
-        guidance).
+        guidance). A mask makes the call dense.
         """
-        if encoder_hidden_states is not None or attention_mask is not None:
-            raise self.unexpected("with text or an attention mask")
+        if encoder_hidden_states is not None:
+            raise self.unexpected("with text")
         value = attn.to_v(hidden_states)
         if all_perturbed is None:
             all_perturbed = perturbation_mask is not None and not bool(perturbation_mask.any())
         if all_perturbed:
             out = value
         else:
-            out = self._attend(attn, hidden_states, value, query_rotary_emb, key_rotary_emb)
+            rotary = query_rotary_emb, key_rotary_emb
+            out = self._attend(attn, hidden_states, value, *rotary, attention_mask)
             if perturbation_mask is not None:
                 out = torch.lerp(value, out, perturbation_mask)
         if attn.to_gate_logits is not None:
@@ -81,6 +82,7 @@ class LTX2SparseProcessor(SparseProcessor):
         value: Tensor,
         of_q: tuple[Tensor, Tensor] | None,
         of_k: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
     ) -> Tensor:
         q, k = attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x))
         if of_q is None:
@@ -88,7 +90,9 @@ class LTX2SparseProcessor(SparseProcessor):
         else:
             q = _rotate_heads(q, *of_q, attn.heads, attn.rope_type)
             k = _rotate_heads(k, *(of_k or of_q), attn.heads, attn.rope_type)
-        out: Tensor = self.attend(q, k, _by_head(value, attn.heads))
+        # of conditions that are attended to in part, [B, S, S].
+        mask = None if mask is None else mask[:, None]
+        out: Tensor = self.attend(q, k, _by_head(value, attn.heads), mask)
         return out.flatten(2, 3).type_as(q)
 
 
@@ -100,7 +104,11 @@ def _plan(transformer: Any) -> Mapping[str, Any]:
     heads = transformer.config.rope_type == "split"
     angles = split_outputs(2, 4, 2) if heads else split_outputs(1, 3, 2)
     return {
-        "": {"hidden_states": split_input(1, 3), "timestep": split_input(1, 2)},
+        "": {
+            "hidden_states": split_input(1, 3),
+            "timestep": split_input(1, 2),
+            "video_keyframes_mask": split_input(1, 3),
+        },
         "rope": angles,
         "cross_attn_rope": angles,
         "proj_out": gathered(),
@@ -112,7 +120,8 @@ ADAPTER: Final = Adapter(
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor"),
     processor=LTX2SparseProcessor,
-    layout=sizes_layout,
+    layout=video_layout,
+    tiled=True,
     shares=Shares(
         plan=_plan,
         exchanged=re.compile(r"transformer_blocks\.\d+\.video_to_audio_attn"),

@@ -226,6 +226,11 @@ def check_tokens(grid: TokenGrid, config: Any) -> None:
     """
     if config is None:
         return
+    if grid.lead:
+        raise UnsupportedError(
+            "tokens on both sides of the video cannot be dealt to several processes. "
+            "Hint: run this pipeline in one process."
+        )
     count = dist.get_world_size(parallel_group(config))
     tokens = grid.tokens - grid.text
     if tokens % count:

@@ -17,8 +17,7 @@ def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, in
     current = getattr(pipe, "current_timestep", None)
     if timesteps is None:
         raise _no_step(scheduler)
-    total = len(timesteps)
-    steps = total
+    steps = total = step_count(scheduler)
     if current is not None:
         # within a call of the pipeline. video-to-video runs the end of the list only, and its
         # first step counts as 0; outside a call this number is left over from the last one.
@@ -32,6 +31,13 @@ def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, in
             raise _no_step(scheduler)
     step = 0 if index is None else int(index) - (total - steps)
     return min(max(step, 0), steps - 1), steps, timesteps
+
+
+def step_count(scheduler: Any) -> int:
+    """How many steps a scheduler's timesteps are for: LTX's ancestral one lists their end too."""
+    count = len(scheduler.timesteps)
+    sigmas = getattr(scheduler, "sigmas", None)
+    return count - (sigmas is not None and len(sigmas) == count)
 
 
 def _place(timesteps: Any, value: Any) -> int | None:

@@ -14,14 +14,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import (
-    Adapter,
-    Layout,
-    SparseProcessor,
-    latent_grid,
-    rotate,
-)
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor, rotate
 from vidsparse.pipelines.families import WAN
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, own_plan
 
 

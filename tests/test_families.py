@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +15,16 @@ from quick import slow_but
 from tiny_families import PROMPTS, TINY, Tiny, latents
 from tiny_kandinsky import kandinsky5
 from tiny_motif import motif
-from tiny_parts import IMAGE, prompt_mask
+from tiny_parts import IMAGE, TWO, prompt_mask
 from torch import Tensor, nn
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines import restore, sparsify
-from vidsparse.pipelines.adapter import Layout, named_arguments
+from vidsparse.pipelines.adapter import named_arguments
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +45,11 @@ class Stop(Exception):
 
 def first_forward(name: str, pipe: Any, **changes: Any) -> dict[str, Any]:
     """The arguments of the transformer's first forward in a call of the pipeline."""
+    return forward_of(pipe, lambda: latents(name, pipe, **changes))
+
+
+def forward_of(pipe: Any, run: Callable[[], object]) -> dict[str, Any]:
+    """The arguments of the transformer's first forward in ``run``."""
     seen: dict[str, Any] = {}
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -51,7 +58,7 @@ def first_forward(name: str, pipe: Any, **changes: Any) -> dict[str, Any]:
 
     hook = pipe.transformer.register_forward_pre_hook(take, with_kwargs=True)
     with pytest.raises(Stop):
-        latents(name, pipe, **changes)
+        run()
     hook.remove()
     if not isinstance(pipe, ModularPipeline):
         pipe.maybe_free_model_hooks()
@@ -80,6 +87,18 @@ def check_within_twice_the_stock_error(ours: Tensor, stock: Tensor, truth: Tenso
     assert (ours - truth).abs().max() <= budget
 
 
+def check_full_mask(pipe: Any, arguments: dict[str, Any], dtype: torch.dtype) -> None:
+    """Hold a sparse forward that computes all pairs to twice the stock one's error."""
+    truth = forward(copy.deepcopy(pipe.transformer).double(), arguments, torch.float64)
+    pipe.transformer.to(dtype)
+    stock = forward(pipe.transformer, arguments, dtype)
+    with sparsify(pipe, top_p=1.0, dense_steps=0) as handle:
+        ours = forward(pipe.transformer, arguments, dtype)
+        assert handle.summary().computed == 1.0
+        assert handle.summary().notes == ()
+    check_within_twice_the_stock_error(ours, stock, truth)
+
+
 def prompts_of(tiny: Tiny) -> list[str]:
     """Two of different lengths, where the pipeline takes two."""
     return PROMPTS if tiny.batch else PROMPTS[1:]
@@ -94,14 +113,7 @@ def test_full_mask_stays_within_twice_the_stock_error(name: str, dtype: torch.dt
     tiny = TINY[name]
     pipe = tiny.build()
     arguments = first_forward(name, pipe, prompts=prompts_of(tiny), size=tiny.odd)
-    truth = forward(copy.deepcopy(pipe.transformer).double(), arguments, torch.float64)
-    pipe.transformer.to(dtype)
-    stock = forward(pipe.transformer, arguments, dtype)
-    with sparsify(pipe, top_p=1.0, dense_steps=0) as handle:
-        ours = forward(pipe.transformer, arguments, dtype)
-        assert handle.summary().computed == 1.0
-        assert handle.summary().notes == ()
-    check_within_twice_the_stock_error(ours, stock, truth)
+    check_full_mask(pipe, arguments, dtype)
 
 
 @EVERY
@@ -382,7 +394,7 @@ def test_tokens_that_are_no_grid_run_dense_and_the_trace_says_so(name: str) -> N
 
         def one_frame_more(transformer: Any, arguments: Any) -> Any:
             layout = read(transformer, arguments)
-            assert layout is not None
+            assert isinstance(layout, Layout)
             grid = replace(layout.grid, frames=layout.grid.frames + 1)
             return replace(layout, grid=grid)
 
@@ -392,6 +404,19 @@ def test_tokens_that_are_no_grid_run_dense_and_the_trace_says_so(name: str) -> N
         (note,) = {n.split(" video")[0][:20] for n in handle.summary().notes}
         assert note == "dense: a grid of " + note[17:]
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_is_no_video_s_runs_dense_and_the_trace_says_so() -> None:
+    pipe = TINY["wan"].build()
+    stock = latents("wan", pipe)
+    with sparsify(pipe, top_p=0.1, dense_steps=0) as handle:
+        session = handle._session
+        session.adapter = replace(session.adapter, layout=lambda transformer, arguments: None)
+        assert torch.equal(latents("wan", pipe), stock)
+        cells, summary = handle.trace.cells, handle.summary()
+    assert {(c.step, c.branch) for c in cells} == {(s, b) for s in range(3) for b in TWO}
+    assert summary.notes == ("dense: the arguments of this forward are not those of a video",)
+    assert "all calls dense" in str(summary)
 
 
 # no trace left

@@ -65,6 +65,10 @@ MODULAR = {
     "HunyuanVideo15ModularPipeline": Modular(parts_of("hunyuan15"), exact=False),
     "LTXModularPipeline": Modular(parts_of("ltx")),
     "LTX2ModularPipeline": Modular(parts_of("ltx2"), forwards=LTX2_FORWARDS),
+    # it decodes by another diffusion, which is no part of this.
+    "LTX25ModularPipeline": Modular(
+        parts_of("ltx2"), lambda: {"output_type": "latent"}, LTX2_FORWARDS
+    ),
 }
 
 EVERY = pytest.mark.parametrize("name", slow_but(["Wan22ModularPipeline"], MODULAR))
@@ -80,16 +84,16 @@ def built(name: str) -> Any:
 
 def made(name: str, pipe: Any) -> Tensor:
     """The denoised latents of a run of three steps."""
-    state = pipe(
-        prompt="a red circle",
-        height=64,
-        width=64,
-        num_frames=9,
-        num_inference_steps=3,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pt",
+    call = {
+        "prompt": "a red circle",
+        "height": 64,
+        "width": 64,
+        "num_frames": 9,
+        "num_inference_steps": 3,
+        "output_type": "pt",
         **MODULAR[name].call(),
-    )
+    }
+    state = pipe(generator=torch.Generator().manual_seed(0), **call)
     latents: Tensor = state.get("latents")
     return latents
 

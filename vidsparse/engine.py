@@ -183,7 +183,7 @@ class AttentionEngine:
         ``keep_dense`` it is what the user has chosen, and runs all dense calls unless another
         kernel was asked for by name. A grid that does not have S tokens runs dense, and the trace
         says so; a host that cannot have this call sparse says why in ``dense_because``, and it
-        runs by ``dense`` whatever else was asked for.
+        runs by ``dense`` whatever else was asked for and whatever grid ``site`` has.
 
         Returns:
             The output ``[B, H, S, D]`` in the dtype and token order of ``q``.
@@ -193,11 +193,12 @@ class AttentionEngine:
                 are asked for and the call is sparse.
             VidsparseError: ``check_finite`` found NaN or Inf.
         """
-        if self.observer is not None:
+        if self.observer is not None and dense_because is None:
             self.observer(q, k, v, site)
-        if isinstance(self.method, SparseMethod) and self.method.numbers is not None:
+        numbers = self.method.numbers if isinstance(self.method, SparseMethod) else None
+        if numbers is not None and dense_because is None:
             # said in the first step, though it may be a dense one.
-            self.method.numbers.check(site, q.shape[1])
+            numbers.check(site, q.shape[1])
         action = self._action(q, site) if dense_because is None else f"dense: {dense_because}"
         pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
         cell = Cell(site.step, site.layer, site.branch, action, "dense", pairs)

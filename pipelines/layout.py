@@ -1,0 +1,61 @@
+"""How the tokens of one forward are made up: the video's grid, and what stands beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vidsparse.grid import TokenGrid
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the token sequence of one forward is made up.
+
+    Args:
+        grid: video tokens and the text tokens beside them, padding included.
+        valid: the number of real text tokens of each sample, which come first in its text; what
+            follows them is padding that takes no part in attention. Empty where all are real.
+        layers_with_text: how many layers, from the first, have the text in their sequence; None
+            where all have.
+    """
+
+    grid: TokenGrid
+    valid: tuple[int, ...] = ()
+    layers_with_text: int | None = None
+
+    def groups(self, batch: int, layer: int = 0) -> list[tuple[slice | list[int], int]]:
+        """Samples with equally much valid text, and how many tokens to cut off their end."""
+        if self.layers_with_text is not None and layer >= self.layers_with_text:
+            return [(slice(0, batch), 0)]
+        samples: dict[int, list[int]] = {}
+        for sample, count in enumerate(self.valid):
+            samples.setdefault(count, []).append(sample)
+        if len(samples) < 2:
+            count = self.valid[0] if self.valid else self.grid.text
+            return [(slice(0, batch), self.grid.text - count)]
+        # a slice takes part of a batch without a copy.
+        return [
+            (
+                slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] - rows[0] + 1 else rows,
+                self.grid.text - count,
+            )
+            for count, rows in samples.items()
+        ]
+
+
+def latent_grid(
+    latent: Any, patch: tuple[int, int, int], text: int = 0, *, text_first: bool = False
+) -> TokenGrid | None:
+    """Tokens of a latent ``[B, C, T, H, W]`` after patching; None where it is none."""
+    if not isinstance(latent, Tensor) or latent.ndim != 5:
+        return None
+    frames, height, width = (n // p for n, p in zip(latent.shape[2:], patch, strict=True))
+    return TokenGrid(frames, height, width, text, text_first)
+
+
+def valid_text(mask: Tensor) -> tuple[int, ...]:
+    """The number of valid tokens of each sample, from a mask ``[B, text]`` that is not 0 there."""
+    return tuple(mask.bool().sum(1).tolist())
