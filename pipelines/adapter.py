@@ -60,7 +60,8 @@ class Adapter:
         transformers: pipeline attributes that hold a transformer, in the order they denoise.
         attention: matches the module names of video self-attention inside a transformer, whose
             layers are numbered in the order of its modules. Cross-attention, text refiners and
-            audio must not match.
+            audio must not match. A group ``block`` is the block around one, where that is not what
+            the module is in.
         stock_processors: the diffusers processors that ``processor`` stands in for; any other is
             somebody's own and is refused.
         processor: the family's processor class, one for all layers.
@@ -118,7 +119,12 @@ def attention_modules(transformer: nn.Module, adapter: Adapter) -> list[tuple[st
 
 def transformer_blocks(transformer: nn.Module, adapter: Adapter) -> list[nn.Module]:
     """The blocks around every video self-attention, in the order they run."""
-    names = (name.rpartition(".")[0] for name, _ in attention_modules(transformer, adapter))
+    pattern = adapter.attention
+    names = (name for name, _ in attention_modules(transformer, adapter))
+    if "block" in pattern.groupindex:
+        names = (pattern.sub(r"\g<block>", name) for name in names)
+    else:
+        names = (name.rpartition(".")[0] for name in names)
     return [transformer.get_submodule(name) for name in names]
 
 

@@ -223,7 +223,7 @@ HUNYUAN_VIDEO: Final = Family(
     adapter="hunyuan_video",
     text_to_video=("HunyuanVideoPipeline",),
     image_to_video=("HunyuanVideoImageToVideoPipeline",),
-    other=("HunyuanSkyreelsImageToVideoPipeline",),
+    other=("HunyuanSkyreelsImageToVideoPipeline", "HunyuanVideoFramepackPipeline"),
     vae_tiling=True,
     # the call defaults of diffusers' HunyuanVideoPipeline, and the frame rate of its training.
     defaults=Defaults(
@@ -262,6 +262,37 @@ HUNYUAN_VIDEO_15: Final = Family(
         size_factor=16,
         dense_steps=0.1,
         source="as HunyuanVideo",
+    ),
+)
+
+HELIOS: Final = Family(
+    name="Helios",
+    adapter="helios",
+    # a video is so many sections of 33 frames, less up to three: generate asks for none such.
+    text_to_video=(),
+    other=(
+        "HeliosPipeline",
+        "HeliosPyramidPipeline",
+        "HeliosModularPipeline",
+        "HeliosPyramidModularPipeline",
+        "HeliosPyramidDistilledModularPipeline",
+    ),
+    vae_fp32=True,
+    # diffusers' know none of its blocks, or would go on from one section to the next.
+    caches=(),
+    # the call defaults of diffusers' HeliosPipeline, and the frame rate of its examples.
+    defaults=Defaults(
+        family="Helios",
+        frames=129,
+        width=640,
+        height=384,
+        steps=50,
+        guidance=5.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.24,
+        source="as Wan, whose blocks it has",
     ),
 )
 
@@ -476,6 +507,35 @@ KANDINSKY_5: Final = Family(
     ),
 )
 
+KANDINSKY_6: Final = Family(
+    name="Kandinsky 6",
+    adapter="kandinsky6",
+    # generate runs none: the processor of its text encoder wants torchvision.
+    text_to_video=(),
+    other=("Kandinsky6TI2VAPipeline",),
+    refused={
+        "Kandinsky6SRPipeline": "attends by a sparse mask of its own, which its weights were "
+        "trained for (NABLA)"
+    },
+    vae_tiling=True,
+    # taylorseer would extrapolate the video and leave the audio at nothing.
+    caches=(),
+    # the call defaults of diffusers' Kandinsky6TI2VAPipeline.
+    defaults=Defaults(
+        family="Kandinsky 6",
+        frames=121,
+        width=768,
+        height=512,
+        steps=50,
+        guidance=5.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.24,
+        source="as LTX-2, which makes sound too; nothing was calibrated or measured on this one",
+    ),
+)
+
 MOTIF_VIDEO: Final = Family(
     name="Motif-Video",
     adapter="motif_video",
@@ -530,6 +590,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ANYFLOW,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO_15,
+    HELIOS,
     COGVIDEOX,
     MOCHI,
     ALLEGRO,
@@ -538,6 +599,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     LTX_2,
     COSMOS,
     KANDINSKY_5,
+    KANDINSKY_6,
     MOTIF_VIDEO,
     MINIMAX_H3,
 )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from vidsparse.grid import TokenGrid
+
+Patch: TypeAlias = tuple[int, int, int]
+"""Frames, lines and columns of a latent in one token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +52,40 @@ class Layout:
 
 
 def latent_grid(
-    latent: Any, patch: tuple[int, int, int], text: int = 0, *, text_first: bool = False
+    latent: Any, patch: Patch, text: int = 0, *, text_first: bool = False
 ) -> TokenGrid | None:
     """Tokens of a latent ``[B, C, T, H, W]`` after patching; None where it is none."""
     if not isinstance(latent, Tensor) or latent.ndim != 5:
         return None
-    frames, height, width = (n // p for n, p in zip(latent.shape[2:], patch, strict=True))
+    frames, height, width = _patches(latent, patch)
     return TokenGrid(frames, height, width, text, text_first)
+
+
+def with_history(
+    video: TokenGrid, clean: Tensor | None, coarse: Iterable[Tensor | None], patch: Patch
+) -> TokenGrid:
+    """The grid of a section of a video, behind frames of the past ``[B, C, T, H, W]``.
+
+    In front of it stand ``coarse`` ones, in patches twice as large each way, then four times; then
+    ``clean`` ones. Clean frames of the video's size are frames of its grid, all others count as
+    text, of which ``video`` has what stands behind it.
+    """
+    lead, scale = 0, 2
+    for latent in coarse:
+        lead += 0 if latent is None else math.prod(_patches(latent, patch, scale))
+        scale *= 2
+    frames, height, width = (0, 0, 0) if clean is None else _patches(clean, patch)
+    if (height, width) != (video.height, video.width):
+        lead, frames = lead + frames * height * width, 0
+    return replace(video, frames=video.frames + frames, text=video.text + lead, lead=lead)
+
+
+def _patches(latent: Tensor, patch: Patch, scale: int = 1) -> tuple[int, ...]:
+    """Frames, height and width of a latent in patches; the host fills up large ones."""
+    sizes = (n // p for n, p in zip(latent.shape[2:], patch, strict=True))
+    if scale > 1:
+        sizes = (-(-n // (p * scale)) for n, p in zip(latent.shape[2:], patch, strict=True))
+    return tuple(sizes)
 
 
 def valid_text(mask: Tensor) -> tuple[int, ...]:

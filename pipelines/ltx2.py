@@ -12,12 +12,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.adapter import (
     Adapter,
     SparseProcessor,
     rotate,
 )
 from vidsparse.pipelines.families import LTX_2
+from vidsparse.pipelines.layout import Layout
 from vidsparse.pipelines.ltx import video_layout
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 
@@ -96,6 +98,21 @@ class LTX2SparseProcessor(SparseProcessor):
         return out.flatten(2, 3).type_as(q)
 
 
+def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
+    """By sizes, or by coordinates where there are conditions.
+
+    Raises:
+        UnsupportedError: several processes would need their parts of what diffusers cannot split.
+    """
+    marked = arguments.get("video_keyframes_mask") is not None
+    if marked and getattr(transformer, "_parallel_config", None) is not None:
+        raise UnsupportedError(
+            "DFR marks tokens of keyframes, which diffusers does not deal to several processes. "
+            "Hint: run it in one process."
+        )
+    return video_layout(transformer, arguments)
+
+
 def _plan(transformer: Any) -> Mapping[str, Any]:
     """The video and what belongs to its tokens; text and sound stay whole.
 
@@ -104,11 +121,7 @@ def _plan(transformer: Any) -> Mapping[str, Any]:
     heads = transformer.config.rope_type == "split"
     angles = split_outputs(2, 4, 2) if heads else split_outputs(1, 3, 2)
     return {
-        "": {
-            "hidden_states": split_input(1, 3),
-            "timestep": split_input(1, 2),
-            "video_keyframes_mask": split_input(1, 3),
-        },
+        "": {"hidden_states": split_input(1, 3), "timestep": split_input(1, 2)},
         "rope": angles,
         "cross_attn_rope": angles,
         "proj_out": gathered(),
@@ -120,7 +133,7 @@ ADAPTER: Final = Adapter(
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor"),
     processor=LTX2SparseProcessor,
-    layout=video_layout,
+    layout=_layout,
     tiled=True,
     shares=Shares(
         plan=_plan,

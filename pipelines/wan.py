@@ -54,8 +54,11 @@ class WanSparseProcessor(SparseProcessor):
         q, k, v = self.projected(attn, hidden_states)
         if rotary_emb is not None:
             q, k = self.rotated(q, rotary_emb), self.rotated(k, rotary_emb)
-        out = self.attend(q, k, v).flatten(2, 3).type_as(q)
-        projected: Tensor = attn.to_out[1](attn.to_out[0](out))
+        return self.projected_out(attn, self.attend(q, k, v).type_as(q))
+
+    def projected_out(self, attn: Any, out: Tensor) -> Tensor:
+        """The block's output ``[B, S, C]`` of attention's ``[B, S, H, D]``."""
+        projected: Tensor = attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))
         return projected
 
 

@@ -344,10 +344,10 @@ def test_save(name: str, tmp_path: Path) -> None:
     if isinstance(pipe, diffusers.ModularPipeline):
         loaded = type(pipe)(pipe.blocks, pretrained_model_name_or_path=str(tmp_path))
         loaded.load_components()
-        # weights of a file lie at odd addresses, from which products are added in another order.
-        loaded.transformer = copy.deepcopy(loaded.transformer)
     else:
         loaded = type(pipe).from_pretrained(tmp_path, local_files_only=True)
+    # weights of a file lie at odd addresses, from which products are added in another order.
+    loaded.transformer = copy.deepcopy(loaded.transformer)
     loaded.set_progress_bar_config(disable=True)
     for key, value in vars(pipe).items():
         if key.endswith(("_max_length", "_tokens")):

@@ -460,6 +460,7 @@ def test_only_video_self_attention_is_replaced(name: str) -> None:
                 ours = type(processor).__module__.startswith("vidsparse")
                 parts = path.split(".")
                 video = parts[-1] in ("attn1", "attn") and "token_refiner" not in parts
-                # Kandinsky's text and video have blocks of the same make.
+                # Kandinsky's text, sound and video have blocks of the same make.
                 video |= parts[-1] == "self_attention" and parts[0].startswith("visual")
+                video &= "audio_dec_block" not in parts and "text_transformer" not in parts[0]
                 assert ours == video, path

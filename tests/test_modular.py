@@ -49,6 +49,19 @@ def parts_of(kind: str) -> Callable[[], dict[str, Any]]:
     return lambda: dict(TINY[kind].build().components)
 
 
+def sections() -> dict[str, Any]:
+    """Two of them."""
+    return {"num_frames": 18, "num_latent_frames_per_chunk": 3}
+
+
+def stages() -> dict[str, Any]:
+    return {**sections(), "pyramid_num_inference_steps_list": [3, 3, 3]}
+
+
+def distilled() -> dict[str, Any]:
+    return parts_of("helios-pyramid")() | {"scheduler": diffusers.HeliosDMDScheduler(gamma=0.3)}
+
+
 def two_vace_experts() -> dict[str, Any]:
     return {**wan_vace().components, "transformer_2": wan_vace().transformer}
 
@@ -62,6 +75,9 @@ MODULAR = {
     "Wan22ModularPipeline": Modular(lambda: tiny_wan(two_stage=True).components),
     "Wan22Image2VideoModularPipeline": Modular(parts_of("wan-two-experts"), with_image),
     "Wan22VaceModularPipeline": Modular(two_vace_experts),
+    "HeliosModularPipeline": Modular(parts_of("helios"), sections),
+    "HeliosPyramidModularPipeline": Modular(parts_of("helios-pyramid"), stages),
+    "HeliosPyramidDistilledModularPipeline": Modular(distilled, stages),
     "HunyuanVideo15ModularPipeline": Modular(parts_of("hunyuan15"), exact=False),
     "LTXModularPipeline": Modular(parts_of("ltx")),
     "LTX2ModularPipeline": Modular(parts_of("ltx2"), forwards=LTX2_FORWARDS),

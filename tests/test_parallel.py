@@ -48,11 +48,14 @@ DEALT = {
 }
 REFUSED = {
     "hunyuan-image": "token replacement",
+    "framepack": "FramePack's frames of the past",
+    "helios": "Helios cannot be dealt",
     "wan-vace": "has no plan",
     "wan-animate": "has no plan",
     "consisid": "looks at faces",
     "anyflow": "AnyFlow cannot be dealt",
     "allegro": "Allegro cannot be dealt",
+    "kandinsky6": "Kandinsky 6 cannot be dealt",
     "minimax": "MiniMax-H3 cannot be dealt",
 }
 SPARSE = [f"{name}/sparse/parallelize" for name in DEALT]

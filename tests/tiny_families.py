@@ -13,6 +13,7 @@ import torch
 from tiny_cosmos import COSMOS
 from tiny_hunyuan import (
     HUNYUAN_EMBEDS,
+    framepack,
     hunyuan_image_to_video,
     hunyuan_video,
     hunyuan_video15,
@@ -237,6 +238,18 @@ TINY: dict[str, Tiny] = {
     "hunyuan-image-concat": Tiny(
         build=lambda: hunyuan_image_to_video("latent_concat"), call=HUNYUAN_EMBEDS, exact=False
     ),
+    "framepack": Tiny(
+        # two sections of three latent frames.
+        build=framepack,
+        size=(13, 64, 64),
+        odd=(13, 80, 48),
+        call={
+            "image": lambda n: [IMAGE] * n,
+            "latent_window_size": 3,
+            "max_sequence_length": 32,
+        },
+        exact=False,
+    ),
     "skyreels": Tiny(
         build=skyreels,
         call={
@@ -357,5 +370,7 @@ def latents(
     call |= changes
     if isinstance(pipe, diffusers.ModularPipeline):
         return modular_output(pipe, call)
-    output: torch.Tensor = pipe(**call).frames
-    return output
+    output = pipe(**call).frames
+    # FramePack has a list, of what there is after every section.
+    made: torch.Tensor = output[-1] if isinstance(output, list) else output
+    return made
