@@ -145,6 +145,10 @@ WAN: Final = Family(
         "Wan22Image2VideoModularPipeline",
         "Wan22VaceModularPipeline",
     ),
+    refused=dict.fromkeys(
+        ("WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline"),
+        "attends by a mask, a frame to the video and to its own frame of a reference",
+    ),
     vae_fp32=True,
     # the call defaults of diffusers' WanPipeline, and the frame rate Wan was trained at.
     defaults=Defaults(
@@ -433,6 +437,10 @@ LTX_2: Final = Family(
         "LTX2ModularPipeline",
         "LTX25ModularPipeline",
     ),
+    refused={
+        "EchoModularPipeline": "has no scheduler and goes by a list of noise levels alone",
+        "LTX2VideoDiffusionDecodePipeline": "decodes by attention among neighbours",
+    },
     libraries=("ltx2",),
     vae_tiling=True,
     # taylorseer would extrapolate the video and leave the audio at nothing.
@@ -464,6 +472,7 @@ COSMOS: Final = Family(
         "Cosmos2VideoToWorldPipeline",
         "Cosmos2_5_PredictBasePipeline",
     ),
+    refused={"Cosmos2_5_TransferPipeline": "has half of its attention in a network for control"},
     # diffusers offers it none.
     caches=(),
     # the call defaults of diffusers' Cosmos2_5_PredictBasePipeline, and the frame rate of its
@@ -480,6 +489,34 @@ COSMOS: Final = Family(
         size_factor=16,
         dense_steps=0.2,
         source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
+COSMOS_3: Final = Family(
+    name="Cosmos 3",
+    adapter="cosmos3",
+    # generate runs none, as of Cosmos.
+    text_to_video=(),
+    other=(
+        "Cosmos3OmniPipeline",
+        "Cosmos3OmniModularPipeline",
+        "Cosmos3DistilledModularPipeline",
+    ),
+    # diffusers' know none of its blocks, which give text back too.
+    caches=(),
+    # the call defaults of diffusers' Cosmos3OmniPipeline.
+    defaults=Defaults(
+        family="Cosmos 3",
+        frames=189,
+        width=1280,
+        height=720,
+        steps=35,
+        guidance=6.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.24,
+        source="as LTX-2, which makes sound too; nothing was calibrated or measured on this one",
     ),
 )
 
@@ -598,6 +635,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     LTX,
     LTX_2,
     COSMOS,
+    COSMOS_3,
     KANDINSKY_5,
     KANDINSKY_6,
     MOTIF_VIDEO,

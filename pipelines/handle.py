@@ -288,7 +288,9 @@ def attention_shape(pipe: Any) -> tuple[int, int, int]:
     """
     adapter = find_adapter(pipe)
     sites = [attention_modules(one, adapter) for one in transformers_of(pipe, adapter)]
-    heads = sites[0][0][1].heads
+    module = sites[0][0][1]
+    names = ("heads", "num_heads", "num_attention_heads")
+    heads = next(getattr(module, name) for name in names if hasattr(module, name))
     return len(sites), max(len(modules) for modules in sites), heads
 
 

@@ -31,6 +31,7 @@ VARIANTS: Final = {
     "LTX-Video": "ltx",
     "LTX-2": "ltx2",
     "Cosmos": "cosmos2.5",
+    "Cosmos 3": "cosmos3",
     "Kandinsky 5": "kandinsky5",
     "Kandinsky 6": "kandinsky6",
     "Motif-Video": "motif",
@@ -123,7 +124,7 @@ _NOT_DEALT: Final = Limit(
 
 _OWN_CACHES: Final = ("first-block", "taylorseer")
 _CACHES: Final = ("first-block-cache", "mag-cache")
-_UNKNOWN: Final = ("helios", "kandinsky6")
+_UNKNOWN: Final = ("helios", "cosmos3", "kandinsky6")
 _WITHOUT_CACHE: Final = ("anyflow", "allegro", "easyanimate", "cosmos2.5", "kandinsky5")
 
 
@@ -154,12 +155,9 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
         for one in ("anyflow", "easyanimate", "cosmos2.5")
     },
     ("first-block-cache", "kandinsky5"): _OTHER_NAMES,
+    **{(cache, "cosmos3"): _OTHER_NAMES for cache in _CACHES},
     **{("lora", one): _NOT_OFFERED for one in ("allegro", "easyanimate")},
-    **{
-        ("fuse-qkv", one): _NOT_OFFERED
-        for one in _WITHOUT_CACHE
-        if one not in ("helios", "kandinsky6")
-    },
+    **{("fuse-qkv", one): _NOT_OFFERED for one in _WITHOUT_CACHE},
     ("fuse-qkv", "mochi"): _NOT_OFFERED,
     ("fuse-qkv", "ltx2"): _CROSS_WIDTHS,
     ("fuse-qkv", "kandinsky6"): _OTHER_PROJECTIONS,

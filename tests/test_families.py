@@ -24,6 +24,7 @@ from vidsparse.pipelines import restore, sparsify
 from vidsparse.pipelines.adapter import named_arguments
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.handle import attention_shape
 from vidsparse.pipelines.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,8 +76,10 @@ def as_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 def forward(transformer: nn.Module, arguments: dict[str, Any], dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
-        out: Tensor = transformer(**{k: as_dtype(v, dtype) for k, v in arguments.items()})[0]
-    return out
+        out = transformer(**{k: as_dtype(v, dtype) for k, v in arguments.items()})[0]
+    # Cosmos 3 returns a list of videos.
+    made: Tensor = out[0] if isinstance(out, list) else out
+    return made
 
 
 def check_within_twice_the_stock_error(ours: Tensor, stock: Tensor, truth: Tensor) -> None:
@@ -419,6 +422,11 @@ def test_a_forward_that_is_no_video_s_runs_dense_and_the_trace_says_so() -> None
     assert "all calls dense" in str(summary)
 
 
+@pytest.mark.parametrize(("name", "heads"), [("wan", 2), ("kandinsky5", 2), ("cosmos3", 4)])
+def test_calibration_counts_the_heads_by_whatever_name_they_have(name: str, heads: int) -> None:
+    assert attention_shape(TINY[name].build()) == (1, 2, heads)
+
+
 # no trace left
 
 
@@ -462,5 +470,6 @@ def test_only_video_self_attention_is_replaced(name: str) -> None:
                 video = parts[-1] in ("attn1", "attn") and "token_refiner" not in parts
                 # Kandinsky's text, sound and video have blocks of the same make.
                 video |= parts[-1] == "self_attention" and parts[0].startswith("visual")
+                video |= parts[-1] == "self_attn"
                 video &= "audio_dec_block" not in parts and "text_transformer" not in parts[0]
                 assert ours == video, path

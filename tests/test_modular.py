@@ -11,8 +11,9 @@ import pytest
 import torch
 from quick import slow_but
 from test_families import state_of
+from tiny_cosmos import Unguarded
 from tiny_families import TINY, wan_vace
-from tiny_parts import IMAGE, ready
+from tiny_parts import IMAGE, flow_scheduler, ready
 from tiny_pipelines import tiny_wan
 from torch import Tensor
 
@@ -62,6 +63,10 @@ def distilled() -> dict[str, Any]:
     return parts_of("helios-pyramid")() | {"scheduler": diffusers.HeliosDMDScheduler(gamma=0.3)}
 
 
+def few_steps() -> dict[str, Any]:
+    return parts_of("cosmos3")() | {"scheduler": flow_scheduler()}
+
+
 def two_vace_experts() -> dict[str, Any]:
     return {**wan_vace().components, "transformer_2": wan_vace().transformer}
 
@@ -75,6 +80,8 @@ MODULAR = {
     "Wan22ModularPipeline": Modular(lambda: tiny_wan(two_stage=True).components),
     "Wan22Image2VideoModularPipeline": Modular(parts_of("wan-two-experts"), with_image),
     "Wan22VaceModularPipeline": Modular(two_vace_experts),
+    "Cosmos3OmniModularPipeline": Modular(parts_of("cosmos3"), exact=False),
+    "Cosmos3DistilledModularPipeline": Modular(few_steps, forwards=("conditional",), exact=False),
     "HeliosModularPipeline": Modular(parts_of("helios"), sections),
     "HeliosPyramidModularPipeline": Modular(parts_of("helios-pyramid"), stages),
     "HeliosPyramidDistilledModularPipeline": Modular(distilled, stages),
@@ -95,6 +102,10 @@ def built(name: str) -> Any:
     parts = MODULAR[name].parts()
     wanted = [part for part in pipe.null_component_names if parts.get(part) is not None]
     pipe.update_components(**{part: parts[part] for part in wanted})
+    if name.startswith("Cosmos3"):
+        pipe.enable_safety_checker(Unguarded())
+    if name == "Cosmos3DistilledModularPipeline":
+        pipe.update_components(distilled_sigmas=[1.0, 0.7, 0.4])
     return ready(pipe)
 
 

@@ -50,6 +50,7 @@ REFUSED = {
     "hunyuan-image": "token replacement",
     "framepack": "FramePack's frames of the past",
     "helios": "Helios cannot be dealt",
+    "cosmos3": "Cosmos 3 cannot be dealt",
     "wan-vace": "has no plan",
     "wan-animate": "has no plan",
     "consisid": "looks at faces",

@@ -370,7 +370,9 @@ def latents(
     call |= changes
     if isinstance(pipe, diffusers.ModularPipeline):
         return modular_output(pipe, call)
-    output = pipe(**call).frames
+    output = pipe(**call)
+    # Cosmos 3 has a name of its own for it.
+    output = output.video if hasattr(output, "video") else output.frames
     # FramePack has a list, of what there is after every section.
     made: torch.Tensor = output[-1] if isinstance(output, list) else output
     return made
