@@ -19,6 +19,7 @@ import torch
 from counting_backend import CountingBackend
 from quick import slow_but
 from support_matrix import COMBINATIONS, LIMITS, VARIANTS, page
+from test_families import first_forward
 from tiny_families import PROMPTS, TINY, latents
 
 from vidsparse.errors import UnsupportedError
@@ -308,14 +309,21 @@ def test_fuse_qkv(name: str) -> None:
         assert handle.summary().computed == 1.0
 
 
-def test_cogvideox_fused_while_sparse_and_unfused_after_removal_has_nothing_of_ours() -> None:
+def test_cogvideox_fused_while_sparse_and_unfused_after_removal_has_nothing_of_ours(
+    tmp_path: Path,
+) -> None:
     pipe = TINY["cogvideox"].build()
+    arguments = first_forward("cogvideox", pipe)
     stock = {name: type(one) for name, one in pipe.transformer.attn_processors.items()}
     with sparsify(pipe):
         pipe.transformer.fuse_qkv_projections()
     pipe.transformer.unfuse_qkv_projections()
     assert {name: type(one) for name, one in pipe.transformer.attn_processors.items()} == stock
     copy.deepcopy(pipe.transformer)
+    torch.save(pipe.transformer, tmp_path / "whole.pt")
+    with torch.enable_grad():
+        torch.autograd.backward(pipe.transformer(**arguments)[0].sum())
+    assert pipe.transformer.transformer_blocks[0].attn1.to_q.weight.grad is not None
 
 
 def test_cogvideox_unfused_after_removal_is_the_stock_model() -> None:

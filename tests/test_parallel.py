@@ -66,6 +66,7 @@ SWAPPED = [f"{name}/sparse/swapped" for name in ("wan", "hunyuan", "ltx")]
 DENSE = [f"{name}/dense/parallelize" for name in DEALT if name in VARIANTS.values()]
 CALIBRATED = ["wan/calibrated/parallelize", "wan/calibrated/host-after"]
 CASES = [*SPARSE, *DENSE, *SWAPPED, *HOST, *CALIBRATED]
+BY_HOST = [f"{name}/sparse/host-refused" for name in ("hunyuan", "ltx2", "helios")]
 CACHED = [f"{name}/sparse/cached" for name in ("wan", "hunyuan", "ltx")]
 
 pytestmark = pytest.mark.slow
@@ -78,7 +79,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     refused = [f"{name}/sparse/parallelize" for name in REFUSED]
     done = subprocess.run(
-        [*torchrun, str(WORKER), str(out), *CASES, *CACHED, *refused],
+        [*torchrun, str(WORKER), str(out), *CASES, *CACHED, *BY_HOST, *refused],
         capture_output=True,
         text=True,
         timeout=300,
@@ -151,6 +152,14 @@ def test_what_cannot_be_dealt_is_refused_in_a_sentence(
     found: dict[str, dict[str, Any]], name: str
 ) -> None:
     assert REFUSED[name] in found[f"{name}/sparse/parallelize"]["refused"]
+
+
+@pytest.mark.parametrize("case", BY_HOST)
+def test_a_call_of_the_hosts_that_is_refused_leaves_nothing(
+    found: dict[str, dict[str, Any]], case: str
+) -> None:
+    assert "context parallelism" in found[case]["refused"]
+    assert found[case]["left"] == []
 
 
 def test_the_page_of_what_works_together_says_the_same() -> None:
