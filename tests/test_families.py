@@ -10,8 +10,10 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import ModularPipeline
 from quick import slow_but
+from support_matrix import VARIANTS
 from tiny_families import PROMPTS, TINY, Tiny, latents
 from tiny_kandinsky import kandinsky5
 from tiny_motif import motif
@@ -321,6 +323,46 @@ def test_cut_padding_has_the_stock_gradient_compiled_too() -> None:
         found.append({name: one.grad for name, one in pipe.transformer.named_parameters()})
     for name, grad in found[0].items():
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", slow_but(["helios"], VARIANTS.values()))
+def test_no_attention_over_all_of_the_video_goes_past_the_engine(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = TINY[name].build()
+    attend = F.scaled_dot_product_attention
+    depth = 0
+    strays: list[tuple[int, int]] = []
+
+    def watch(*args: Any, **kwargs: Any) -> Tensor:
+        q, k = (args[0], args[1]) if args else (kwargs["query"], kwargs["key"])
+        layout = handle._session._layout
+        if layout is not None and not depth:
+            assert isinstance(layout, Layout)
+            queries, keys = q.shape[-2], k.shape[-2]
+            if min(queries, keys) >= layout.grid.video:
+                strays.append((queries, keys))
+        out: Tensor = attend(*args, **kwargs)
+        return out
+
+    def counted(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal depth
+            depth += 1
+            try:
+                return own(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return run
+
+    with sparsify(pipe, top_p=0.5, dense_steps=0) as handle:
+        for engine in handle.engines:
+            monkeypatch.setattr(engine, "attend", counted(engine.attend))
+        monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+        latents(name, pipe)
+        assert handle.summary().calls > 0
+    assert strays == []
 
 
 # where a call stands
