@@ -170,11 +170,11 @@ def test_grid_steps_and_branches_and_removal_bit_for_bit(name: str) -> None:
     assert torch.equal(made(name, pipe), stock)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @EVERY
-def test_full_mask_stays_within_twice_the_stock_error(name: str, dtype: torch.dtype) -> None:
+def test_full_mask_stays_within_twice_the_stock_error(name: str) -> None:
+    # the processors are those of LTX and LTX-2, whose tests have bf16 too.
     pipe = KIN[name].build()
-    check_full_mask(pipe, forward_of(pipe, lambda: made(name, pipe)), dtype)
+    check_full_mask(pipe, forward_of(pipe, lambda: made(name, pipe)), torch.float32)
 
 
 def test_references_that_are_attended_to_in_part_run_dense_and_the_trace_says_so() -> None:

@@ -213,18 +213,16 @@ def cosmos3() -> Any:
     )
 
 
-_OF_COSMOS_3: dict[str, Any] = {
-    "branches": TWO,
-    "build": cosmos3,
-    # beside text that holds the size and the length.
-    "size": (9, 128, 128),
-    "exact": False,
-    "batch": False,
-}
-
 COSMOS: dict[str, Tiny] = {
-    "cosmos3": Tiny(**_OF_COSMOS_3, call={"enable_sound": True}),
-    "cosmos3-image": Tiny(**_OF_COSMOS_3, call={"image": lambda n: IMAGE}),
+    "cosmos3": Tiny(
+        branches=TWO,
+        build=cosmos3,
+        # beside text that holds the size and the length.
+        size=(9, 128, 128),
+        call={"image": lambda n: IMAGE, "enable_sound": True},
+        exact=False,
+        batch=False,
+    ),
     "cosmos": Tiny(branches=TWO, exact=False, build=cosmos, call={"max_sequence_length": 16}),
     "cosmos-video": Tiny(
         branches=TWO,

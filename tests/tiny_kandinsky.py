@@ -192,13 +192,11 @@ EMBEDS_6: dict[str, Any] = {
 }
 
 KANDINSKY: dict[str, Tiny] = {
-    "kandinsky6": Tiny(branches=TWO, build=kandinsky6, call=EMBEDS_6),
-    "kandinsky6-image": Tiny(
+    "kandinsky6": Tiny(
         # a reference frame behind the video.
         branches=TWO,
         build=kandinsky6,
         call={"image": lambda n: [IMAGE] * n, **EMBEDS_6},
-        batch=False,
     ),
     "kandinsky5": Tiny(branches=TWO, build=kandinsky5, call=EMBEDS),
     "kandinsky5-image": Tiny(
