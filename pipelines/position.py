@@ -25,9 +25,11 @@ def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, in
     index = getattr(scheduler, "step_index", None)
     if index is None:
         # CogVideoX's schedulers count no steps, and Helios' distilled one has a count that stays
-        # none, as others' is before their first step. what the transformer is told is of the list.
-        index = _place(timesteps, arguments.get("timestep") if current is None else current)
-        if index is None and not hasattr(scheduler, "step_index"):
+        # none, as others' is before their first step. what the transformer is told is of the list,
+        # where all tokens are told the same.
+        counts, told = hasattr(scheduler, "step_index"), arguments.get("timestep")
+        index = _place(timesteps, told if counts or current is None else current, alike=counts)
+        if index is None and not counts:
             raise _no_step(scheduler)
     step = 0 if index is None else int(index) - (total - steps)
     return min(max(step, 0), steps - 1), steps, timesteps
@@ -40,10 +42,14 @@ def step_count(scheduler: Any) -> int:
     return count - (sigmas is not None and len(sigmas) == count)
 
 
-def _place(timesteps: Any, value: Any) -> int | None:
+def _place(timesteps: Any, value: Any, *, alike: bool) -> int | None:
     if value is None:
         return None
-    at = float(value.flatten()[0] if isinstance(value, Tensor) else value)
+    if isinstance(value, Tensor):
+        if alike and bool((value != value.flatten()[0]).any()):
+            return None
+        value = value.flatten()[0]
+    at = float(value)
     exact = timesteps.tolist()
     # some hosts tell their transformer whole numbers.
     for values in (exact, [float(int(one)) for one in exact]):
