@@ -35,7 +35,7 @@ from vidsparse.grid import TokenGrid
 from vidsparse.kernels.hardware import triton_reason
 from vidsparse.order import wants_gradient
 from vidsparse.pipelines.backends import chooses_backend, stock_attention, swapped
-from vidsparse.pipelines.families import Family
+from vidsparse.pipelines.family import Family
 from vidsparse.pipelines.layout import Layout
 from vidsparse.pipelines.operators import SESSIONS, dense_video_attention, video_attention
 from vidsparse.pipelines.parallel import (
