@@ -35,7 +35,8 @@ from vidsparse.grid import TokenGrid
 from vidsparse.order import wants_gradient
 from vidsparse.pipelines.backends import chooses_backend, stock_attention, swapped
 from vidsparse.pipelines.balance import Balancer
-from vidsparse.pipelines.families import Family
+from vidsparse.pipelines.family import Family
+from vidsparse.pipelines.layout import Layout
 from vidsparse.pipelines.operators import SESSIONS, dense_video_attention, video_attention
 from vidsparse.pipelines.parallel import (
     Groups,
@@ -46,45 +47,9 @@ from vidsparse.pipelines.parallel import (
     exchanged,
     parallel_groups,
 )
-from vidsparse.pipelines.position import denoising_position
+from vidsparse.pipelines.position import denoising_position, step_count
 from vidsparse.ring import Ring
 from vidsparse.site import CallSite
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the token sequence of one forward is made up.
-
-    Args:
-        grid: video tokens and the text tokens beside them, padding included.
-        valid: the number of real text tokens of each sample, which come first in its text; what
-            follows them is padding that takes no part in attention. Empty where all are real.
-        layers_with_text: how many layers, from the first, have the text in their sequence; None
-            where all have.
-    """
-
-    grid: TokenGrid
-    valid: tuple[int, ...] = ()
-    layers_with_text: int | None = None
-
-    def groups(self, batch: int, layer: int = 0) -> list[tuple[slice | list[int], int]]:
-        """Samples with equally much valid text, and how many tokens to cut off their end."""
-        if self.layers_with_text is not None and layer >= self.layers_with_text:
-            return [(slice(0, batch), 0)]
-        samples: dict[int, list[int]] = {}
-        for sample, count in enumerate(self.valid):
-            samples.setdefault(count, []).append(sample)
-        if len(samples) < 2:
-            count = self.valid[0] if self.valid else self.grid.text
-            return [(slice(0, batch), self.grid.text - count)]
-        # a slice takes part of a batch without a copy.
-        return [
-            (
-                slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] - rows[0] + 1 else rows,
-                self.grid.text - count,
-            )
-            for count, rows in samples.items()
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +61,18 @@ class Adapter:
         transformers: pipeline attributes that hold a transformer, in the order they denoise.
         attention: matches the module names of video self-attention inside a transformer, whose
             layers are numbered in the order of its modules. Cross-attention, text refiners and
-            audio must not match.
+            audio must not match. A group ``block`` is the block around one, where that is not what
+            the module is in.
         stock_processors: the diffusers processors that ``processor`` stands in for; any other is
             somebody's own and is refused.
         processor: the family's processor class, one for all layers.
         layout: reads the token layout from a transformer and the arguments of its forward, by
-            name; None where they are not what the family's pipelines pass.
+            name. A forward that cannot be sparse has a reason instead, in words for the trace, or
+            None where its arguments are not what the family's pipelines pass.
         branches: guidance branches in the order of a step's forwards; one entry where guidance
             is batched or distilled. Used where the pipeline does not name the branch itself.
         shares: how the sequence is dealt to several processes; None where it cannot be.
+        tiled: a step may be more forwards than there are branches, each for a part of the video.
     """
 
     family: Family
@@ -112,9 +80,18 @@ class Adapter:
     attention: re.Pattern[str]
     stock_processors: tuple[str, ...]
     processor: type[SparseProcessor]
-    layout: Callable[[Any, Mapping[str, Any]], Layout | None]
+    layout: Callable[[Any, Mapping[str, Any]], Layout | str | None]
     branches: tuple[str, ...] = ("conditional",)
     shares: Shares | None = None
+    tiled: bool = False
+
+
+NO_VIDEO: Final = "the arguments of this forward are not those of a video"
+MASKED: Final = "the host has a mask for this call"
+"""Why a call runs dense whatever was asked for."""
+
+# the grid of a call that has none.
+_NO_GRID: Final = TokenGrid(1, 1, 1)
 
 
 def transformers_of(pipe: Any, adapter: Adapter) -> list[nn.Module]:
@@ -143,7 +120,12 @@ def attention_modules(transformer: nn.Module, adapter: Adapter) -> list[tuple[st
 
 def transformer_blocks(transformer: nn.Module, adapter: Adapter) -> list[nn.Module]:
     """The blocks around every video self-attention, in the order they run."""
-    names = (name.rpartition(".")[0] for name, _ in attention_modules(transformer, adapter))
+    pattern = adapter.attention
+    names = (name for name, _ in attention_modules(transformer, adapter))
+    if "block" in pattern.groupindex:
+        names = (pattern.sub(r"\g<block>", name) for name in names)
+    else:
+        names = (name.rpartition(".")[0] for name in names)
     return [transformer.get_submodule(name) for name in names]
 
 
@@ -167,6 +149,7 @@ class Session:
         self._watches: list[Callable[[], object]] = []
         self._site: CallSite | None = None
         self._layout: Layout | None = None
+        self._dense_because: str | None = None
         self._context: str | None = None
         self._timesteps: Any = None
         self._timestep_values: list[float] = []
@@ -238,7 +221,7 @@ class Session:
             self._watches.pop()()
         for engine in self.engines:
             engine.forget()
-        self._site = self._layout = None
+        self._site = self._layout = self._dense_because = None
 
     def parallelize(self, config: Any) -> None:
         """Deal the sequences of all transformers to the processes of ``config``, until detached."""
@@ -315,16 +298,17 @@ class Session:
             )
         self._install(part)
         arguments = named_arguments(module, args, kwargs)
-        self._layout = layout = self.adapter.layout(module, arguments)
-        if layout is None:
-            self._site = None
-            return
-        check_tokens(layout.grid, getattr(module, "_parallel_config", None))
+        layout = self.adapter.layout(module, arguments)
+        self._layout = layout if isinstance(layout, Layout) else None
+        self._dense_because = None if isinstance(layout, Layout) else layout or NO_VIDEO
+        grid = _NO_GRID if self._layout is None else self._layout.grid
+        if self._layout is not None:
+            check_tokens(grid, getattr(module, "_parallel_config", None))
         step, steps, timesteps = denoising_position(pipe, arguments)
         last = self._site.step if self._site is not None else -1
         # every pipeline call sets new timesteps; a step that goes back covers loops that do not.
         if step < last or (step == 0 and timesteps is not self._timesteps) or last < 0:
-            self._begin_run(steps, timesteps)
+            self._begin_run(steps, timesteps, step_count(pipe.scheduler))
         if step != last:
             self._forwards_in_step = 0
             self._deal_heads(part, last, step)
@@ -335,7 +319,7 @@ class Session:
             layer=0,
             step=step,
             timestep=self._timestep_values[step - steps],
-            grid=layout.grid,
+            grid=grid,
             branch=self._branch(),
             part=part,
         )
@@ -351,9 +335,9 @@ class Session:
                 self._balancer = Balancer(self.heads)
             self._balancer.between_steps(part, engine, before, step, groups.heads)
 
-    def _begin_run(self, steps: int, timesteps: Any) -> None:
+    def _begin_run(self, steps: int, timesteps: Any, count: int) -> None:
         self._timesteps = timesteps
-        self._timestep_values = timesteps.tolist()
+        self._timestep_values = timesteps.tolist()[:count]
         self._forwards_in_step = 0
         for engine in self.engines:
             engine.begin_run(steps)
@@ -363,19 +347,30 @@ class Session:
         if self._context is not None:
             return _BRANCHES.get(self._context, self._context)
         branches = self.adapter.branches
-        return branches[self._forwards_in_step % len(branches)]
+        again, place = divmod(self._forwards_in_step, len(branches))
+        # what was planned for one part of the video is nothing for another.
+        of_part = f" {again + 1}" if again and self.adapter.tiled else ""
+        return branches[place] + of_part
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int, mask: Tensor | None = None
+    ) -> Tensor:
         """One attention call, ``[B, S, H, D]`` in and out (the host's layout).
 
-        Under context parallelism S are the tokens of this process.
+        Under context parallelism S are the tokens of this process. With a ``mask`` of the host's,
+        which is added to scores, the call is dense.
 
         Raises:
             UnsupportedError: under context parallelism, what is not known to be right there.
         """
         groups = self.groups(part)
         if groups is None:
-            return self._attend_whole(q, k, v, part, layer)
+            return self._attend_whole(q, k, v, part, layer, mask=mask)
+        if mask is not None:
+            raise UnsupportedError(
+                "attention with a mask cannot be dealt to several processes. "
+                "Hint: run this pipeline in one process."
+            )
         if wants_gradient(q, k, v):
             raise UnsupportedError(INFERENCE_ONLY)
         if self.engines[part].observer is not None:
@@ -433,19 +428,23 @@ class Session:
         layer: int,
         ring: Ring | None = None,
         of_heads: Mapping[str, Any] | None = None,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Attention of all tokens (in a ring, its own); ``of_heads`` says to the site which heads.
 
         Padded text takes no part: it is cut off, and its rows of the output are zero.
         """
         stock = self._modules[part, layer].processor.stock
-        dense = partial(stock_attention, stock)
+        dense = partial(stock_attention, stock, mask=mask)
         site, layout = self._site, self._layout
-        if site is None or layout is None:
+        because = self._dense_because or (None if mask is None else MASKED)
+        if site is None:
+            # a block that was called by itself.
             return swapped(dense(swapped(q), swapped(k), swapped(v))).contiguous()
-        groups = layout.groups(q.shape[0], layer)
-        whole = len(groups) == 1 and groups[0][1] == 0
-        out = None if whole else torch.empty_like(q, memory_format=torch.contiguous_format)
+        whole = [(slice(0, q.shape[0]), 0)]
+        groups = whole if because or layout is None else layout.groups(q.shape[0], layer)
+        undivided = len(groups) == 1 and groups[0][1] == 0
+        out = None if undivided else torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, padding in groups:
             tokens = q.shape[1] - padding
             grid = replace(site.grid, text=site.grid.text - padding)
@@ -457,6 +456,7 @@ class Session:
                     replace(site, layer=layer, grid=grid, **(of_heads or {})),
                     dense,
                     keep_dense=chooses_backend(stock),
+                    dense_because=because,
                     ring=ring,
                 )
             )
@@ -477,25 +477,11 @@ def named_arguments(
     return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
 
 
-def latent_grid(
-    latent: Any, patch: tuple[int, int, int], text: int = 0, *, text_first: bool = False
-) -> TokenGrid | None:
-    """Tokens of a latent ``[B, C, T, H, W]`` after patching; None where it is none."""
-    if not isinstance(latent, Tensor) or latent.ndim != 5:
-        return None
-    frames, height, width = (n // p for n, p in zip(latent.shape[2:], patch, strict=True))
-    return TokenGrid(frames, height, width, text, text_first)
-
-
-def valid_text(mask: Tensor) -> tuple[int, ...]:
-    """The number of valid tokens of each sample, from a mask ``[B, text]`` that is not 0 there."""
-    return tuple(mask.bool().sum(1).tolist())
-
-
 def heads_of(module: Any) -> int:
     """Attention heads of one of the host's modules."""
-    # Kandinsky's own class has another name for them.
-    found: int = module.heads if hasattr(module, "heads") else module.num_heads
+    # the hosts' own classes have other names for them.
+    names = ("heads", "num_heads", "num_attention_heads")
+    found: int = next(getattr(module, name) for name in names if hasattr(module, name))
     return found
 
 
@@ -555,21 +541,23 @@ class SparseProcessor:
         if hasattr(self.stock, "_parallel_config"):
             self.stock._parallel_config = config
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of one call, ``[B, S, H, D]``.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention of one call, ``[B, S, H, D]``; dense where the host has a mask for it.
 
         Raises:
             UnsupportedError: a gradient is asked for, and the call is sparse.
         """
         out: Tensor
         if not wants_gradient(q, k, v):
-            out = video_attention(q, k, v, self.address)
+            out = video_attention(q, k, v, self.address, mask)
             return out
         if torch.compiler.is_compiling():
+            if mask is not None:
+                raise self.unexpected("with a mask, compiled and with gradients")
             out, _ = dense_video_attention(q, k, v, self.address)
             return out
         _, part, layer = self.address.tolist()
-        return self.session.attend(q, k, v, part, layer)
+        return self.session.attend(q, k, v, part, layer, mask)
 
     def unexpected(self, what: str) -> UnsupportedError:
         """The error for a call that the family's pipelines never make: it came ``what``."""

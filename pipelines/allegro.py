@@ -12,8 +12,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid
+from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import ALLEGRO
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.wan import WanSparseProcessor
 
 

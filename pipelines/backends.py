@@ -13,17 +13,24 @@ def swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def stock_attention(stock: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def stock_attention(
+    stock: Any, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
     """The host's own attention on ``[B, H, S, D]``, with the backend the user has set.
 
-    CogVideoX and Mochi know no backends and call PyTorch's.
+    CogVideoX and Mochi know no backends and call PyTorch's. ``mask`` is added to scores. A row
+    attends to those before it alone where ``causal``, with fewer heads of k and v than of q, too.
     """
     if not _dispatches(stock):
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=causal)
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     out: Tensor = dispatch_attention_fn(
-        swapped(q), swapped(k), swapped(v), backend=getattr(stock, "_attention_backend", None)
+        *(swapped(x) for x in (q, k, v)),
+        attn_mask=mask,
+        is_causal=causal,
+        enable_gqa=causal,
+        backend=getattr(stock, "_attention_backend", None),
     )
     return swapped(out)
 

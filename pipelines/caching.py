@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.errors import OptionError, UnsupportedError, listed
-from vidsparse.pipelines.families import FAMILIES, Family
+from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.family import Family
 from vidsparse.pipelines.placement import check_choice
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from vidsparse.errors import ModelError, listed
 from vidsparse.files import parse_json
-from vidsparse.pipelines.families import DEFAULT_METHOD, SCHEDULED, WAN, Defaults, Family
+from vidsparse.pipelines.families import WAN
+from vidsparse.pipelines.family import DEFAULT_METHOD, SCHEDULED, Defaults, Family
 from vidsparse.pipelines.speed import SPEEDS
 
 CARD: Final = "vidsparse.json"

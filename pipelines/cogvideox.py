@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import Adapter, Layout, SparseProcessor, latent_grid
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import COGVIDEOX
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, gathered, split_input
 from vidsparse.pipelines.projection import rotate
 

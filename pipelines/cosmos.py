@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid
+from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import COSMOS
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 from vidsparse.pipelines.projection import project_heads, rotate
 from vidsparse.pipelines.wan import WanSparseProcessor

@@ -9,9 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid
+from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import EASYANIMATE
 from vidsparse.pipelines.hunyuan_video import HunyuanVideoSparseProcessor
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 
 

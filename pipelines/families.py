@@ -1,122 +1,10 @@
-"""What is known of each model family without loading it: class names, units, usual settings."""
+"""What is known of each model family without loading it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
-DEFAULT_METHOD: Final = "fg-attn"
-"""What runs where neither the request nor the model names a method: it needs no calibration."""
-
-SCHEDULED: Final = ("dense_steps", "dense_layers", "dense_last_layers", "reuse", "refresh")
-"""The settings that a model may have for each method."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Defaults:
-    """The settings a model generates with when a request leaves them open, and its units.
-
-    Args:
-        family: the family's name, as errors print it.
-        frames: video frames.
-        width: pixels.
-        height: pixels.
-        steps: denoising steps.
-        guidance: classifier-free guidance scale; 1 or less turns guidance off.
-        fps: frames per second of the written video.
-        frame_factor: valid frame counts are ``frame_factor * k + frame_rest``.
-        frame_rest: what is left of them.
-        size_factor: width and height are multiples of this.
-        order: token order that sparse attention cuts its tiles in.
-        dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
-        dense_layers: first layers kept dense.
-        dense_last_layers: last layers kept dense.
-        reuse: steps that a plan serves.
-        refresh: steps at which sparse layers compute everything and keep what their plan lacks;
-            None leaves them to the method.
-        method: what runs where no method is asked for.
-        method_options: options of methods by their names, where they differ from the methods' own.
-        schedules: settings of methods by their names, where a method is best with others than the
-            model's: any of ``dense_steps``, ``dense_layers``, ``dense_last_layers``, ``reuse`` and
-            ``refresh``.
-        speeds: by the names of ``--speed``, what this model's own bundles change of the method's
-            settings (``method_options``, ``schedule``, ``cache``), and what was measured with them:
-            ``psnr``, the mean in dB against the dense run over so many ``prompts``.
-        presets: files of calibrated numbers that come with the model, by the names of methods.
-        source: where these settings of sparse attention come from.
-    """
-
-    family: str
-    frames: int
-    width: int
-    height: int
-    steps: int
-    guidance: float
-    fps: int
-    frame_factor: int
-    size_factor: int
-    frame_rest: int = 1
-    order: str = "hilbert"
-    dense_steps: int | float
-    dense_layers: int | float = 0
-    dense_last_layers: int | float = 0
-    reuse: int = 1
-    refresh: int | float | None = None
-    method: str = DEFAULT_METHOD
-    method_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    speeds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    presets: Mapping[str, str] = field(default_factory=dict)
-    source: str
-
-    def with_method(self, method: str) -> Defaults:
-        """These defaults with the schedule that ``method`` has here."""
-        return replace(self, **self.schedules.get(method, {}))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
-    """One model family: the diffusers classes it covers, and how its models usually run.
-
-    Args:
-        name: as errors and tables print it.
-        adapter: the module of this package that attaches to it.
-        text_to_video: pipeline classes that make a video from text alone; ``generate`` runs these.
-            Empty where diffusers has modular pipelines alone.
-        image_to_video: those that make one from text and its first frame; ``generate`` runs these.
-        image_twin: the one of those that the weights of a text-to-video model serve as well.
-        image_twin_if: entry of ``model_index.json`` that must be true for that, if any.
-        last_image: the one of those that takes the last frame too.
-        other: further pipeline classes around the same transformer; ``sparsify`` takes these too.
-        refused: those whose attention is another one, each with what it is.
-        libraries: modules of diffusers' pipelines that its models take components from.
-        vae_fp32: its VAE decodes visibly worse in 16 bits.
-        vae_tiling: decoding a whole video at once takes more memory than denoising it.
-        caches: diffusers' step caches that know its blocks.
-        defaults: settings of a model that brings none of its own.
-    """
-
-    name: str
-    adapter: str
-    text_to_video: tuple[str, ...]
-    image_to_video: tuple[str, ...] = ()
-    image_twin: str | None = None
-    image_twin_if: str | None = None
-    last_image: str | None = None
-    other: tuple[str, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    libraries: tuple[str, ...] = ()
-    vae_fp32: bool = False
-    vae_tiling: bool = False
-    caches: tuple[str, ...] = ("first-block", "taylorseer")
-    defaults: Defaults
-
-    @property
-    def pipelines(self) -> tuple[str, ...]:
-        """Every pipeline class of the family."""
-        return self.text_to_video + self.image_to_video + self.other
-
+from vidsparse.pipelines.family import Defaults, Family
 
 # the settings of sparse attention are FG-Attn's (section 6) where it has any: the first 24 % of
 # steps dense on Wan and LTX-2, 10 % on HunyuanVideo; top-p 0.9 and 16x16 tiles, the most accurate
@@ -144,6 +32,10 @@ WAN: Final = Family(
         "Wan22ModularPipeline",
         "Wan22Image2VideoModularPipeline",
         "Wan22VaceModularPipeline",
+    ),
+    refused=dict.fromkeys(
+        ("WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline"),
+        "attends by a mask, a frame to the video and to its own frame of a reference",
     ),
     vae_fp32=True,
     # the call defaults of diffusers' WanPipeline, and the frame rate Wan was trained at.
@@ -223,7 +115,7 @@ HUNYUAN_VIDEO: Final = Family(
     adapter="hunyuan_video",
     text_to_video=("HunyuanVideoPipeline",),
     image_to_video=("HunyuanVideoImageToVideoPipeline",),
-    other=("HunyuanSkyreelsImageToVideoPipeline",),
+    other=("HunyuanSkyreelsImageToVideoPipeline", "HunyuanVideoFramepackPipeline"),
     vae_tiling=True,
     # the call defaults of diffusers' HunyuanVideoPipeline, and the frame rate of its training.
     defaults=Defaults(
@@ -262,6 +154,37 @@ HUNYUAN_VIDEO_15: Final = Family(
         size_factor=16,
         dense_steps=0.1,
         source="as HunyuanVideo",
+    ),
+)
+
+HELIOS: Final = Family(
+    name="Helios",
+    adapter="helios",
+    # a video is so many sections of 33 frames, less up to three: generate asks for none such.
+    text_to_video=(),
+    other=(
+        "HeliosPipeline",
+        "HeliosPyramidPipeline",
+        "HeliosModularPipeline",
+        "HeliosPyramidModularPipeline",
+        "HeliosPyramidDistilledModularPipeline",
+    ),
+    vae_fp32=True,
+    # diffusers' know none of its blocks, or would go on from one section to the next.
+    caches=(),
+    # the call defaults of diffusers' HeliosPipeline, and the frame rate of its examples.
+    defaults=Defaults(
+        family="Helios",
+        frames=129,
+        width=640,
+        height=384,
+        steps=50,
+        guidance=5.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.24,
+        source="as Wan, whose blocks it has",
     ),
 )
 
@@ -369,7 +292,7 @@ LTX: Final = Family(
     text_to_video=("LTXPipeline",),
     image_to_video=("LTXImageToVideoPipeline",),
     image_twin="LTXImageToVideoPipeline",
-    other=("LTXConditionPipeline", "LTXModularPipeline"),
+    other=("LTXConditionPipeline", "LTXI2VLongMultiPromptPipeline", "LTXModularPipeline"),
     # the call defaults of diffusers' LTXPipeline.
     defaults=Defaults(
         family="LTX-Video",
@@ -392,7 +315,20 @@ LTX_2: Final = Family(
     text_to_video=("LTX2Pipeline",),
     image_to_video=("LTX2ImageToVideoPipeline",),
     image_twin="LTX2ImageToVideoPipeline",
-    other=("LTX2ModularPipeline",),
+    # LTX-2.5 has the same transformer.
+    other=(
+        "LTX2ConditionPipeline",
+        "LTX2InContextPipeline",
+        "LTX2HDRPipeline",
+        "LTX2DFRPipeline",
+        "LTX2DFRTemporalRefinePipeline",
+        "LTX2ModularPipeline",
+        "LTX25ModularPipeline",
+    ),
+    refused={
+        "EchoModularPipeline": "has no scheduler and goes by a list of noise levels alone",
+        "LTX2VideoDiffusionDecodePipeline": "decodes by attention among neighbours",
+    },
     libraries=("ltx2",),
     vae_tiling=True,
     # taylorseer would extrapolate the video and leave the audio at nothing.
@@ -424,6 +360,7 @@ COSMOS: Final = Family(
         "Cosmos2VideoToWorldPipeline",
         "Cosmos2_5_PredictBasePipeline",
     ),
+    refused={"Cosmos2_5_TransferPipeline": "has half of its attention in a network for control"},
     # diffusers offers it none.
     caches=(),
     # the call defaults of diffusers' Cosmos2_5_PredictBasePipeline, and the frame rate of its
@@ -440,6 +377,34 @@ COSMOS: Final = Family(
         size_factor=16,
         dense_steps=0.2,
         source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
+COSMOS_3: Final = Family(
+    name="Cosmos 3",
+    adapter="cosmos3",
+    # generate runs none, as of Cosmos.
+    text_to_video=(),
+    other=(
+        "Cosmos3OmniPipeline",
+        "Cosmos3OmniModularPipeline",
+        "Cosmos3DistilledModularPipeline",
+    ),
+    # diffusers' know none of its blocks, which give text back too.
+    caches=(),
+    # the call defaults of diffusers' Cosmos3OmniPipeline.
+    defaults=Defaults(
+        family="Cosmos 3",
+        frames=189,
+        width=1280,
+        height=720,
+        steps=35,
+        guidance=6.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.24,
+        source="as LTX-2, which makes sound too; nothing was calibrated or measured on this one",
     ),
 )
 
@@ -464,6 +429,35 @@ KANDINSKY_5: Final = Family(
         size_factor=16,
         dense_steps=0.2,
         source="between FG-Attn's shares for other models; none is published for this one",
+    ),
+)
+
+KANDINSKY_6: Final = Family(
+    name="Kandinsky 6",
+    adapter="kandinsky6",
+    # generate runs none: the processor of its text encoder wants torchvision.
+    text_to_video=(),
+    other=("Kandinsky6TI2VAPipeline",),
+    refused={
+        "Kandinsky6SRPipeline": "attends by a sparse mask of its own, which its weights were "
+        "trained for (NABLA)"
+    },
+    vae_tiling=True,
+    # taylorseer would extrapolate the video and leave the audio at nothing.
+    caches=(),
+    # the call defaults of diffusers' Kandinsky6TI2VAPipeline.
+    defaults=Defaults(
+        family="Kandinsky 6",
+        frames=121,
+        width=768,
+        height=512,
+        steps=50,
+        guidance=5.0,
+        fps=24,
+        frame_factor=4,
+        size_factor=16,
+        dense_steps=0.24,
+        source="as LTX-2, which makes sound too; nothing was calibrated or measured on this one",
     ),
 )
 
@@ -521,6 +515,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
     ANYFLOW,
     HUNYUAN_VIDEO,
     HUNYUAN_VIDEO_15,
+    HELIOS,
     COGVIDEOX,
     MOCHI,
     ALLEGRO,
@@ -528,7 +523,9 @@ FAMILIES: Final[tuple[Family, ...]] = (
     LTX,
     LTX_2,
     COSMOS,
+    COSMOS_3,
     KANDINSKY_5,
+    KANDINSKY_6,
     MOTIF_VIDEO,
     MINIMAX_H3,
 )

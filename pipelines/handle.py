@@ -156,7 +156,7 @@ def sparsify(
 
     The pipeline keeps working as before: same call, same arguments, any size and length. Options
     belong to this pipeline alone; others are untouched. What is left open is the family's default
-    (``Defaults`` in ``vidsparse.pipelines.families``; `vidsparse models` prints them).
+    (``Defaults`` in ``vidsparse.pipelines.family``; `vidsparse models` prints them).
 
     Args:
         pipe: a stock diffusers pipeline of a supported family.

@@ -11,9 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid, valid_text
+from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import HUNYUAN_VIDEO_15
 from vidsparse.pipelines.hunyuan_video import HunyuanVideoSparseProcessor
+from vidsparse.pipelines.layout import Layout, latent_grid, valid_text
 from vidsparse.pipelines.parallel import Shares, gathered, split_outputs
 
 

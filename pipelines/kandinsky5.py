@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import Adapter, Layout, SparseProcessor, latent_grid
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import KANDINSKY_5
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, gathered, split_input
 from vidsparse.pipelines.projection import project_heads, rotate
 
@@ -50,8 +51,17 @@ class Kandinsky5SparseProcessor(SparseProcessor):
         return projected
 
 
+def channels_last_layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
+    """Tokens of the latent ``[B, T, H, W, C]``."""
+    latent = arguments.get("hidden_states")
+    if not isinstance(latent, Tensor) or latent.ndim != 5:
+        return None
+    grid = latent_grid(latent.movedim(-1, 1), transformer.config.patch_size)
+    return None if grid is None else Layout(grid)
+
+
 def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
-    """Tokens of the latent ``[B, T, H, W, C]``.
+    """Tokens of the latent.
 
     Raises:
         UnsupportedError: the weights bring a sparse attention of their own.
@@ -62,11 +72,7 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
             "(NABLA), which stands in the place of ours. Hint: remove() the handle to run them as "
             "they are, or use weights for five seconds."
         )
-    latent = arguments.get("hidden_states")
-    if not isinstance(latent, Tensor) or latent.ndim != 5:
-        return None
-    grid = latent_grid(latent.movedim(-1, 1), transformer.config.patch_size)
-    return None if grid is None else Layout(grid)
+    return channels_last_layout(transformer, arguments)
 
 
 def _plan(transformer: Any) -> Mapping[str, Any]:

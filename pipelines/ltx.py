@@ -1,11 +1,13 @@
 """LTX-Video: video self-attention in ``transformer_blocks.N.attn1``, no text in the sequence.
 
 Guidance is batched. Latents arrive as a sequence already, with their sizes or the coordinates of
-every token beside them.
+every token beside them. Conditions (images, keyframes, references) are further frames.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -13,8 +15,9 @@ from typing import Any, Final
 from torch import Tensor
 
 from vidsparse.grid import TokenGrid
-from vidsparse.pipelines.adapter import Adapter, Layout, SparseProcessor
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import LTX
+from vidsparse.pipelines.layout import Layout
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 from vidsparse.pipelines.projection import rotate
 
@@ -47,22 +50,34 @@ class LTXSparseProcessor(SparseProcessor):
         return projected
 
 
-def sizes_layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
-    """The grid by the sizes that the pipeline passes; None where it passes coordinates alone."""
+def video_layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
+    """The grid by sizes, or where there are more tokens than that by the coordinates of each."""
     sizes: tuple[Any, ...] = tuple(arguments.get(n) for n in ("num_frames", "height", "width"))
-    return None if None in sizes else Layout(TokenGrid(*sizes))
+    known, coordinates = None not in sizes, arguments.get("video_coords")
+    if coordinates is None or (known and math.prod(sizes) == arguments["hidden_states"].shape[1]):
+        return Layout(TokenGrid(*sizes)) if known else None
+    # LTX-2 tells where a token begins and ends.
+    return frames_layout(coordinates[0] if coordinates.ndim == 3 else coordinates[0, ..., 0])
 
 
-def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
-    """The grid by sizes, or by the coordinates ``[B, 3, S]`` of every token.
+def frames_layout(coordinates: Tensor) -> Layout:
+    """The grid of a sequence of frames, by time, line and column of every token, ``[3, S]``.
 
-    Conditions are frames of the same size in front of the video.
+    The longest run of frames of one size is the video, whatever times they stand at: conditions of
+    its size are among its frames. Those of another size, before or after it, count as text.
     """
-    coordinates = arguments.get("video_coords")
-    if coordinates is None:
-        return sizes_layout(transformer, arguments)
-    height, width = (int(axis.unique().numel()) for axis in coordinates[0, 1:])
-    return Layout(TokenGrid(coordinates.shape[-1] // (height * width), height, width))
+    _, y, x = coordinates.cpu()
+    lines = y.diff()
+    begins = (lines < 0) | ((lines == 0) & (x.diff() <= 0))
+    frames = y.tensor_split((begins.nonzero()[:, 0] + 1).tolist())
+    sizes = [(len(frame), int((frame == frame[0]).sum())) for frame in frames]
+    runs, done = [], 0
+    for (tokens, width), run in itertools.groupby(sizes):
+        count = len(list(run))
+        runs.append((count * tokens, done, (count, tokens // width, width)))
+        done += count * tokens
+    video, lead, grid = max(runs, key=lambda run: run[0])
+    return Layout(TokenGrid(*grid, text=done - video, lead=lead))
 
 
 def _plan(transformer: Any) -> Mapping[str, Any]:
@@ -82,6 +97,6 @@ ADAPTER: Final = Adapter(
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("LTXVideoAttnProcessor",),
     processor=LTXSparseProcessor,
-    layout=_layout,
+    layout=video_layout,
     shares=Shares(plan=_plan),
 )

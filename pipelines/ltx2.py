@@ -12,9 +12,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import LTX_2
-from vidsparse.pipelines.ltx import sizes_layout
+from vidsparse.pipelines.layout import Layout
+from vidsparse.pipelines.ltx import video_layout
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 from vidsparse.pipelines.projection import rotate
 
@@ -51,17 +53,18 @@ class LTX2SparseProcessor(SparseProcessor):
         """Self-attention of ``hidden_states`` ``[B, S, C]``.
 
         Samples where ``perturbation_mask`` is 0 pass their values on instead (spatio-temporal
-        guidance).
+        guidance). A mask makes the call dense.
         """
-        if encoder_hidden_states is not None or attention_mask is not None:
-            raise self.unexpected("with text or an attention mask")
+        if encoder_hidden_states is not None:
+            raise self.unexpected("with text")
         value = attn.to_v(hidden_states)
         if all_perturbed is None:
             all_perturbed = perturbation_mask is not None and not bool(perturbation_mask.any())
         if all_perturbed:
             out = value
         else:
-            out = self._attend(attn, hidden_states, value, query_rotary_emb, key_rotary_emb)
+            rotary = query_rotary_emb, key_rotary_emb
+            out = self._attend(attn, hidden_states, value, *rotary, attention_mask)
             if perturbation_mask is not None:
                 out = torch.lerp(value, out, perturbation_mask)
         if attn.to_gate_logits is not None:
@@ -78,6 +81,7 @@ class LTX2SparseProcessor(SparseProcessor):
         value: Tensor,
         of_q: tuple[Tensor, Tensor] | None,
         of_k: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
     ) -> Tensor:
         q, k = attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x))
         if of_q is None:
@@ -85,8 +89,25 @@ class LTX2SparseProcessor(SparseProcessor):
         else:
             q = _rotate_heads(q, *of_q, attn.heads, attn.rope_type)
             k = _rotate_heads(k, *(of_k or of_q), attn.heads, attn.rope_type)
-        out: Tensor = self.attend(q, k, _by_head(value, attn.heads))
+        # of conditions that are attended to in part, [B, S, S].
+        mask = None if mask is None else mask[:, None]
+        out: Tensor = self.attend(q, k, _by_head(value, attn.heads), mask)
         return out.flatten(2, 3).type_as(q)
+
+
+def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
+    """By sizes, or by coordinates where there are conditions.
+
+    Raises:
+        UnsupportedError: several processes would need their parts of what diffusers cannot split.
+    """
+    marked = arguments.get("video_keyframes_mask") is not None
+    if marked and getattr(transformer, "_parallel_config", None) is not None:
+        raise UnsupportedError(
+            "DFR marks tokens of keyframes, which diffusers does not deal to several processes. "
+            "Hint: run it in one process."
+        )
+    return video_layout(transformer, arguments)
 
 
 def _plan(transformer: Any) -> Mapping[str, Any]:
@@ -109,7 +130,8 @@ ADAPTER: Final = Adapter(
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("LTX2AudioVideoAttnProcessor", "LTX2PerturbedAttnProcessor"),
     processor=LTX2SparseProcessor,
-    layout=sizes_layout,
+    layout=_layout,
+    tiled=True,
     shares=Shares(
         plan=_plan,
         exchanged=re.compile(r"transformer_blocks\.\d+\.video_to_audio_attn"),

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from vidsparse.grid import TokenGrid
-from vidsparse.pipelines.adapter import Adapter, Layout, SparseProcessor
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import MINIMAX_H3
+from vidsparse.pipelines.layout import Layout
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,28 +58,30 @@ class MiniMaxH3SparseProcessor(SparseProcessor):
         return projected
 
 
-def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
+_NOT_LAST: Final = "the sequence does not end with whole frames of one size"
+
+
+def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | str:
     """The grid of the last video rows, by the coordinates ``[S, 3]`` of every row.
 
-    Conditions are video rows too, and other rows part them from what is generated. None where the
-    last rows of the sequence are no whole frames of one size.
+    Conditions are video rows too, and other rows part them from what is generated.
     """
     positions, rows = arguments["position_ids"].cpu(), arguments["video_indices"].cpu()
     gaps = (rows.diff() != 1).nonzero()
     video = rows[int(gaps[-1]) + 1 :] if len(gaps) else rows
     if not len(video) or int(video[-1]) != len(positions) - 1:
-        return None
+        return _NOT_LAST
     t, y, _ = axes = positions[video].T
     frames = len(t.unique_consecutive())
     height = len(y[: len(video) // frames].unique_consecutive())
     width = len(video) // (frames * height)
     if frames * height * width != len(video):
-        return None
+        return _NOT_LAST
     by_t, by_y, by_x = axes.unflatten(1, (frames, height, width))
     lines = torch.equal(by_y, by_y[:1, :, :1].expand_as(by_y))
     columns = torch.equal(by_x, by_x[:1, :1].expand_as(by_x))
     if not (lines and columns and torch.equal(by_t, by_t[:, :1, :1].expand_as(by_t))):
-        return None
+        return _NOT_LAST
     text = len(positions) - len(video)
     return Layout(TokenGrid(frames, height, width, text, text_first=True))
 

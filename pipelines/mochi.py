@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid, valid_text
+from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import MOCHI
 from vidsparse.pipelines.joint import JointSparseProcessor
+from vidsparse.pipelines.layout import Layout, latent_grid, valid_text
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 
 

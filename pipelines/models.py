@@ -23,7 +23,8 @@ from vidsparse.files import file_hash
 from vidsparse.logs import logger
 from vidsparse.pipelines.cards import CARD, GUIDER, PRESETS, checked_defaults, read_card, read_json
 from vidsparse.pipelines.compilation import compile_blocks, require_compiler
-from vidsparse.pipelines.families import FAMILIES, Defaults, Family, image_pipelines
+from vidsparse.pipelines.families import FAMILIES, image_pipelines
+from vidsparse.pipelines.family import Defaults, Family
 from vidsparse.pipelines.linear import LinearFacts, fuse_lora, quantize_linear
 from vidsparse.pipelines.placement import (
     DTYPES,

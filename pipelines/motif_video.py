@@ -14,9 +14,10 @@ from typing import Any, Final
 from torch import Tensor
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid, valid_text
+from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import MOTIF_VIDEO
 from vidsparse.pipelines.hunyuan_video import HunyuanVideoSparseProcessor
+from vidsparse.pipelines.layout import Layout, latent_grid, valid_text
 from vidsparse.pipelines.parallel import Shares, gathered, split_outputs
 
 

@@ -21,8 +21,10 @@ from torch import Tensor
 class Attends(Protocol):
     """What the operators need of a session."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int) -> Tensor:
-        """One attention call, ``[B, S, H, D]``."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int, mask: Tensor | None = None
+    ) -> Tensor:
+        """One attention call, ``[B, S, H, D]``, dense where the host has a mask for it."""
 
     def attend_dense(
         self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int
@@ -38,14 +40,16 @@ SESSIONS: Final[weakref.WeakValueDictionary[int, Attends]] = weakref.WeakValueDi
 @torch.library.custom_op(
     "vidsparse::video_attention", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
-def video_attention(q: Tensor, k: Tensor, v: Tensor, address: Tensor) -> Tensor:
+def video_attention(
+    q: Tensor, k: Tensor, v: Tensor, address: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """Attention of one call, ``[B, S, H, D]``; ``address`` holds session, transformer, layer."""
     session, part, layer = address.tolist()
-    return SESSIONS[session].attend(q, k, v, part, layer)
+    return SESSIONS[session].attend(q, k, v, part, layer, mask)
 
 
 @video_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, address: Tensor) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, address: Tensor, mask: Tensor | None = None) -> Tensor:
     return q.new_empty(q.shape)
 
 

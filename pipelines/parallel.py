@@ -308,6 +308,11 @@ def check_tokens(grid: TokenGrid, config: Any) -> None:
     groups = parallel_groups(config)
     if groups is None:
         return
+    if grid.lead:
+        raise UnsupportedError(
+            "tokens on both sides of the video cannot be dealt to several processes. "
+            "Hint: run this pipeline in one process."
+        )
     count = groups.processes
     tokens = grid.tokens - grid.text
     if tokens % count:

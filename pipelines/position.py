@@ -17,29 +17,45 @@ def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, in
     current = getattr(pipe, "current_timestep", None)
     if timesteps is None:
         raise _no_step(scheduler)
-    total = len(timesteps)
-    steps = total
+    steps = total = step_count(scheduler)
     if current is not None:
         # within a call of the pipeline. video-to-video runs the end of the list only, and its
         # first step counts as 0; outside a call this number is left over from the last one.
         steps = min(total, getattr(pipe, "num_timesteps", total))
-    if hasattr(scheduler, "step_index"):
-        index = scheduler.step_index
-    else:
-        # CogVideoX's schedulers count no steps; what the transformer is told is one of the list.
-        index = _place(timesteps, arguments.get("timestep") if current is None else current)
-        if index is None:
+    index = getattr(scheduler, "step_index", None)
+    if index is None:
+        # CogVideoX's schedulers count no steps, and Helios' distilled one has a count that stays
+        # none, as others' is before their first step. what the transformer is told is of the list,
+        # where all tokens are told the same.
+        counts, told = hasattr(scheduler, "step_index"), arguments.get("timestep")
+        index = _place(timesteps, told if counts or current is None else current, alike=counts)
+        if index is None and not counts:
             raise _no_step(scheduler)
     step = 0 if index is None else int(index) - (total - steps)
     return min(max(step, 0), steps - 1), steps, timesteps
 
 
-def _place(timesteps: Any, value: Any) -> int | None:
+def step_count(scheduler: Any) -> int:
+    """How many steps a scheduler's timesteps are for: LTX's ancestral one lists their end too."""
+    count = len(scheduler.timesteps)
+    sigmas = getattr(scheduler, "sigmas", None)
+    return count - (sigmas is not None and len(sigmas) == count)
+
+
+def _place(timesteps: Any, value: Any, *, alike: bool) -> int | None:
     if value is None:
         return None
-    at = float(value.flatten()[0] if isinstance(value, Tensor) else value)
-    values = timesteps.tolist()
-    return values.index(at) if at in values else None
+    if isinstance(value, Tensor):
+        if alike and bool((value != value.flatten()[0]).any()):
+            return None
+        value = value.flatten()[0]
+    at = float(value)
+    exact = timesteps.tolist()
+    # some hosts tell their transformer whole numbers.
+    for values in (exact, [float(int(one)) for one in exact]):
+        if at in values:
+            return values.index(at)
+    return None
 
 
 def _no_step(scheduler: Any) -> UnsupportedError:

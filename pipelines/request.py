@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.caching import CACHES, check_cache
 from vidsparse.pipelines.cards import card_method
-from vidsparse.pipelines.families import Defaults
+from vidsparse.pipelines.family import Defaults
 from vidsparse.pipelines.image import check_image, image_hash
 from vidsparse.pipelines.models import model_folder, resolve_model
 from vidsparse.pipelines.placement import (

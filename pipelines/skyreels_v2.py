@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vidsparse.errors import UnsupportedError
-from vidsparse.pipelines.adapter import Adapter, Layout, latent_grid
+from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import SKYREELS_V2
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, gathered, split_input, split_outputs
 from vidsparse.pipelines.wan import WanSparseProcessor
 

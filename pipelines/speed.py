@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vidsparse.errors import OptionError
-from vidsparse.pipelines.families import DEFAULT_METHOD, FAMILIES, Defaults
+from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.family import DEFAULT_METHOD, Defaults
 from vidsparse.pipelines.placement import fp8_reason
 
 SPEEDS: Final = ("exact", "high", "balanced", "fast")

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from vidsparse.pipelines.adapter import Adapter, Layout, SparseProcessor, latent_grid
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import WAN
+from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, own_plan
 from vidsparse.pipelines.projection import rotate
 
@@ -54,8 +55,11 @@ class WanSparseProcessor(SparseProcessor):
         q, k, v = self.projected(attn, hidden_states)
         if rotary_emb is not None:
             q, k = self.rotated(q, rotary_emb), self.rotated(k, rotary_emb)
-        out = self.attend(q, k, v).flatten(2, 3).type_as(q)
-        projected: Tensor = attn.to_out[1](attn.to_out[0](out))
+        return self.projected_out(attn, self.attend(q, k, v).type_as(q))
+
+    def projected_out(self, attn: Any, out: Tensor) -> Tensor:
+        """The block's output ``[B, S, C]`` of attention's ``[B, S, H, D]``."""
+        projected: Tensor = attn.to_out[1](attn.to_out[0](out.flatten(2, 3)))
         return projected
 
 

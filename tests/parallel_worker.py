@@ -80,6 +80,15 @@ def enable(pipe: Any, *, ring: bool = False) -> None:
     pipe.transformer.enable_parallelism(config=config)
 
 
+def what_is_left(transformer: Any) -> list[str]:
+    """The modules and processors that know of several processes, and the host's hooks."""
+    modules = list(transformer.modules())
+    holders = [*modules, *(getattr(module, "processor", None) for module in modules)]
+    told = [one for one in holders if getattr(one, "_parallel_config", None) is not None]
+    hooks = [getattr(module, "_diffusers_hook", None) for module in modules]
+    return [type(one).__name__ for one in told] + [k for one in hooks if one for k in one.hooks]
+
+
 def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
     """The same with each step cache; what is said of ``first-block`` before dealing."""
     found: dict[str, Any] = {}
@@ -178,8 +187,10 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     try:
         if not when.startswith("host"):
             handle.parallelize(ring=ring)
+        elif when == "host-refused":
+            enable(pipe)
     except UnsupportedError as error:
-        return {"refused": str(error)}
+        return {"refused": str(error), "left": what_is_left(pipe.transformer)}
     seen: list[int] = []
     modules = [
         one

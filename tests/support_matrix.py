@@ -23,6 +23,7 @@ VARIANTS: Final = {
     "AnyFlow": "anyflow",
     "HunyuanVideo": "hunyuan",
     "HunyuanVideo 1.5": "hunyuan15",
+    "Helios": "helios",
     "CogVideoX": "cogvideox",
     "Mochi": "mochi",
     "Allegro": "allegro",
@@ -30,7 +31,9 @@ VARIANTS: Final = {
     "LTX-Video": "ltx",
     "LTX-2": "ltx2",
     "Cosmos": "cosmos2.5",
+    "Cosmos 3": "cosmos3",
     "Kandinsky 5": "kandinsky5",
+    "Kandinsky 6": "kandinsky6",
     "Motif-Video": "motif",
     "MiniMax-H3": "minimax",
 }
@@ -98,6 +101,10 @@ _CROSS_WIDTHS: Final = Limit(
     "diffusers' own fusing fails on cross-attention between video and audio",
     "Sizes of tensors must match",
 )
+_OTHER_PROJECTIONS: Final = Limit(
+    "diffusers' own fusing looks for projections that are named otherwise here",
+    "has no attribute 'to_q'",
+)
 _NO_SIGNATURE: Final = Limit(
     "diffusers' own loop asks the wrapper for the transformer's parameters; compile it in place, "
     "`pipe.transformer.compile(fullgraph=True)`, or its blocks",
@@ -115,8 +122,11 @@ _NOT_DEALT: Final = Limit(
     host=False,
 )
 
+_OWN_CACHES: Final = ("first-block", "taylorseer")
 _CACHES: Final = ("first-block-cache", "mag-cache")
+_UNKNOWN: Final = ("helios", "cosmos3", "kandinsky6")
 _WITHOUT_CACHE: Final = ("anyflow", "allegro", "easyanimate", "cosmos2.5", "kandinsky5")
+
 
 LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("compile", "hunyuan15"): _NO_WHOLE_GRAPH,
@@ -135,24 +145,26 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("mag-cache", "minimax"): _NO_BLOCKS,
     ("first-block-cache", "skyreels-v2"): _NO_BLOCKS,
     ("mag-cache", "skyreels-v2"): _NO_BLOCKS,
-    **{("first-block", one): _NO_CACHE for one in _WITHOUT_CACHE},
-    **{("taylorseer", one): _NO_CACHE for one in _WITHOUT_CACHE},
-    ("first-block-cache", "allegro"): _NO_BLOCKS,
-    ("mag-cache", "allegro"): _NO_BLOCKS,
+    **{(c, one): _NO_CACHE for c in _OWN_CACHES for one in (*_WITHOUT_CACHE, *_UNKNOWN)},
+    **{
+        (cache, one): _NO_BLOCKS for cache in _CACHES for one in ("allegro", "helios", "kandinsky6")
+    },
     **{
         (cache, one): _NOT_OFFERED
         for cache in _CACHES
         for one in ("anyflow", "easyanimate", "cosmos2.5")
     },
     ("first-block-cache", "kandinsky5"): _OTHER_NAMES,
+    **{(cache, "cosmos3"): _OTHER_NAMES for cache in _CACHES},
     **{("lora", one): _NOT_OFFERED for one in ("allegro", "easyanimate")},
     **{("fuse-qkv", one): _NOT_OFFERED for one in _WITHOUT_CACHE},
     ("fuse-qkv", "mochi"): _NOT_OFFERED,
     ("fuse-qkv", "ltx2"): _CROSS_WIDTHS,
+    ("fuse-qkv", "kandinsky6"): _OTHER_PROJECTIONS,
     ("fuse-qkv", "motif"): _CROSS_TEXT,
     # what runs on several processes: test_parallel.py.
     **{("context-parallel", one): _PARALLEL for one in VARIANTS.values() if one != "wan"},
-    **{("parallelize", one): _NOT_DEALT for one in ("anyflow", "allegro", "minimax")},
+    **{("parallelize", one): _NOT_DEALT for one in ("anyflow", "allegro", "minimax", *_UNKNOWN)},
 }
 """Cells that do not work."""
 

@@ -85,10 +85,12 @@ def test_keeping_everything_is_dense_attention(
     check_output(got, F.scaled_dot_product_attention(q, k, v), true)
 
 
-@pytest.mark.parametrize("text_first", [False, True])
+@pytest.mark.parametrize("where", [{}, {"text_first": True}, {"lead": 7}], ids=str)
 @pytest.mark.parametrize("method", ["fg-attn", "spargeattn"])
-def test_a_sparse_call_is_the_masked_attention_of_its_plan(method: str, text_first: bool) -> None:
-    grid = TokenGrid(5, 12, 12, text=20, text_first=text_first)
+def test_a_sparse_call_is_the_masked_attention_of_its_plan(
+    method: str, where: dict[str, Any]
+) -> None:
+    grid = TokenGrid(5, 12, 12, text=20, **where)
     q, k, v = qkv(grid, batch=2)
     own = {"fg-attn": {"top_p": 0.3}, "spargeattn": {"tau": 0.3, "theta": -1}}[method]
     made = make_method(method, tile="64x16", **own)

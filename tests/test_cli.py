@@ -222,6 +222,29 @@ def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, ou
     assert str(folder / f"{names[0]}.mp4") in done.stdout
 
 
+def test_a_run_in_which_nothing_was_sparse_says_so(generate: Run) -> None:
+    done = generate("--dense-steps", "1.0", file="-", stdin=b"a red circle")
+    assert done.exit_code == 0, done.output
+    assert "nothing was sparse, though fg-attn was asked for: dense: so are all its" in done.stdout
+    asked = generate("--method", "dense", file="-", stdin=b"a red circle")
+    assert "nothing was sparse" not in asked.stdout
+
+
+def test_calls_that_fell_back_are_named_with_the_reason(
+    generate: Run, machine: _Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = machine.generate
+
+    def fallen(*args: Any, **kwargs: Any) -> Generated:
+        made = make(*args, **kwargs)
+        made.record["notes"].append("dense: the host has a mask for this call")
+        return made
+
+    monkeypatch.setattr(generating, "generate", fallen)
+    done = generate()
+    assert "in the sparse calls; some calls were dense: the host has a mask" in done.stdout
+
+
 def test_a_rerun_makes_nothing_and_loads_nothing(
     generate: Run, machine: _Machine, out: Path
 ) -> None:

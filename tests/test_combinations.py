@@ -19,6 +19,7 @@ import torch
 from counting_backend import CountingBackend
 from quick import slow_but
 from support_matrix import COMBINATIONS, LIMITS, VARIANTS, page
+from test_families import first_forward
 from tiny_families import PROMPTS, TINY, latents
 
 from vidsparse.errors import UnsupportedError
@@ -308,14 +309,21 @@ def test_fuse_qkv(name: str) -> None:
         assert handle.summary().computed == 1.0
 
 
-def test_cogvideox_fused_while_sparse_and_unfused_after_removal_has_nothing_of_ours() -> None:
+def test_cogvideox_fused_while_sparse_and_unfused_after_removal_has_nothing_of_ours(
+    tmp_path: Path,
+) -> None:
     pipe = TINY["cogvideox"].build()
+    arguments = first_forward("cogvideox", pipe)
     stock = {name: type(one) for name, one in pipe.transformer.attn_processors.items()}
     with sparsify(pipe):
         pipe.transformer.fuse_qkv_projections()
     pipe.transformer.unfuse_qkv_projections()
     assert {name: type(one) for name, one in pipe.transformer.attn_processors.items()} == stock
     copy.deepcopy(pipe.transformer)
+    torch.save(pipe.transformer, tmp_path / "whole.pt")
+    with torch.enable_grad():
+        torch.autograd.backward(pipe.transformer(**arguments)[0].sum())
+    assert pipe.transformer.transformer_blocks[0].attn1.to_q.weight.grad is not None
 
 
 def test_cogvideox_unfused_after_removal_is_the_stock_model() -> None:
@@ -344,10 +352,10 @@ def test_save(name: str, tmp_path: Path) -> None:
     if isinstance(pipe, diffusers.ModularPipeline):
         loaded = type(pipe)(pipe.blocks, pretrained_model_name_or_path=str(tmp_path))
         loaded.load_components()
-        # weights of a file lie at odd addresses, from which products are added in another order.
-        loaded.transformer = copy.deepcopy(loaded.transformer)
     else:
         loaded = type(pipe).from_pretrained(tmp_path, local_files_only=True)
+    # weights of a file lie at odd addresses, from which products are added in another order.
+    loaded.transformer = copy.deepcopy(loaded.transformer)
     loaded.set_progress_bar_config(disable=True)
     for key, value in vars(pipe).items():
         if key.endswith(("_max_length", "_tokens")):

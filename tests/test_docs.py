@@ -72,3 +72,14 @@ def test_every_public_name_is_in_the_reference(module: str) -> None:
         if not name.endswith("Error") and not name.startswith("__")
     }
     assert [name for name, value in public.items() if id(value) not in told] == []
+
+
+def test_every_video_transformer_of_diffusers_is_named_as_taken_or_left_out() -> None:
+    import diffusers.models.transformers as hosts
+
+    # classes that make images, for all their name.
+    images = {"JoyImageEditTransformer3DModel", "JoyImageEditPlusTransformer3DModel"}
+    video = {name for name in vars(hosts) if "Transformer3D" in name} | {"Cosmos3OmniTransformer"}
+    page = (DOCS / "models.md").read_text(encoding="utf-8")
+    assert len(video) > 25
+    assert [name for name in sorted(video - images) if f"`{name}`" not in page] == []

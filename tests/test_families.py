@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers import ModularPipeline
 from quick import slow_but
+from support_matrix import VARIANTS
 from tiny_families import PROMPTS, TINY, Tiny, latents
 from tiny_kandinsky import kandinsky5
 from tiny_motif import motif
-from tiny_parts import IMAGE, prompt_mask
+from tiny_parts import IMAGE, TWO, prompt_mask
 from torch import Tensor, nn
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines import restore, sparsify
-from vidsparse.pipelines.adapter import Layout, named_arguments
+from vidsparse.pipelines.adapter import named_arguments
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.handle import attention_shape
+from vidsparse.pipelines.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +48,11 @@ class Stop(Exception):
 
 def first_forward(name: str, pipe: Any, **changes: Any) -> dict[str, Any]:
     """The arguments of the transformer's first forward in a call of the pipeline."""
+    return forward_of(pipe, lambda: latents(name, pipe, **changes))
+
+
+def forward_of(pipe: Any, run: Callable[[], object]) -> dict[str, Any]:
+    """The arguments of the transformer's first forward in ``run``."""
     seen: dict[str, Any] = {}
 
     def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -51,7 +61,7 @@ def first_forward(name: str, pipe: Any, **changes: Any) -> dict[str, Any]:
 
     hook = pipe.transformer.register_forward_pre_hook(take, with_kwargs=True)
     with pytest.raises(Stop):
-        latents(name, pipe, **changes)
+        run()
     hook.remove()
     if not isinstance(pipe, ModularPipeline):
         pipe.maybe_free_model_hooks()
@@ -68,8 +78,10 @@ def as_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 def forward(transformer: nn.Module, arguments: dict[str, Any], dtype: torch.dtype) -> Tensor:
     with torch.no_grad():
-        out: Tensor = transformer(**{k: as_dtype(v, dtype) for k, v in arguments.items()})[0]
-    return out
+        out = transformer(**{k: as_dtype(v, dtype) for k, v in arguments.items()})[0]
+    # Cosmos 3 returns a list of videos.
+    made: Tensor = out[0] if isinstance(out, list) else out
+    return made
 
 
 def check_within_twice_the_stock_error(ours: Tensor, stock: Tensor, truth: Tensor) -> None:
@@ -78,6 +90,18 @@ def check_within_twice_the_stock_error(ours: Tensor, stock: Tensor, truth: Tenso
     floor = torch.finfo(ours.dtype).eps * truth.abs().max()
     budget = max(2 * (stock - truth).abs().max(), floor)
     assert (ours - truth).abs().max() <= budget
+
+
+def check_full_mask(pipe: Any, arguments: dict[str, Any], dtype: torch.dtype) -> None:
+    """Hold a sparse forward that computes all pairs to twice the stock one's error."""
+    truth = forward(copy.deepcopy(pipe.transformer).double(), arguments, torch.float64)
+    pipe.transformer.to(dtype)
+    stock = forward(pipe.transformer, arguments, dtype)
+    with sparsify(pipe, top_p=1.0, dense_steps=0) as handle:
+        ours = forward(pipe.transformer, arguments, dtype)
+        assert handle.summary().computed == 1.0
+        assert handle.summary().notes == ()
+    check_within_twice_the_stock_error(ours, stock, truth)
 
 
 def prompts_of(tiny: Tiny) -> list[str]:
@@ -94,14 +118,7 @@ def test_full_mask_stays_within_twice_the_stock_error(name: str, dtype: torch.dt
     tiny = TINY[name]
     pipe = tiny.build()
     arguments = first_forward(name, pipe, prompts=prompts_of(tiny), size=tiny.odd)
-    truth = forward(copy.deepcopy(pipe.transformer).double(), arguments, torch.float64)
-    pipe.transformer.to(dtype)
-    stock = forward(pipe.transformer, arguments, dtype)
-    with sparsify(pipe, top_p=1.0, dense_steps=0) as handle:
-        ours = forward(pipe.transformer, arguments, dtype)
-        assert handle.summary().computed == 1.0
-        assert handle.summary().notes == ()
-    check_within_twice_the_stock_error(ours, stock, truth)
+    check_full_mask(pipe, arguments, dtype)
 
 
 @EVERY
@@ -308,6 +325,46 @@ def test_cut_padding_has_the_stock_gradient_compiled_too() -> None:
         torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", slow_but(["helios"], VARIANTS.values()))
+def test_no_attention_over_all_of_the_video_goes_past_the_engine(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = TINY[name].build()
+    attend = F.scaled_dot_product_attention
+    depth = 0
+    strays: list[tuple[int, int]] = []
+
+    def watch(*args: Any, **kwargs: Any) -> Tensor:
+        q, k = (args[0], args[1]) if args else (kwargs["query"], kwargs["key"])
+        layout = handle._session._layout
+        if layout is not None and not depth:
+            assert isinstance(layout, Layout)
+            queries, keys = q.shape[-2], k.shape[-2]
+            if min(queries, keys) >= layout.grid.video:
+                strays.append((queries, keys))
+        out: Tensor = attend(*args, **kwargs)
+        return out
+
+    def counted(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal depth
+            depth += 1
+            try:
+                return own(*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return run
+
+    with sparsify(pipe, top_p=0.5, dense_steps=0) as handle:
+        for engine in handle.engines:
+            monkeypatch.setattr(engine, "attend", counted(engine.attend))
+        monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+        latents(name, pipe)
+        assert handle.summary().calls > 0
+    assert strays == []
+
+
 # where a call stands
 
 
@@ -382,7 +439,7 @@ def test_tokens_that_are_no_grid_run_dense_and_the_trace_says_so(name: str) -> N
 
         def one_frame_more(transformer: Any, arguments: Any) -> Any:
             layout = read(transformer, arguments)
-            assert layout is not None
+            assert isinstance(layout, Layout)
             grid = replace(layout.grid, frames=layout.grid.frames + 1)
             return replace(layout, grid=grid)
 
@@ -392,6 +449,24 @@ def test_tokens_that_are_no_grid_run_dense_and_the_trace_says_so(name: str) -> N
         (note,) = {n.split(" video")[0][:20] for n in handle.summary().notes}
         assert note == "dense: a grid of " + note[17:]
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_a_forward_that_is_no_video_s_runs_dense_and_the_trace_says_so() -> None:
+    pipe = TINY["wan"].build()
+    stock = latents("wan", pipe)
+    with sparsify(pipe, top_p=0.1, dense_steps=0) as handle:
+        session = handle._session
+        session.adapter = replace(session.adapter, layout=lambda transformer, arguments: None)
+        assert torch.equal(latents("wan", pipe), stock)
+        cells, summary = handle.trace.cells, handle.summary()
+    assert {(c.step, c.branch) for c in cells} == {(s, b) for s in range(3) for b in TWO}
+    assert summary.notes == ("dense: the arguments of this forward are not those of a video",)
+    assert "all calls dense" in str(summary)
+
+
+@pytest.mark.parametrize(("name", "heads"), [("wan", 2), ("kandinsky5", 2), ("cosmos3", 4)])
+def test_calibration_counts_the_heads_by_whatever_name_they_have(name: str, heads: int) -> None:
+    assert attention_shape(TINY[name].build()) == (1, 2, heads)
 
 
 # no trace left
@@ -435,6 +510,8 @@ def test_only_video_self_attention_is_replaced(name: str) -> None:
                 ours = type(processor).__module__.startswith("vidsparse")
                 parts = path.split(".")
                 video = parts[-1] in ("attn1", "attn") and "token_refiner" not in parts
-                # Kandinsky's text and video have blocks of the same make.
+                # Kandinsky's text, sound and video have blocks of the same make.
                 video |= parts[-1] == "self_attention" and parts[0].startswith("visual")
+                video |= parts[-1] == "self_attn"
+                video &= "audio_dec_block" not in parts and "text_transformer" not in parts[0]
                 assert ours == video, path

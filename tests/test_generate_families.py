@@ -18,11 +18,11 @@ from tiny_families import (
     TINY,
     cogvideox,
     latents,
-    ltx2,
     wan_image_to_video,
     wan_per_token_timesteps,
 )
 from tiny_hunyuan import hunyuan_image_to_video, with_little_text
+from tiny_ltx import ltx2
 from tiny_parts import IMAGE, LAST_IMAGE
 
 from vidsparse.apps.cli import main

@@ -16,7 +16,9 @@ from vidsparse.grid import TokenGrid
 from vidsparse.order import ORDERS, token_order
 
 sizes = st.integers(1, 9)
-grids = st.builds(TokenGrid, sizes, sizes, sizes, text=st.integers(0, 5), text_first=st.booleans())
+grids = st.builds(
+    TokenGrid, sizes, sizes, sizes, text=st.integers(0, 5), text_first=st.booleans()
+) | st.builds(TokenGrid, sizes, sizes, sizes, text=st.integers(3, 5), lead=st.integers(0, 3))
 
 
 def coordinates(grid: TokenGrid) -> list[tuple[int, int, int]]:
@@ -49,9 +51,10 @@ def test_undo_after_apply_is_exact(grid: TokenGrid, name: str) -> None:
 @settings(max_examples=60)
 @given(grid=grids, name=st.sampled_from(ORDERS))
 def test_text_stands_last_in_its_own_order(grid: TokenGrid, name: str) -> None:
-    start = 0 if grid.text_first else grid.video
+    before = grid.text if grid.text_first else grid.lead
     permutation = token_order(name, grid).permutation.tolist()
-    assert permutation[grid.video :] == list(range(start, start + grid.text))
+    text = [*range(before), *range(before + grid.video, grid.tokens)]
+    assert permutation[grid.video :] == text
     assert sorted(permutation) == list(range(grid.tokens))
 
 
@@ -144,6 +147,12 @@ def test_an_unknown_order_is_named_with_the_known_ones() -> None:
 def test_a_grid_without_tokens_is_refused(bad: tuple[int, ...]) -> None:
     with pytest.raises(vidsparse.OptionError, match="at least 1"):
         TokenGrid(*bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [{"lead": 6}, {"lead": -1}, {"lead": 2, "text_first": True}])
+def test_text_before_the_video_is_a_part_of_the_text(bad: dict[str, int]) -> None:
+    with pytest.raises(vidsparse.OptionError, match="a token grid's lead is those of its 5 text"):
+        TokenGrid(1, 2, 2, text=5, **bad)  # type: ignore[arg-type]
 
 
 def test_a_grid_counts_video_and_text() -> None:

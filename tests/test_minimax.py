@@ -168,10 +168,12 @@ def test_rows_in_another_order_are_no_grid_and_run_dense() -> None:
     for tag, rows in tags.items():
         moved["token_tags"][rows] = tag
     stock = forward(pipe.transformer, {**arguments, **moved}, torch.float32)
-    with sparsify(pipe, **LOW):
+    with sparsify(pipe, **LOW) as handle:
         ours = forward(pipe.transformer, {**arguments, **moved}, torch.float32)
+        summary = handle.summary()
     assert torch.equal(ours, stock)
-    assert ADAPTER.layout(None, {**arguments, **moved}) is None
+    assert summary.notes == ("dense: the sequence does not end with whole frames of one size",)
+    assert summary.calls == 2
 
 
 def test_frames_of_several_sizes_are_no_grid() -> None:
@@ -179,13 +181,14 @@ def test_frames_of_several_sizes_are_no_grid() -> None:
     arguments = first_forward(name, TINY[name].build())
     positions = arguments["position_ids"].clone()
     positions[-1, 1] += 1
-    assert ADAPTER.layout(None, {**arguments, "position_ids": positions}) is None
+    none = "the sequence does not end with whole frames of one size"
+    assert ADAPTER.layout(None, {**arguments, "position_ids": positions}) == none
     # one row less.
     shorter = {
         "position_ids": arguments["position_ids"][:-1],
         "video_indices": arguments["video_indices"][:-1],
     }
-    assert ADAPTER.layout(None, {**arguments, **shorter}) is None
+    assert ADAPTER.layout(None, {**arguments, **shorter}) == none
 
 
 def reference_call(steps: int = 3) -> dict[str, Any]:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from quick import slow_but
 from test_families import state_of
+from tiny_cosmos import Unguarded
 from tiny_families import TINY, wan_vace
-from tiny_parts import IMAGE, ready
+from tiny_parts import IMAGE, flow_scheduler, ready
 from tiny_pipelines import tiny_wan
 from torch import Tensor
 
@@ -49,6 +50,23 @@ def parts_of(kind: str) -> Callable[[], dict[str, Any]]:
     return lambda: dict(TINY[kind].build().components)
 
 
+def sections() -> dict[str, Any]:
+    """Two of them."""
+    return {"num_frames": 18, "num_latent_frames_per_chunk": 3}
+
+
+def stages() -> dict[str, Any]:
+    return {**sections(), "pyramid_num_inference_steps_list": [3, 3, 3]}
+
+
+def distilled() -> dict[str, Any]:
+    return parts_of("helios-pyramid")() | {"scheduler": diffusers.HeliosDMDScheduler(gamma=0.3)}
+
+
+def few_steps() -> dict[str, Any]:
+    return parts_of("cosmos3")() | {"scheduler": flow_scheduler()}
+
+
 def two_vace_experts() -> dict[str, Any]:
     return {**wan_vace().components, "transformer_2": wan_vace().transformer}
 
@@ -62,9 +80,18 @@ MODULAR = {
     "Wan22ModularPipeline": Modular(lambda: tiny_wan(two_stage=True).components),
     "Wan22Image2VideoModularPipeline": Modular(parts_of("wan-two-experts"), with_image),
     "Wan22VaceModularPipeline": Modular(two_vace_experts),
+    "Cosmos3OmniModularPipeline": Modular(parts_of("cosmos3"), exact=False),
+    "Cosmos3DistilledModularPipeline": Modular(few_steps, forwards=("conditional",), exact=False),
+    "HeliosModularPipeline": Modular(parts_of("helios"), sections),
+    "HeliosPyramidModularPipeline": Modular(parts_of("helios-pyramid"), stages),
+    "HeliosPyramidDistilledModularPipeline": Modular(distilled, stages),
     "HunyuanVideo15ModularPipeline": Modular(parts_of("hunyuan15"), exact=False),
     "LTXModularPipeline": Modular(parts_of("ltx")),
     "LTX2ModularPipeline": Modular(parts_of("ltx2"), forwards=LTX2_FORWARDS),
+    # it decodes by another diffusion, which is no part of this.
+    "LTX25ModularPipeline": Modular(
+        parts_of("ltx2"), lambda: {"output_type": "latent"}, LTX2_FORWARDS
+    ),
 }
 
 EVERY = pytest.mark.parametrize("name", slow_but(["Wan22ModularPipeline"], MODULAR))
@@ -75,21 +102,25 @@ def built(name: str) -> Any:
     parts = MODULAR[name].parts()
     wanted = [part for part in pipe.null_component_names if parts.get(part) is not None]
     pipe.update_components(**{part: parts[part] for part in wanted})
+    if name.startswith("Cosmos3"):
+        pipe.enable_safety_checker(Unguarded())
+    if name == "Cosmos3DistilledModularPipeline":
+        pipe.update_components(distilled_sigmas=[1.0, 0.7, 0.4])
     return ready(pipe)
 
 
 def made(name: str, pipe: Any) -> Tensor:
     """The denoised latents of a run of three steps."""
-    state = pipe(
-        prompt="a red circle",
-        height=64,
-        width=64,
-        num_frames=9,
-        num_inference_steps=3,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pt",
+    call = {
+        "prompt": "a red circle",
+        "height": 64,
+        "width": 64,
+        "num_frames": 9,
+        "num_inference_steps": 3,
+        "output_type": "pt",
         **MODULAR[name].call(),
-    )
+    }
+    state = pipe(generator=torch.Generator().manual_seed(0), **call)
     latents: Tensor = state.get("latents")
     return latents
 

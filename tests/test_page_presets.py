@@ -182,7 +182,7 @@ def test_another_method_brings_its_schedule_unless_one_was_written_by_hand(tmp_p
     from vidsparse.apps.page.desk import Desk
     from vidsparse.apps.page.form import Form
     from vidsparse.apps.page.report_tab import ReportTab
-    from vidsparse.pipelines.families import SCHEDULED
+    from vidsparse.pipelines.family import SCHEDULED
 
     desk = Desk(host_of(tmp_path), queue_of(), Visits(tmp_path))
     with gr.Blocks():

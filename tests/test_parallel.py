@@ -48,11 +48,15 @@ DEALT = {
 }
 REFUSED = {
     "hunyuan-image": "token replacement",
+    "framepack": "FramePack's frames of the past",
+    "helios": "Helios cannot be dealt",
+    "cosmos3": "Cosmos 3 cannot be dealt",
     "wan-vace": "has no plan",
     "wan-animate": "has no plan",
     "consisid": "looks at faces",
     "anyflow": "AnyFlow cannot be dealt",
     "allegro": "Allegro cannot be dealt",
+    "kandinsky6": "Kandinsky 6 cannot be dealt",
     "minimax": "MiniMax-H3 cannot be dealt",
 }
 SPARSE = [f"{name}/sparse/parallelize" for name in DEALT]
@@ -82,6 +86,7 @@ FOUR = [
     "wan/fine/parallelize",
 ]
 BALANCED = ["wan/balanced/one/2", "wan/balanced/reuse/2", "wan/balanced/both/4"]
+BY_HOST = [f"{name}/sparse/host-refused" for name in ("hunyuan", "ltx2", "helios")]
 CACHED = [f"{name}/sparse/cached" for name in ("wan", "hunyuan", "ltx")]
 
 pytestmark = pytest.mark.slow
@@ -93,7 +98,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     out = tmp_path_factory.mktemp("parallel") / "found.json"
     refused = [f"{name}/sparse/parallelize" for name in REFUSED]
     balanced = {n: [one[:-2] for one in BALANCED if one.endswith(n)] for n in ("2", "4")}
-    two = [*CASES, *CACHED, *refused, *RINGS, "wan/gated/ring", *balanced["2"]]
+    two = [*CASES, *CACHED, *BY_HOST, *refused, *RINGS, "wan/gated/ring", *balanced["2"]]
     four = [*FOUR, "ltx2/fine/both", *balanced["4"]]
     done = subprocess.run(
         [sys.executable, str(WORKER), str(out), "2", *two, "4", *four],
@@ -221,6 +226,14 @@ def test_what_cannot_be_dealt_is_refused_in_a_sentence(
     found: dict[str, dict[str, Any]], name: str
 ) -> None:
     assert REFUSED[name] in found[f"{name}/sparse/parallelize"]["refused"]
+
+
+@pytest.mark.parametrize("case", BY_HOST)
+def test_a_call_of_the_hosts_that_is_refused_leaves_nothing(
+    found: dict[str, dict[str, Any]], case: str
+) -> None:
+    assert "context parallelism" in found[case]["refused"]
+    assert found[case]["left"] == []
 
 
 def test_the_page_of_what_works_together_says_the_same() -> None:

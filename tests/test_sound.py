@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from numpy.typing import NDArray
-from tiny_families import ltx2
+from tiny_ltx import ltx2
 
 from vidsparse.apps.cli import main
 from vidsparse.errors import NonFiniteError, OptionError

@@ -165,7 +165,64 @@ def cosmos25() -> Any:
     )
 
 
+def cosmos3() -> Any:
+    """Two heads of queries for each of keys, and sound behind the video."""
+    torch.manual_seed(0)
+    transformer = diffusers.Cosmos3OmniTransformer(
+        head_dim=16,
+        hidden_size=32,
+        intermediate_size=48,
+        latent_channel=4,
+        patch_latent_dim=16,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY + 1,
+        rope_axes_dim=(4, 2, 2),
+        # as the edge model has it.
+        qk_norm_for_text=False,
+        use_und_k_norm_for_gen=True,
+        sound_gen=True,
+        sound_dim=4,
+    ).eval()
+    with torch.no_grad():
+        for layer in transformer.layers:
+            for norm in (layer.self_attn.norm_added_q, layer.self_attn.norm_added_k):
+                norm.weight.mul_(3)
+    sound_tokenizer = diffusers.Cosmos3AVAEAudioTokenizer(
+        sampling_rate=160,
+        vocoder_input_dim=4,
+        dec_dim=4,
+        dec_c_mults=(1, 2),
+        dec_strides=(2, 4),
+        encoder_enabled=False,
+    ).eval()
+    parts = tiny_wan().components
+    return ready(
+        diffusers.Cosmos3OmniPipeline(
+            transformer=transformer,
+            text_tokenizer=word_tokenizer(
+                chat_template="{{ messages[-1]['content'] }}",
+                extra_special_tokens=["<|vision_start|>"],
+            ),
+            vae=parts["vae"],
+            scheduler=parts["scheduler"],
+            sound_tokenizer=sound_tokenizer,
+            safety_checker=Unguarded(),
+        )
+    )
+
+
 COSMOS: dict[str, Tiny] = {
+    "cosmos3": Tiny(
+        branches=TWO,
+        build=cosmos3,
+        # beside text that holds the size and the length.
+        size=(9, 128, 128),
+        call={"image": lambda n: IMAGE, "enable_sound": True},
+        exact=False,
+        batch=False,
+    ),
     "cosmos": Tiny(branches=TWO, exact=False, build=cosmos, call={"max_sequence_length": 16}),
     "cosmos-video": Tiny(
         branches=TWO,

@@ -21,24 +21,27 @@ from tiny_parts import (
 # HunyuanVideo
 
 
+HUNYUAN_SIZES: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "num_refiner_layers": 1,
+    "patch_size": 2,
+    "patch_size_t": 1,
+    "guidance_embeds": True,
+    "text_embed_dim": 16,
+    "pooled_projection_dim": 8,
+    "rope_axes_dim": (4, 6, 6),
+}
+
+
 def hunyuan_transformer(**changes: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_refiner_layers": 1,
-        "patch_size": 2,
-        "patch_size_t": 1,
-        "guidance_embeds": True,
-        "text_embed_dim": 16,
-        "pooled_projection_dim": 8,
-        "rope_axes_dim": (4, 6, 6),
-    }
-    return sharpen(diffusers.HunyuanVideoTransformer3DModel(**{**sizes, **changes}).eval(), ".attn")
+    made = diffusers.HunyuanVideoTransformer3DModel(**{**HUNYUAN_SIZES, **changes})
+    return sharpen(made.eval(), ".attn")
 
 
 def hunyuan_vae() -> Any:
@@ -144,6 +147,25 @@ def hunyuan_image_to_video(condition: str, *, towers: bool = False) -> Any:
     )
 
 
+def framepack() -> Any:
+    parts = hunyuan_video().components
+    names = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "vae", "scheduler")
+    torch.manual_seed(0)
+    transformer = diffusers.HunyuanVideoFramepackTransformer3DModel(
+        **HUNYUAN_SIZES,
+        has_image_proj=True,
+        image_proj_dim=12,
+        has_clean_x_embedder=True,
+    ).eval()
+    return ready(
+        diffusers.HunyuanVideoFramepackPipeline(
+            **{name: parts[name] for name in names},
+            **siglip_tower(),
+            transformer=sharpen(transformer, ".attn"),
+        )
+    )
+
+
 HUNYUAN_EMBEDS: dict[str, Any] = {
     "prompt": None,
     "prompt_embeds": lambda n: noise(1, 2, 24, 16)[:n],
@@ -154,6 +176,22 @@ HUNYUAN_EMBEDS: dict[str, Any] = {
     "negative_pooled_prompt_embeds": lambda n: noise(4, 2, 8)[:n],
     "image": lambda n: [IMAGE] * n,
 }
+
+
+def siglip_tower() -> dict[str, Any]:
+    """An image encoder of nine tokens, and its processor."""
+    config = transformers.SiglipVisionConfig(
+        hidden_size=12,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=12,
+        patch_size=4,
+    )
+    return {
+        "image_encoder": transformers.SiglipVisionModel(config).eval(),
+        "feature_extractor": transformers.SiglipImageProcessor(size={"height": 12, "width": 12}),
+    }
 
 
 # HunyuanVideo 1.5
@@ -211,19 +249,7 @@ def hunyuan_video15(image: bool = False) -> Any:
         "guider": diffusers.ClassifierFreeGuidance(guidance_scale=3.0),
     }
     if image:
-        parts["image_encoder"] = transformers.SiglipVisionModel(
-            transformers.SiglipVisionConfig(
-                hidden_size=12,
-                intermediate_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                image_size=12,
-                patch_size=4,
-            )
-        ).eval()
-        parts["feature_extractor"] = transformers.SiglipImageProcessor(
-            size={"height": 12, "width": 12}
-        )
+        parts |= siglip_tower()
     name = "HunyuanVideo15ImageToVideoPipeline" if image else "HunyuanVideo15Pipeline"
     pipe = getattr(diffusers, name)(**parts)
     return ready(with_little_text(pipe))

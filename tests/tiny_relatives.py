@@ -131,6 +131,22 @@ def lucy_edit() -> Any:
     return _around("LucyEditPipeline", "WanTransformer3DModel", in_channels=8, out_channels=4)
 
 
+def helios(kind: str = "HeliosPipeline", **changes: Any) -> Any:
+    """Sections of three latent frames; the scheduler's own gamma is singular on some machines."""
+    parts = tiny_wan().components
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in _WAN_SIZES.items() if name != "rope_max_seq_len"}
+    sizes |= {"in_channels": 4, "out_channels": 4, "rope_dim": (4, 6, 6), **changes}
+    transformer = diffusers.HeliosTransformer3DModel(**sizes).eval()
+    one = {} if "Pyramid" in kind else {"stages": 1, "stage_range": [0, 1]}
+    parts |= {"scheduler": diffusers.HeliosScheduler(gamma=0.3, **one)}
+    return ready(
+        getattr(diffusers, kind)(
+            **{name: parts[name] for name in _PARTS}, transformer=sharpen(transformer)
+        )
+    )
+
+
 def consisid() -> Any:
     from diffusers.pipelines.consisid.pipeline_consisid import ConsisIDPipeline
 
@@ -276,7 +292,28 @@ def easyanimate(kind: str = "EasyAnimatePipeline", **changes: Any) -> Any:
     )
 
 
+# two sections, the second behind what was made.
+HELIOS_CALL: dict[str, Any] = {"num_latent_frames_per_chunk": 3, "max_sequence_length": 16}
+
 RELATIVES: dict[str, Tiny] = {
+    "helios": Tiny(
+        branches=TWO,
+        build=helios,
+        size=(18, 64, 64),
+        odd=(18, 80, 48),
+        call=HELIOS_CALL,
+    ),
+    "helios-pyramid": Tiny(
+        # of three stages the last is of the size of what was made before, whose keys weigh more.
+        branches=TWO,
+        build=lambda: helios("HeliosPyramidPipeline", is_amplify_history=True),
+        size=(18, 64, 64),
+        odd=(18, 128, 64),
+        call={**HELIOS_CALL, "pyramid_num_inference_steps_list": [3, 3, 3]},
+        # the host draws further noise for a whole batch.
+        batch=False,
+        without=("num_inference_steps",),
+    ),
     "wan-animate": Tiny(
         branches=TWO,
         build=wan_animate,

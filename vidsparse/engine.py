@@ -206,7 +206,7 @@ class AttentionEngine:
         ``keep_dense`` it is what the user has chosen, and runs all dense calls unless another
         kernel was asked for by name. A grid that does not have S tokens runs dense, and the trace
         says so; a host that cannot have this call sparse says why in ``dense_because``, and it
-        runs by ``dense`` whatever else was asked for.
+        runs by ``dense`` whatever else was asked for and whatever grid ``site`` has.
 
         In a ``ring`` S are the tokens of this process: its run of the grid's video in the
         pipeline's order, and all text. Every process of the ring must call.
@@ -219,11 +219,12 @@ class AttentionEngine:
                 are asked for and the call is sparse.
             VidsparseError: ``check_finite`` found NaN or Inf.
         """
-        if self.observer is not None:
+        if self.observer is not None and dense_because is None:
             self.observer(q, k, v, site)
-        if isinstance(self.method, SparseMethod) and self.method.numbers is not None:
+        numbers = self.method.numbers if isinstance(self.method, SparseMethod) else None
+        if numbers is not None and dense_because is None:
             # said in the first step, though it may be a dense one.
-            self.method.numbers.check(site, q.shape[1])
+            numbers.check(site, q.shape[1])
         if dense_because is None:
             action = self._action(q, site, ring)
         else:

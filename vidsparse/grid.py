@@ -20,9 +20,10 @@ class TokenGrid:
         width: tokens along width, at least 1.
         text: text tokens in the same sequence.
         text_first: text stands before the video (CogVideoX) instead of after it.
+        lead: where the rest of the text stands after the video, how much of it stands before.
 
     Raises:
-        OptionError: a size is below 1, or ``text`` is negative.
+        OptionError: a size is below 1, ``text`` is negative, or ``lead`` is not a part of it.
     """
 
     frames: int
@@ -30,12 +31,18 @@ class TokenGrid:
     width: int
     text: int = 0
     text_first: bool = False
+    lead: int = 0
 
     def __post_init__(self) -> None:
         if min(self.frames, self.height, self.width) < 1 or self.text < 0:
             raise OptionError(
                 "a token grid needs frames, height and width of at least 1 and text of at least 0, "
                 f"got {self.frames}x{self.height}x{self.width} with {self.text} text tokens"
+            )
+        if not 0 <= self.lead <= self.text or (self.lead and self.text_first):
+            raise OptionError(
+                f"a token grid's lead is those of its {self.text} text tokens that stand before "
+                f"the video, got {self.lead}. Hint: text_first puts all of them there."
             )
 
     @property
@@ -47,6 +54,11 @@ class TokenGrid:
     def tokens(self) -> int:
         """Number of tokens of the whole sequence."""
         return self.video + self.text
+
+    @property
+    def before(self) -> int:
+        """Number of text tokens in front of the video."""
+        return self.text if self.text_first else self.lead
 
     def video_tiles(self, size: int) -> int:
         """Tiles of ``size`` tokens that hold no text; the last is short where there is no text."""

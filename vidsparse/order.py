@@ -143,10 +143,9 @@ def token_order(name: str, grid: TokenGrid, device: torch.device | str = "cpu") 
     """
     check_order(name)
     video = _video_order(name, grid.frames, grid.height, grid.width)
-    before = grid.text if grid.text_first else 0
-    text_start = 0 if grid.text_first else grid.video
-    text = np.arange(text_start, text_start + grid.text, dtype=np.int64)
-    permutation = np.concatenate([video + before, text])
+    front = np.arange(grid.before, dtype=np.int64)
+    back = np.arange(grid.before + grid.video, grid.tokens, dtype=np.int64)
+    permutation = np.concatenate([video + grid.before, front, back])
     inverse = np.empty_like(permutation)
     inverse[permutation] = np.arange(grid.tokens, dtype=np.int64)
     # the cache outlives the caller's inference mode, and tensors made in one cannot serve autograd.

@@ -418,17 +418,28 @@ def _print_made(terminal: Terminal, target: Target, record: Mapping[str, Any]) -
     if terminal.quiet:
         terminal.show(str(target.video))
         return
-    work = (
-        "dense"
-        if record["computed"] is None
-        else f"{format_share(record['total'])} of attention computed, "
-        f"{format_share(record['computed'])} in the sparse calls"
-    )
     times = record["times"]
     compiling = f" ({times['compile']:.1f} s of it compiling)" if times.get("compile") else ""
     # what was asked for and did not happen.
     missing = "".join(f"; {note}" for note in record["notes"] if note.startswith("without "))
+    work = _work_done(record)
     terminal.show(f"{target.video}  {times['total']:.1f} s{compiling}, {work}{missing}")
+
+
+def _work_done(record: Mapping[str, Any]) -> str:
+    """How much of attention was computed, and why more than was asked for, where it was."""
+    method = record["options"]["method"]
+    reasons = [note for note in record["notes"] if note.startswith("dense:")]
+    if record["computed"] is not None:
+        shares = (
+            f"{format_share(record['total'])} of attention computed, "
+            f"{format_share(record['computed'])} in the sparse calls"
+        )
+        return "; ".join([shares, *(f"some calls were {reason}" for reason in reasons)])
+    if method == "dense":
+        return "dense"
+    why = "; ".join(reasons) or "dense: so are all its steps, or all its layers"
+    return f"nothing was sparse, though {method} was asked for: {why}"
 
 
 def _print_kept(terminal: Terminal, target: Target) -> None:

@@ -35,7 +35,7 @@ from vidsparse.apps.page.speeds import speed_of, speed_text, values_of_speed
 from vidsparse.apps.page.values import check_texts
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
-from vidsparse.pipelines.families import SCHEDULED
+from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.speed import SPEEDS, quality_of, speed_reaching
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from vidsparse.pipelines.families import Defaults
+    from vidsparse.pipelines.family import Defaults
     from vidsparse.pipelines.models import LoadedPipeline
     from vidsparse.pipelines.request import GenerateRequest
 

@@ -33,7 +33,7 @@ from vidsparse.kernels import IMPLEMENTATIONS
 from vidsparse.methods import METHODS, Method, SparseMethod, make_method
 from vidsparse.order import ORDERS
 from vidsparse.pipelines.caching import CACHES
-from vidsparse.pipelines.families import SCHEDULED
+from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.pipelines.speed import SPEEDS

@@ -36,7 +36,7 @@ from vidsparse.report import (
 from vidsparse.work import Work
 
 if TYPE_CHECKING:
-    from vidsparse.pipelines.families import Defaults
+    from vidsparse.pipelines.family import Defaults
     from vidsparse.pipelines.generate import Generated
     from vidsparse.pipelines.request import GenerateRequest
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from vidsparse.pipelines.families import DEFAULT_METHOD
+from vidsparse.pipelines.family import DEFAULT_METHOD
 
 from .worlds import World
 

@@ -1,0 +1,118 @@
+"""The form in which a model family is declared: class names, units, usual settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+DEFAULT_METHOD: Final = "fg-attn"
+"""What runs where neither the request nor the model names a method: it needs no calibration."""
+
+SCHEDULED: Final = ("dense_steps", "dense_layers", "dense_last_layers", "reuse", "refresh")
+"""The settings that a model may have for each method."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """The settings a model generates with when a request leaves them open, and its units.
+
+    Args:
+        family: the family's name, as errors print it.
+        frames: video frames.
+        width: pixels.
+        height: pixels.
+        steps: denoising steps.
+        guidance: classifier-free guidance scale; 1 or less turns guidance off.
+        fps: frames per second of the written video.
+        frame_factor: valid frame counts are ``frame_factor * k + frame_rest``.
+        frame_rest: what is left of them.
+        size_factor: width and height are multiples of this.
+        order: token order that sparse attention cuts its tiles in.
+        dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
+        dense_layers: first layers kept dense.
+        dense_last_layers: last layers kept dense.
+        reuse: steps that a plan serves.
+        refresh: steps at which sparse layers compute everything and keep what their plan lacks;
+            None leaves them to the method.
+        method: what runs where no method is asked for.
+        method_options: options of methods by their names, where they differ from the methods' own.
+        schedules: settings of methods by their names, where a method is best with others than the
+            model's: any of ``dense_steps``, ``dense_layers``, ``dense_last_layers``, ``reuse`` and
+            ``refresh``.
+        speeds: by the names of ``--speed``, what this model's own bundles change of the method's
+            settings (``method_options``, ``schedule``, ``cache``), and what was measured with them:
+            ``psnr``, the mean in dB against the dense run over so many ``prompts``.
+        presets: files of calibrated numbers that come with the model, by the names of methods.
+        source: where these settings of sparse attention come from.
+    """
+
+    family: str
+    frames: int
+    width: int
+    height: int
+    steps: int
+    guidance: float
+    fps: int
+    frame_factor: int
+    size_factor: int
+    frame_rest: int = 1
+    order: str = "hilbert"
+    dense_steps: int | float
+    dense_layers: int | float = 0
+    dense_last_layers: int | float = 0
+    reuse: int = 1
+    refresh: int | float | None = None
+    method: str = DEFAULT_METHOD
+    method_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    speeds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    presets: Mapping[str, str] = field(default_factory=dict)
+    source: str
+
+    def with_method(self, method: str) -> Defaults:
+        """These defaults with the schedule that ``method`` has here."""
+        return replace(self, **self.schedules.get(method, {}))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One model family: the diffusers classes it covers, and how its models usually run.
+
+    Args:
+        name: as errors and tables print it.
+        adapter: the module of this package that attaches to it.
+        text_to_video: pipeline classes that make a video from text alone; ``generate`` runs these.
+            Empty where diffusers has modular pipelines alone.
+        image_to_video: those that make one from text and its first frame; ``generate`` runs these.
+        image_twin: the one of those that the weights of a text-to-video model serve as well.
+        image_twin_if: entry of ``model_index.json`` that must be true for that, if any.
+        last_image: the one of those that takes the last frame too.
+        other: further pipeline classes around the same transformer; ``sparsify`` takes these too.
+        refused: those whose attention is another one, each with what it is.
+        libraries: modules of diffusers' pipelines that its models take components from.
+        vae_fp32: its VAE decodes visibly worse in 16 bits.
+        vae_tiling: decoding a whole video at once takes more memory than denoising it.
+        caches: diffusers' step caches that know its blocks.
+        defaults: settings of a model that brings none of its own.
+    """
+
+    name: str
+    adapter: str
+    text_to_video: tuple[str, ...]
+    image_to_video: tuple[str, ...] = ()
+    image_twin: str | None = None
+    image_twin_if: str | None = None
+    last_image: str | None = None
+    other: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ()
+    vae_fp32: bool = False
+    vae_tiling: bool = False
+    caches: tuple[str, ...] = ("first-block", "taylorseer")
+    defaults: Defaults
+
+    @property
+    def pipelines(self) -> tuple[str, ...]:
+        """Every pipeline class of the family."""
+        return self.text_to_video + self.image_to_video + self.other
