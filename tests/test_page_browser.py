@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ pytest.importorskip("playwright", reason="playwright drives the browser")
 import gradio
 from page_browser import MARKS, commanded
 from page_server import served
+from page_states import looks, states
 from page_visitor import PATIENCE, SMALL, Visitor
 from playwright import sync_api as playwright
 
@@ -31,6 +32,8 @@ pytestmark = MARKS
 
 # from the start, so slowly that a key pressed after the look at the first frame meets it.
 SLOWLY = "(video) => { video.playbackRate = 0.1; video.currentTime = 0; }"
+
+CONTRAST = ("color-contrast", "link-in-text-block")
 
 
 @pytest.fixture(scope="module")
@@ -144,50 +147,35 @@ def test_settings_outlive_a_reload_and_ctrl_enter_runs(visit: Any) -> None:
     assert shade == "grayscale(1)"
 
 
-def _serious(page: Any) -> list[tuple[Any, ...]]:
-    """What axe finds on the page that keeps somebody from using it."""
+def _serious(page: Any, rules: Sequence[str] = ()) -> list[tuple[Any, ...]]:
+    """What axe finds on the page that keeps somebody from using it, by all rules or by these."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    # no list of all that is well: it takes most of the time.
+    options: dict[str, Any] = {"resultTypes": ["violations"]}
+    if rules:
+        options["runOnly"] = {"type": "rule", "values": list(rules)}
     return [
         (each["id"], node["target"], node.get("failureSummary"))
-        for each in axe.run(page).response["violations"]
+        for each in axe.run(page, options=options).response["violations"]
         if each["impact"] in ("serious", "critical")
         for node in each["nodes"]
     ]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(visit: Any, scheme: str) -> None:
-    visitor = visit(color_scheme=scheme, viewport={"width": 1440, "height": 900})
-    fold = "(away) => document.querySelector('vs-fold').fold(away)"
-
-    def look(state: str) -> None:
-        for width in (1440, 760, 390):
-            visitor.page.set_viewport_size({"width": width, "height": 900})
-            # as a result leaves the form there; the opening shows it open.
-            visitor.page.evaluate(fold, state != "opening" and width <= 900)
-            assert _serious(visitor.page) == [], (state, width)
-        visitor.page.evaluate(fold, False)
-        visitor.page.set_viewport_size({"width": 1440, "height": 900})
-
-    visitor.page.wait_for_selector("#opening vs-viewer[data-ready]")
-    look("opening")
-    visitor.page.click("#generate")
-    visitor.see("#generate-status", "Your video is ready")
-    look("a video")
-    visitor.tab("Compare")
-    visitor.page.click("#compare")
-    visitor.see("#compare-status", "Both videos are ready")
-    visitor.page.locator("#heat vs-heat rect[data-step='1'][data-layer='2']").click()
-    look("a comparison")
-    visitor.tab("Report")
-    visitor.page.click("#report")
-    visitor.see("#report-status", "The report is ready")
-    look("a report")
-    visitor.tab("Generate")
-    visitor.set("Width", 63)
-    visitor.page.click("#generate")
-    visitor.see("#generate-status [role=alert]", "width must be a multiple of")
-    look("an error")
+def test_every_state_fits_and_can_be_used_by_everybody_at_every_width_in_light_and_dark(
+    visit: Any,
+) -> None:
+    visitor, other = visit(newcomer=True), visit(by_hand=False)
+    page, seen = visitor.page, []
+    for state, area in states(visitor, other):
+        for width, scheme in looks(page, area):
+            where = state, width, scheme
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, where
+            playwright.expect(page.locator(area).first).to_be_in_viewport()
+            # what is no matter of colours is the same in the dark.
+            assert _serious(page, CONTRAST if scheme == "dark" else ()) == [], where
+        seen.append(state)
+    assert len(seen) == 20
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

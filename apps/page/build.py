@@ -79,7 +79,7 @@ def build(desk: Desk) -> gr.Blocks:
                     compare = CompareTab(desk, form, generate, compare_tab)
                 with gr.Tab("Report", id="report"):
                     report = ReportTab(desk, form)
-        gr.HTML(draw.note(_footer(desk)))
+        gr.HTML(draw.note(_footer(desk)), elem_id="foot")
         for tab in (generate, compare, report):
             tab.connect(page)
         Outlook(desk, form, generate, compare, report).connect(page)

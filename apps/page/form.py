@@ -281,14 +281,14 @@ class Form:
                     [*sizes, BY_HAND_CHOICE],
                     value=among(sizes, f"{width}x{height}"),
                     label="Size",
-                    min_width=140,
+                    min_width=200,
                     elem_id="size",
                 )
                 self.length = gr.Dropdown(
                     [*lengths, BY_HAND_CHOICE],
                     value=among(lengths, str(frames)),
                     label="Length",
-                    min_width=140,
+                    min_width=200,
                     elem_id="length",
                 )
             with gr.Row():
@@ -349,7 +349,7 @@ class Form:
                         ],
                         value=OWN_ORDER,
                         label="Token order",
-                        min_width=110,
+                        min_width=150,
                     ),
                 )
                 self._add("reuse", _number("Steps a plan serves", first["reuse"]))

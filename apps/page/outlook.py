@@ -17,8 +17,9 @@ from vidsparse.apps.page.uploads import read_prompts
 from vidsparse.errors import VidsparseError
 from vidsparse.pipelines.request import GenerateRequest
 
-# seconds between two looks while there is a line to wait in; else nobody is asked.
-LOOK_AGAIN = 5
+# seconds between two looks while there is a line to wait in; else nobody is asked. The first look
+# is when a job that was just asked for is in the line.
+LOOK_AGAIN, LOOK_FIRST = 5, 1
 
 # what changes how much there is to compute.
 _COUNT = ("model", "method", "preset", "steps", "frames", "width", "height", "guidance", "cache")
@@ -70,7 +71,7 @@ class Outlook:
         # not the line itself: the job need not be in the queue yet.
         gr.on(
             [tab.run.click for tab in self._tabs],
-            lambda: gr.Timer(active=True),
+            lambda: gr.Timer(LOOK_FIRST, active=True),
             outputs=[self._timer],
             show_progress="hidden",
             api_visibility="private",
@@ -112,5 +113,6 @@ class Outlook:
             generate.outlook: said(lambda: [settings()] * count_of(videos)),
             compare.outlook: said(lambda: made_for(side_a, side_b, settings())),
             report.outlook: said(over_prompts),
-            self._timer: gr.Timer(active=ahead > 0),
+            # a model that loads is nobody's job, and yet there is something to wait for.
+            self._timer: gr.Timer(LOOK_AGAIN, active=ahead > 0 or wait is None),
         }
