@@ -151,8 +151,8 @@ class Desk:
         made = errand.job.result
         shown = errand.so_far()[1]() if made is None else errand.show(made)
         # of several that are called off in one place, the last one to stop says so.
-        behind = [each for each in visit.open(place.tab) if each.place.area is place.area]
-        if made is not None or not behind:
+        others = [each for each in visit.open(place.tab) if each.place.area is place.area]
+        if made is not None or not others:
             shown = {place.area: _ended(errand), **shown}
         yield {place.stop: _cancel_update(visit, place), **shown}
 
