@@ -114,6 +114,7 @@ def _queue(visitor: Visitor, other: Visitor) -> Iterator[tuple[str, str]]:
         page.click("#generate")
         visitor.see("#generate-status", behind)
     visitor.see("#generate-status", "left")
+    visitor.see("#generate-outlook", "3 jobs before yours")
     yield "running, with two more in line", "#tabs"
     page.click("#cancel-generate")
     playwright.expect(page.locator("#cancel-generate")).to_be_disabled()

@@ -82,9 +82,9 @@ def build(desk: Desk) -> gr.Blocks:
                 with gr.Tab("Report", id="report"):
                     report = ReportTab(desk, form)
         gr.HTML(draw.note(_footer(desk)), elem_id="foot")
-        for tab in (generate, compare, report):
+        outlook = Outlook(desk, form, generate, compare, report)
+        for tab in (generate, compare, report, outlook):
             tab.connect(page)
-        Outlook(desk, form, generate, compare, report).connect(page)
         _connect_form(page, desk, form, generate, report)
         _connect_compare_this(desk, generate, compare, tabs)
         page.unload(_ender(desk))

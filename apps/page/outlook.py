@@ -46,6 +46,16 @@ class Outlook:
             **form.controls, "videos": form.videos, **compare.sides, **report.own,
         }  # fmt: skip
         self._timer = gr.Timer(LOOK_AGAIN, active=False)
+        # not the line itself: the job need not be in the queue yet. Without the server, and before
+        # the tabs' own events: gradio begins a click's next event when the one before has ended.
+        gr.on(
+            [tab.run.click for tab in self._tabs],
+            None,
+            js=f"() => ({{ __type__: 'update', value: {LOOK_FIRST}, active: true }})",
+            outputs=[self._timer],
+            show_progress="hidden",
+            api_visibility="private",
+        )
 
     def connect(self, page: gr.Blocks) -> None:
         """Attach the events, once every control of the page is there."""
@@ -65,14 +75,6 @@ class Outlook:
             outputs=[*(tab.outlook for tab in self._tabs), self._timer],
             # of many changes at once, as another model brings them, the last one is answered.
             trigger_mode="always_last",
-            show_progress="hidden",
-            api_visibility="private",
-        )
-        # not the line itself: the job need not be in the queue yet.
-        gr.on(
-            [tab.run.click for tab in self._tabs],
-            lambda: gr.Timer(LOOK_FIRST, active=True),
-            outputs=[self._timer],
             show_progress="hidden",
             api_visibility="private",
         )
