@@ -34,7 +34,8 @@ def main(folder: Path) -> None:
         playwright.sync_playwright() as driver,
     ):
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        playwright.expect.set_options(timeout=PATIENCE)
+        # larger videos than the tests make.
+        playwright.expect.set_options(timeout=4 * PATIENCE)
         visitor, other = (Visitor(browser, url, newcomer=True) for _ in range(2))
         for state, area in states(visitor, other, VIDEOS):
             print(state, file=sys.stderr)

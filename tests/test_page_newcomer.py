@@ -108,6 +108,7 @@ def test_an_answer_to_the_hand_comes_within_200_ms_while_a_job_runs(
     with commanded(tmp_path / "out") as address:
         visitor = Visitor(chromium, address, viewport={"width": 1440, "height": 900})
         found = _interactions(visitor)
+        visitor.tab("Generate")
         visitor.page.click("#cancel-generate")
         visitor.context.close()
     print()
