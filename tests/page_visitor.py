@@ -7,14 +7,32 @@ from typing import Any
 from playwright import sync_api as playwright
 
 # milliseconds that anything may take on a busy machine.
-PATIENCE = 180_000
+PATIENCE = 90_000
+# pixels up to which the page stands in one column, and its form is folded at first.
+NARROW = 900
 SMALL = {"Steps": 3, "Frames (4k+1)": 5, "Width": 64, "Height": 64}
 
 
 class Visitor:
-    """A browser window of its own, and everything it asked for or complained of."""
+    """A browser window of its own, and everything it asked for or complained of.
 
-    def __init__(self, chromium: Any, url: str, by_hand: bool = True, **options: Any) -> None:
+    Args:
+        chromium: the browser.
+        url: of the page.
+        by_hand: open the fold of the method's numbers.
+        newcomer: leave the page as it opens.
+        options: of the window.
+    """
+
+    def __init__(
+        self,
+        chromium: Any,
+        url: str,
+        *,
+        by_hand: bool = True,
+        newcomer: bool = False,
+        **options: Any,
+    ) -> None:
         self.context = chromium.new_context(accept_downloads=True, **options)
         self.page = self.context.new_page()
         self.page.set_default_timeout(PATIENCE)
@@ -25,6 +43,10 @@ class Visitor:
         self.page.on("console", self._hear)
         self.page.goto(url)
         self.page.wait_for_selector("#generate")
+        if newcomer:
+            return
+        if options.get("viewport", {}).get("width", NARROW + 1) <= NARROW:
+            self.page.get_by_role("button", name="Settings", exact=True).click()
         if by_hand:
             self.unfold("By hand")
         for label, value in SMALL.items():

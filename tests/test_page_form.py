@@ -70,7 +70,7 @@ def test_every_option_of_every_method_has_a_control(form: Any) -> None:
 
 def test_a_new_method_s_controls_follow_its_declaration() -> None:
     gr = pytest.importorskip("gradio")
-    from vidsparse.apps.page.form import control_for
+    from vidsparse.apps.page.fields import control_for
     from vidsparse.methods.base import option
 
     @dataclasses.dataclass

@@ -209,7 +209,11 @@ def test_the_line_says_time_memory_and_place() -> None:
     assert "2 jobs before yours, begins in about 30 s" in waiting
     assert "GiB" not in waiting
     assert "1 job before yours" in draw.outlook(None, 1, 1, None)
-    assert "once the model is loaded" in draw.outlook(None, 1, 0, 0.0)
+    loading = draw.outlook(None, 1, 0, None)
+    assert "once the model is loaded" in loading
+    assert "begins at once" not in loading
+    # so small a video takes more for each of its tokens.
+    assert "Up to about 75 s" in draw.outlook(told(basis="warm-up"), 1, 0, 0.0)
 
 
 def test_more_memory_than_there_is_stands_out() -> None:

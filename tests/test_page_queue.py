@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from page_jobs import Gate, queue_of, wait
 
+from vidsparse.apps.page import draw
 from vidsparse.apps.page.queue import Cancelled, Job, QueueFullError, Snapshot
 from vidsparse.errors import OptionError
 
@@ -181,6 +182,25 @@ def test_the_time_left_counts_what_follows_the_steps() -> None:
     queue = queue_of()
     wait(queue.submit(Job(work, parts=2)))
     assert seen == [3 * 1.0 + 2 * 3.0, 1 * 1.0 + 1 * 3.0]
+    queue.close()
+
+
+def test_what_readies_a_device_is_said_and_not_counted_as_somebody_s_job() -> None:
+    queue, gate, mine = queue_of(), Gate(), Gate()
+    loader = queue.submit(Job(gate, readies=True))
+    assert gate.began.wait(PATIENCE)
+    first, second = queue.submit(Job(mine)), queue.submit(Job(mine))
+    assert queue.outlook() == (2, None)
+    assert (first.snapshot().ahead, second.snapshot().ahead) == (0, 1)
+    assert first.snapshot().loading
+    assert "Loading the model" in draw.status(first.snapshot())
+    assert "1 job before yours" in draw.status(second.snapshot())
+    gate.open.set()
+    wait(loader)
+    assert mine.began.wait(PATIENCE)
+    assert not second.snapshot().loading
+    mine.open.set()
+    wait(second)
     queue.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vidsparse.apps.runs.curve import nice_ticks
+from vidsparse.apps.runs.curve import curve_points, nice_ticks
 from vidsparse.apps.runs.report_page import ReportedSetting, SideBySide, render
 from vidsparse.metrics import compare_videos
 from vidsparse.report import (
@@ -284,6 +284,16 @@ def test_ticks_enclose_their_values(low: float, high: float) -> None:
     assert 3 <= len(ticks) <= 5
     assert ticks[0] <= low + 1e-9
     assert ticks[-1] >= high - 1e-9
+
+
+def test_settings_that_come_to_the_same_share_one_name_on_the_curve() -> None:
+    (each,) = _report("d").comparisons
+    less = replace(each, sparse=_facts(2.0, 0.1))
+    rows = [("share 0.1", each), ("share 0.3", each), ("share 0.9", less)]
+    points = curve_points(rows, "shapes")
+    assert points is not None
+    names = [point["name"] for point in points["means"]]
+    assert names == ["share 0.9", "share 0.1, 0.3", ""]
 
 
 def test_density_maps_average_cell_by_cell_and_leave_out_none() -> None:

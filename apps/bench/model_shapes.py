@@ -198,7 +198,11 @@ class ModelShape:
     def _class(name: str) -> Any:
         import diffusers
 
-        return getattr(diffusers, name)
+        from vidsparse.pipelines.quiet import quiet_hosts
+
+        # diffusers imports a class, and torchao with the first, when it is asked for it.
+        with quiet_hosts():
+            return getattr(diffusers, name)
 
 
 def _wan(pipe: Any, model: Any, latent: Latent, random: Callable[..., Any]) -> dict[str, Any]:

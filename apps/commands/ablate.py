@@ -14,8 +14,9 @@ from vidsparse.apps.studies.call_ablations import CALL_ABLATIONS, measure_ablati
 from vidsparse.apps.studies.configurations import ABLATIONS, configurations
 from vidsparse.apps.studies.prepare_study import prepare_study, sizes_of
 from vidsparse.apps.studies.quality_tables import quality_file
-from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.study_options import study_options
+from vidsparse.apps.terminal.tables import print_markdown
 
 
 @click.command(
@@ -54,6 +55,7 @@ Both files are written after every row; a rerun measures only what is missing.
 @click.option("--overwrite", is_flag=True, help="Measure rows again that are there.")
 @click.option("--page", metavar="FILE", help="Also put the tables into this Markdown page.")
 @click.option("--plots", metavar="FOLDER", help="Also draw a picture of each table.")
+@json_option
 @verbosity_options
 @click.pass_obj
 def ablate(
@@ -95,13 +97,14 @@ def ablate(
         from vidsparse.apps.studies.ablation_plots import draw_ablations
 
         for path in draw_ablations(videos.rows, single.rows, Path(plots)):
-            click.echo(path)
+            terminal.show(str(path))
     written = tables(videos.rows, single.rows)
     if page is not None:
         fill_page(Path(page), written)
-        click.echo(page)
-    else:
+        terminal.show(page)
+    elif not terminal.json:
         for name, table in written.items():
-            click.echo(f"### {name}\n\n{table}\n")
-    click.echo(out)
-    click.echo(calls)
+            print_markdown(f"### {name}\n\n{table}\n")
+    terminal.show(out)
+    terminal.show(calls)
+    terminal.answer({"files": [out, calls], "videos": videos.rows, "calls": single.rows})

@@ -14,7 +14,7 @@ from vidsparse.apps.bench.attention_cases import DENSE, KERNEL, SUITE, WHOLE, WI
 from vidsparse.apps.bench.attention_rows import COLUMNS, AttentionRow, attention_file
 from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
-from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.terminal.bench_options import (
     data_options,
     device_option,
@@ -22,7 +22,6 @@ from vidsparse.apps.terminal.bench_options import (
     tensor_options,
 )
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
-from vidsparse.apps.terminal.tables import growing_table
 from vidsparse.errors import OptionError
 
 
@@ -134,15 +133,12 @@ def bench_attention(
     ratio is between medians of one run.
     """
     if show is not None:
-        rows = [
-            row
-            for row in attention_file(Path(show)).typed(AttentionRow)
-            if against in (None, row.dense_impl)
-        ]
-        click.echo(markdown(rows, COLUMNS))
+        shown = attention_file(Path(show))
+        rows = [row for row in shown.typed(AttentionRow) if against in (None, row.dense_impl)]
+        show_file(terminal, shown, rows, COLUMNS)
     else:
         where, kind = device_and_dtype(device, dtype)
-        click.echo(described(where, kind))
+        terminal.show(described(where, kind))
         data = None
         if options["data"] is not None:
             if suite:
@@ -172,20 +168,20 @@ def bench_attention(
                 for case in SUITE
             ]
         bench = AttentionBench(where, kind, repeats, peers, terminal.say, data)
-        rows = _measure(bench, cases, json_path)
+        rows = _measure(terminal, bench, cases, json_path)
     if plot is not None:
         from vidsparse.apps.bench.attention_plot import draw_ratios
 
         draw_ratios(rows, Path(plot))
-        click.echo(plot)
+        terminal.show(plot)
 
 
 def _measure(
-    bench: AttentionBench, cases: Sequence[Case], json_path: str | None
+    terminal: Terminal, bench: AttentionBench, cases: Sequence[Case], json_path: str | None
 ) -> list[AttentionRow]:
-    file = None
+    file, about = None, header(bench.device)
     if json_path is not None:
         file = attention_file(Path(json_path), fresh=True)
-        file.header = header(bench.device)
-    with growing_table(tuple(COLUMNS)) as add:
-        return measure_cases(bench, cases, lambda row: add(cells(row, COLUMNS)), file)
+        file.header = about
+    with shown_rows(terminal, COLUMNS, about) as show_row:
+        return measure_cases(bench, cases, show_row, file)

@@ -11,7 +11,7 @@ import click
 from vidsparse.apps.bench.calls import CASES, COLUMNS, CallRow, calls_file, measure_calls_of
 from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
-from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.bench.shown import show_all, show_file
 from vidsparse.apps.terminal.bench_options import (
     data_options,
     device_option,
@@ -20,7 +20,6 @@ from vidsparse.apps.terminal.bench_options import (
     tensor_options,
 )
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
-from vidsparse.apps.terminal.tables import print_table
 
 
 @click.command(
@@ -68,13 +67,14 @@ def bench_calls(
     can be compared at equal time.
     """
     if show is not None:
-        click.echo(markdown(calls_file(Path(show)).typed(CallRow), COLUMNS))
+        shown = calls_file(Path(show))
+        show_file(terminal, shown, shown.typed(CallRow), COLUMNS)
         return
     where, kind = device_and_dtype(device, dtype)
-    click.echo(described(where, kind))
+    terminal.show(described(where, kind))
     data = inputs_of(options, seq_len, heads, head_dim, kind, where, terminal.say)
     rows = measure_calls_of(cases or CASES, data, repeats, terminal.say)
-    print_table(tuple(COLUMNS), (cells(row, COLUMNS) for row in rows))
+    show_all(terminal, rows, COLUMNS, header(where))
     if json_path is not None:
         file = calls_file(Path(json_path), fresh=True)
         file.header = header(where)

@@ -9,7 +9,7 @@ import click
 
 from vidsparse.apps.bench.gates import CASES, COLUMNS, GateRow, gates_file, measure_gates
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
-from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.terminal.bench_options import (
     device_option,
     length_option,
@@ -17,7 +17,6 @@ from vidsparse.apps.terminal.bench_options import (
     tensor_options,
 )
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
-from vidsparse.apps.terminal.tables import growing_table
 from vidsparse.route import check_implementation
 
 
@@ -69,11 +68,12 @@ def bench_gates(
     open (spargeattn without lambda_, bsfa) is calibrated on other calls of the same kind.
     """
     if show is not None:
-        click.echo(markdown(gates_file(Path(show)).typed(GateRow), COLUMNS))
+        shown = gates_file(Path(show))
+        show_file(terminal, shown, shown.typed(GateRow), COLUMNS)
         return
     where, kind = device_and_dtype(device, dtype)
     check_implementation(implementation)
-    click.echo(described(where, kind))
+    terminal.show(described(where, kind))
     file = None
     if json_path is not None:
         file = gates_file(Path(json_path), fresh=True)
@@ -89,8 +89,8 @@ def bench_gates(
         implementation,
         terminal.say,
     )
-    with growing_table(tuple(COLUMNS)) as add:
+    with shown_rows(terminal, COLUMNS, header(where)) as show_row:
         for row in measured:
-            add(cells(row, COLUMNS))
+            show_row(row)
             if file is not None:
                 file.add(asdict(row))

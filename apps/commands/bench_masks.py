@@ -11,7 +11,7 @@ import click
 from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.masks import CASES, COLUMNS, MaskRow, masks_file, measure_masks
-from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.bench.shown import show_all, show_file
 from vidsparse.apps.terminal.bench_options import (
     data_options,
     device_option,
@@ -19,7 +19,6 @@ from vidsparse.apps.terminal.bench_options import (
     tensor_options,
 )
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
-from vidsparse.apps.terminal.tables import print_table
 from vidsparse.errors import OptionError
 
 
@@ -68,14 +67,15 @@ def bench_masks(
     With --data they are those of a model's own run.
     """
     if show is not None:
-        click.echo(markdown(masks_file(Path(show)).typed(MaskRow), COLUMNS))
+        shown = masks_file(Path(show))
+        show_file(terminal, shown, shown.typed(MaskRow), COLUMNS)
         return
     known = dict.fromkeys(name for name, _ in CASES)
     for name in names:
         if name not in known:
             raise OptionError(f"no mask of {name!r}. Hint: choose from {', '.join(known)}.")
     where, kind = device_and_dtype(device, dtype)
-    click.echo(described(where, kind))
+    terminal.show(described(where, kind))
     rows = [
         row
         for tokens in (lengths if options["data"] is None else lengths[:1])
@@ -86,7 +86,7 @@ def bench_masks(
             terminal.say,
         )
     ]
-    print_table(tuple(COLUMNS), (cells(row, COLUMNS) for row in rows))
+    show_all(terminal, rows, COLUMNS, header(where))
     if json_path is not None:
         file = masks_file(Path(json_path), fresh=True)
         file.header = header(where)

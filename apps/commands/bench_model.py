@@ -6,15 +6,15 @@ from pathlib import Path
 
 import click
 
-from vidsparse.apps.bench.machine import described, device_and_dtype
+from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.model import ModelBench, measure_models
 from vidsparse.apps.bench.model_rows import COLUMNS, ModelRow, model_file
 from vidsparse.apps.bench.model_settings import EXACT, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
-from vidsparse.apps.results.tables import cells, markdown
+from vidsparse.apps.bench.shown import show_file, shown_rows
+from vidsparse.apps.terminal.bench_options import json_rows_option
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.apps.terminal.options import pixel_size
-from vidsparse.apps.terminal.tables import growing_table
 from vidsparse.masks import parse_tile
 
 
@@ -86,18 +86,13 @@ Examples:
 )
 @click.option("--device", default="cuda", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--dtype", default=None, help="bf16 (default on a GPU), fp16 or fp32.")
-@click.option(
-    "--json",
-    "json_path",
-    type=click.Path(dir_okay=False),
-    help="Also write rows here; those that it has already are kept and not measured again.",
-)
+@json_rows_option("Also write rows into FILE, whose own rows are kept and not measured again")
 @click.option(
     "--show",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE",
-    help="Measure nothing: print the rows of FILE, or those of --family and --tile, as a Markdown "
-    "table.",
+    help="Measure nothing: print the rows of FILE, or those of --family and --tile; Markdown, "
+    "where that is not a terminal.",
 )
 @verbosity_options
 @click.pass_obj
@@ -134,12 +129,13 @@ def bench_model(
     time in proportion to what it computes.
     """
     if show is not None:
+        shown = model_file(Path(show))
         rows = [
             row
-            for row in model_file(Path(show)).typed(ModelRow)
+            for row in shown.typed(ModelRow)
             if row.family in (families or MODEL_SHAPES) and row.tile in (tiles or (row.tile,))
         ]
-        click.echo(markdown(rows, COLUMNS))
+        show_file(terminal, shown, rows, COLUMNS)
         return
     settings = settings_of(
         families or tuple(MODEL_SHAPES),
@@ -154,8 +150,8 @@ def bench_model(
         quantize=tuple(dict.fromkeys(quantize)),
     )
     where, kind = device_and_dtype(device, dtype)
-    click.echo(described(where, kind))
+    terminal.show(described(where, kind))
     file = None if json_path is None else model_file(Path(json_path))
     bench = ModelBench(where, kind, terminal.say)
-    with growing_table(tuple(COLUMNS)) as add:
-        measure_models(bench, settings, lambda row: add(cells(row, COLUMNS)), file)
+    with shown_rows(terminal, COLUMNS, header(where, "diffusers")) as show_row:
+        measure_models(bench, settings, show_row, file)

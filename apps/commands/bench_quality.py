@@ -10,8 +10,9 @@ import click
 from vidsparse.apps.studies.configurations import STUDIES, configurations
 from vidsparse.apps.studies.prepare_study import prepare_study
 from vidsparse.apps.studies.quality_tables import markdown_tables, quality_file
-from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.study_options import study_options
+from vidsparse.apps.terminal.tables import print_markdown
 
 
 @click.command(
@@ -24,7 +25,8 @@ Examples:
   vidsparse bench quality --limit-rows 0 --curve curve.png --table          show what is there
 
 \b
-The file holds one row a line and is written after every row; a rerun measures only what is missing.
+The file holds one row a line and is written after every row; a rerun measures
+only what is missing.
 """
 )
 @study_options
@@ -47,6 +49,7 @@ The file holds one row a line and is written after every row; a rerun measures o
 @click.option("--curve", metavar="PNG", help="Also draw PSNR against density.")
 @click.option("--seconds", metavar="PNG", help="Also draw PSNR against seconds of denoising.")
 @click.option("--table", is_flag=True, help="Also print the file's rows as Markdown tables.")
+@json_option
 @verbosity_options
 @click.pass_obj
 def bench_quality(
@@ -81,7 +84,8 @@ def bench_quality(
     for picture, draw in ((curve, draw_curve), (seconds, draw_seconds)):
         if picture is not None:
             draw(file.rows, Path(picture))
-            click.echo(picture)
-    if table:
-        click.echo(markdown_tables(file.rows))
-    click.echo(file.path)
+            terminal.show(picture)
+    if table and not terminal.json:
+        print_markdown(markdown_tables(file.rows))
+    terminal.show(str(file.path))
+    terminal.answer({"file": str(file.path), "rows": file.rows})

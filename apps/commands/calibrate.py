@@ -97,8 +97,8 @@ Examples:
   vidsparse generate prompts.txt --preset sparge
 
 \b
-Files: OUT.json and OUT.safetensors. A run that was stopped leaves OUT.progress.safetensors, and the
-same command goes on from there.
+Files: OUT.json and OUT.safetensors. A run that was stopped leaves
+OUT.progress.safetensors, and the same command goes on from there.
 """,
 )
 @click.option(

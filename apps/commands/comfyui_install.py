@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from vidsparse.apps.comfyui.folder import EXAMPLES, write_folder
-from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
 
 
 @click.command(
@@ -17,6 +17,7 @@ Example:
 """
 )
 @click.argument("path", type=click.Path(path_type=Path))
+@json_option
 @verbosity_options
 @click.pass_obj
 def comfyui_install(terminal: Terminal, /, path: Path) -> None:
@@ -26,6 +27,7 @@ def comfyui_install(terminal: Terminal, /, path: Path) -> None:
     """
     folder = write_folder(path)
     terminal.show(str(folder))
+    terminal.answer({"folder": str(folder), "workflows": str(folder / EXAMPLES)})
     terminal.say(
         f"Restart ComfyUI; the nodes are under 'vidsparse', and {EXAMPLES}/ has workflows."
     )

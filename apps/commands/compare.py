@@ -50,7 +50,7 @@ Examples:
 Files, in outputs/<file>-compare-<method>-<hash of settings>/:
   report.html          one page to look at or send on, with all videos in it
   report.md            the tables
-  report.json          every number; identical frames read "psnr": null, "identical": true
+  report.json          every number; "psnr" of identical frames is null
   0003-<words>.mp4     dense, sparse and their difference side by side
 """,
 )

@@ -45,8 +45,8 @@ Examples:
 \b
 Files:
   outputs/<file>-<method>-<hash of settings>/0003-<words>.mp4 and .json
-A rerun with the same settings makes only what is missing or was changed since; other settings get
-another folder.
+A rerun with the same settings makes only what is missing or was changed since;
+other settings get another folder.
 """,
 )
 @click.argument("prompts_file", metavar="PROMPTS.txt")

@@ -15,7 +15,7 @@ from vidsparse.apps.page.start import (
     require_gradio,
     wait_for_the_end,
 )
-from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
 
 
 @click.command(
@@ -130,6 +130,7 @@ Ctrl-C closes the page; files stay.
     show_default=True,
     help="How long jobs go on whose page was closed, for those who open it again.",
 )
+@json_option
 @verbosity_options
 @click.pass_obj
 def ui(
@@ -177,9 +178,13 @@ def ui(
     from vidsparse.apps.page.build import serve
 
     served = serve(desk, port=port, listen=listen, share=share, auth=login, hosts=names)
-    click.echo(f"page: {served.url}")
-    if served.public_url:
-        click.echo(f"public: {served.public_url}")
+    if terminal.json:
+        folder = str(desk.host.folder)
+        terminal.answer({"page": served.url, "public": served.public_url, "folder": folder})
+    else:
+        click.echo(f"page: {served.url}")
+        if served.public_url:
+            click.echo(f"public: {served.public_url}")
     terminal.say(f"Videos go to {desk.host.folder}. Ctrl-C closes the page.")
     load_first(desk)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from vidsparse.apps.page import draw, studies
 from vidsparse.apps.page.choices import Choices
 from vidsparse.apps.page.compare_tab import DENSE, FORM, CompareTab
 from vidsparse.apps.page.desk import Desk, toast
-from vidsparse.apps.page.form import FIRST_SPEED, IMAGES, Form, takes
+from vidsparse.apps.page.fields import IMAGES
+from vidsparse.apps.page.form import FIRST_SPEED, Form, examples_of, takes
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.headers import PageHeaders
@@ -79,10 +81,10 @@ def build(desk: Desk) -> gr.Blocks:
                     compare = CompareTab(desk, form, generate, compare_tab)
                 with gr.Tab("Report", id="report"):
                     report = ReportTab(desk, form)
-        gr.HTML(draw.note(_footer(desk)))
-        for tab in (generate, compare, report):
+        gr.HTML(draw.note(_footer(desk)), elem_id="foot")
+        outlook = Outlook(desk, form, generate, compare, report)
+        for tab in (generate, compare, report, outlook):
             tab.connect(page)
-        Outlook(desk, form, generate, compare, report).connect(page)
         _connect_form(page, desk, form, generate, report)
         _connect_compare_this(desk, generate, compare, tabs)
         page.unload(_ender(desk))
@@ -110,14 +112,13 @@ def _connect_form(
     choices = Choices(desk, form, report)
     choices.connect(page)
 
-    def take_example(sample: Any) -> Any:
-        return sample[0] if isinstance(sample, list) and sample else gr.skip()
-
+    samples = {each.name: [sample[0] for sample in examples_of(each)] for each in desk.host.models}
     form.examples.click(
-        take_example,
-        inputs=[form.examples],
+        # without the server, whose answer a click on Generate would overtake.
+        None,
+        js=f"(place, model, prompt) => ({json.dumps(samples)})[model]?.[place] ?? prompt",
+        inputs=[form.examples, form.controls["model"], form.controls["prompt"]],
         outputs=[form.controls["prompt"]],
-        trigger_mode="multiple",
         show_progress="hidden",
         api_visibility="private",
     )

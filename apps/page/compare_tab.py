@@ -71,23 +71,28 @@ class CompareTab:
         with gr.Row():
             self.sides = {
                 "side_a": gr.Dropdown(
-                    _FIRST_A, value=DENSE, label="A", min_width=140, elem_id="side-a"
+                    _FIRST_A, value=DENSE, label="A", min_width=220, elem_id="side-a"
                 ),
                 "side_b": gr.Dropdown(
-                    _FIRST_B, value=FORM, label="B", min_width=140, elem_id="side-b"
+                    _FIRST_B, value=FORM, label="B", min_width=220, elem_id="side-b"
                 ),
             }
         with gr.Row(elem_classes="vs-run"):
             self.run = gr.Button("Compare", variant="primary", elem_id="compare", scale=3)
             self.stop = cancel_button("cancel-compare")
             self.outlook = gr.HTML(elem_id="compare-outlook", elem_classes="vs-expect")
-        self.status = gr.HTML(elem_id="compare-status")
+        self.status = gr.HTML(
+            draw.note(
+                "Makes the form's video dense and sparse from one seed and plays both in step: "
+                "what differs, its PSNR, and where attention was sparse. A and B can also be any "
+                "two of your videos."
+            ),
+            elem_id="compare-status",
+        )
         self._place = Place("compare", self.status, self.stop)
         self.facts = gr.HTML(elem_id="compare-facts")
-        with gr.Row(visible=False) as self.timing:
-            self.time = gr.Button(
-                "Time both in turns", size="md", scale=0, min_width=180, elem_id="time-pair"
-            )
+        with gr.Row(visible=False, elem_classes="vs-actions") as self.timing:
+            self.time = gr.Button("Time both in turns", size="md", elem_id="time-pair")
             gr.Markdown(
                 f"Makes both videos {TURNS} times more, dense and sparse in turns, for a speed "
                 "with its range.",
@@ -104,12 +109,12 @@ class CompareTab:
                 "step and keeps samples of every head's map.",
                 elem_classes="note",
             )
-            with gr.Row(equal_height=True):
+            with gr.Row(equal_height=False):
                 self.step = gr.Number(value=1, label="Step", step=1, min_width=90, elem_id="step")
                 self.layer = gr.Number(
                     value=1, label="Layer", step=1, min_width=90, elem_id="layer"
                 )
-                self.record = gr.Button("Record this cell", elem_id="record-cell")
+                self.record = gr.Button("Record this cell", size="md", elem_id="record-cell")
             self.cell_status = gr.HTML(elem_id="cell-status")
             with gr.Row(visible=False) as self.cell_controls:
                 self.head = gr.Slider(
@@ -275,8 +280,7 @@ class CompareTab:
     def offered(self, visit: Visit, **chosen: str) -> Updates:
         """The updates that offer the visit's videos; ``chosen`` are put there."""
         kept = [
-            (draw.kept_caption(each), each.record.stem)
-            for each in visit.gallery.find()[:MOST_SHOWN]
+            (draw.kept_choice(each), each.record.stem) for each in visit.gallery.find()[:MOST_SHOWN]
         ]
         firsts = {"side_a": _FIRST_A, "side_b": _FIRST_B}
         return {

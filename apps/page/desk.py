@@ -149,11 +149,12 @@ class Desk:
             # what the next one says of itself takes the alert's place.
             raise toast(error, shown=not visit.open(place.tab)) from error
         made = errand.job.result
-        yield {
-            place.area: _ended(errand),
-            place.stop: _cancel_update(visit, place),
-            **(errand.so_far()[1]() if made is None else errand.show(made)),
-        }
+        shown = errand.so_far()[1]() if made is None else errand.show(made)
+        # of several that are called off in one place, the last one to stop says so.
+        others = [each for each in visit.open(place.tab) if each.place.area is place.area]
+        if made is not None or not others:
+            shown = {place.area: _ended(errand), **shown}
+        yield {place.stop: _cancel_update(visit, place), **shown}
 
     async def _follow(
         self, request: gr.Request, visit: Visit, errand: Errand

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from markupsafe import Markup
 
 from vidsparse.apps.page.queue import Snapshot
 from vidsparse.apps.page.tasks import BRIGHT, Clip, Pair
@@ -115,8 +116,8 @@ def status(
     running = snapshot.state in ("waiting", "running")
     if snapshot.state == "waiting":
         ahead = snapshot.ahead
-        title = "Waiting"
-        parts = [_before(ahead) if ahead else "next in line"]
+        title = "Loading the model" if snapshot.loading and not ahead else "Waiting"
+        parts = [_before(ahead) if ahead else "yours is next"]
         if snapshot.wait:
             parts.append(f"begins in about {_duration(snapshot.wait)}")
     elif snapshot.state == "running":
@@ -139,6 +140,7 @@ def status(
         parts = [format_seconds(snapshot.elapsed)] if snapshot.elapsed else []
     # loading, warming up and writing have no steps: a bar that stands at nothing would look stuck.
     busy = snapshot.state == "running" and not snapshot.steps
+    busy |= snapshot.loading and not snapshot.ahead
     if behind:
         parts.append(f"{behind} more of yours wait{'s' if behind == 1 else ''}")
     detail, finished = " · ".join(parts), snapshot.state == "done"
@@ -157,7 +159,9 @@ def outlook(estimate: Estimate | None, videos: int, ahead: int, wait: float | No
     if estimate is None:
         parts, basis = ["Time is told once the model is loaded"], ""
     else:
-        parts = [f"About {_duration(estimate.seconds)}{many}"]
+        # so small a video takes more for each of its tokens.
+        about = "Up to about" if estimate.basis == "warm-up" else "About"
+        parts = [f"{about} {_duration(estimate.seconds)}{many}"]
         basis = {
             "alike": "from videos of this kind made here",
             "other": f"from {estimate.size}, made here",
@@ -168,7 +172,7 @@ def outlook(estimate: Estimate | None, videos: int, ahead: int, wait: float | No
     if ahead:
         after = f", begins in about {_duration(wait)}" if wait is not None else ""
         parts.append(f"{_before(ahead)}{after}")
-    else:
+    elif estimate is not None:
         parts.append("begins at once")
     much = bool(estimate and estimate.memory and estimate.room and estimate.memory > estimate.room)
     return str(macros().outlook(" · ".join(parts), basis, much))
@@ -231,12 +235,17 @@ def clip_facts(clip: Clip) -> str:
 def _work(record: Mapping[str, Any]) -> list[dict[str, str]]:
     """The run's share of attention computed, and its split."""
     work = Work.from_json(record["work"])
-    return work_tiles(work, record["selected"], record["computed"])
+    return work_tiles(work, record["selected"], record["computed"], brief=True)
 
 
 def kept_caption(kept: Kept) -> str:
     """What stands under a kept video: what it shows, and how it was made."""
     return f"{_short(kept.prompt)} · {kept_name(kept)} · {kept.seconds:.1f} s"
+
+
+def kept_choice(kept: Kept) -> str:
+    """A kept video in a list to choose from: what tells it from others of its prompt first."""
+    return f"{kept_name(kept)} · {_short(kept.prompt)}"
 
 
 def kept_name(kept: Kept) -> str:
@@ -270,10 +279,11 @@ def settings_line(request: GenerateRequest) -> str:
 # ---- compare ----
 
 
-def viewer(pair: Pair, source: str | None = None) -> str:
+def viewer(pair: Pair, source: str | None = None, facts: str = "") -> str:
     """Both videos and their difference, in step, with the measures of every frame below.
 
-    ``source`` is the address of their video, where the page does not serve it as a file.
+    ``source`` is the address of their video, where the page does not serve it as a file; ``facts``,
+    markup, stand right below the videos.
     """
     height, width = pair.sparse.request.height, pair.sparse.request.width
     frames = pair.quality.frames
@@ -289,6 +299,7 @@ def viewer(pair: Pair, source: str | None = None) -> str:
             [frame_plot(frames, "psnr"), frame_plot(frames, "ssim")],
             pair.sparse.request.prompt,
             pair.names,
+            Markup(facts),
         )
     )
 
@@ -302,10 +313,11 @@ def opening(pair: Pair) -> str:
     )
     return "".join(
         (
-            str(macros().opening(request.prompt, about)),
-            pair_facts(pair),
-            viewer(pair, f"data:video/mp4;base64,{video}"),
+            str(macros().opening(request.prompt)),
+            # the videos first, which say what it is about.
+            viewer(pair, f"data:video/mp4;base64,{video}", pair_facts(pair)),
             heat(pair),
+            note(f"{about}."),
         )
     )
 

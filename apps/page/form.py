@@ -15,6 +15,7 @@ from typing import Any
 import gradio as gr
 
 from vidsparse.apps.page import draw
+from vidsparse.apps.page.fields import IMAGES, control_for, holds, number_field, upload
 from vidsparse.apps.page.host import Host, HostPreset
 from vidsparse.apps.page.sizes import length_choices, size_choices
 from vidsparse.apps.page.values import (
@@ -65,7 +66,6 @@ OWN_ORDER = ""
 """The choice of no token order."""
 
 _WHOLE = ("steps", "frames", "width", "height", "seed", "reuse")
-IMAGES = {"image": "First frame", "last_image": "Last frame"}
 # a video of less or more no player shows, and no model was made with such guidance.
 _BETWEEN = {"fps": (1, 240), "guidance": (0, 100)}
 _AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers", "refresh")
@@ -174,7 +174,7 @@ class Form:
         shown = takes(model)
         with gr.Column(visible=any(shown.values())) as self.pictures:
             with gr.Row():
-                uploads = {name: _upload(name, shown[name]) for name in IMAGES}
+                uploads = {name: upload(name, shown[name]) for name in IMAGES}
             with gr.Row():
                 previews = {
                     name: gr.Image(
@@ -207,7 +207,7 @@ class Form:
             "By hand",
             open=False,
             elem_id="by-hand",
-            elem_classes=_holds(["method", "preset", *sorted(own_words)]),
+            elem_classes=holds(["method", "preset", *sorted(own_words)]),
         )
         with folded, gr.Group():
             self._add(
@@ -252,7 +252,7 @@ class Form:
             self.folds[name] = gr.Accordion(
                 f"More of {cls.title}",
                 open=False,
-                elem_classes=_holds([field.name for field in fields[1:]]),
+                elem_classes=holds([field.name for field in fields[1:]]),
             )
             with self.folds[name]:
                 for field in fields[1:]:
@@ -262,7 +262,7 @@ class Form:
         defaults, first = model.defaults, self.defaults_of(model)
         with gr.Group():
             with gr.Row():
-                self._add("seed", _number("Seed", 0))
+                self._add("seed", number_field("Seed", 0))
                 self.videos = gr.Number(
                     value=1,
                     label="Videos",
@@ -271,7 +271,7 @@ class Form:
                     elem_id="videos",
                     elem_classes=["vs-field-videos"],
                 )
-                self._add("steps", _number("Steps", first["steps"]))
+                self._add("steps", number_field("Steps", first["steps"]))
             self.dice = gr.Button("Another seed", size="sm", elem_id="dice")
             with gr.Row():
                 limits = self.host.limits
@@ -281,32 +281,30 @@ class Form:
                     [*sizes, BY_HAND_CHOICE],
                     value=among(sizes, f"{width}x{height}"),
                     label="Size",
-                    min_width=140,
+                    min_width=200,
                     elem_id="size",
                 )
                 self.length = gr.Dropdown(
                     [*lengths, BY_HAND_CHOICE],
                     value=among(lengths, str(frames)),
                     label="Length",
-                    min_width=140,
+                    min_width=200,
                     elem_id="length",
                 )
             with gr.Row():
                 label, step = f"Frames ({defaults.frame_factor}k+1)", defaults.frame_factor
-                self._add("frames", _number(label, first["frames"], step))
+                self._add("frames", number_field(label, first["frames"], step))
                 for side in ("width", "height"):
-                    control = _number(side.capitalize(), first[side], defaults.size_factor)
+                    control = number_field(side.capitalize(), first[side], defaults.size_factor)
                     self._add(side, control)
 
     def _seldom(self, model: ModelRef) -> None:
         first = self.defaults_of(model)
-        with gr.Accordion(
-            "More settings", open=False, elem_id="more", elem_classes=_holds(_SELDOM)
-        ):
+        with gr.Accordion("More settings", open=False, elem_id="more", elem_classes=holds(_SELDOM)):
             with gr.Group():
                 with gr.Row():
                     for name, label in (("guidance", "Guidance"), ("fps", "Frames a second")):
-                        self._add(name, _number(label, first[name]))
+                        self._add(name, number_field(label, first[name]))
                 self._add(
                     "negative_prompt",
                     gr.Textbox(value="", label="Negative prompt", placeholder="what not to show"),
@@ -349,10 +347,10 @@ class Form:
                         ],
                         value=OWN_ORDER,
                         label="Token order",
-                        min_width=110,
+                        min_width=150,
                     ),
                 )
-                self._add("reuse", _number("Steps a plan serves", first["reuse"]))
+                self._add("reuse", number_field("Steps a plan serves", first["reuse"]))
                 self._add(
                     "refresh",
                     gr.Textbox(
@@ -555,52 +553,3 @@ def preset_choices(presets: Sequence[HostPreset]) -> list[tuple[str, str]]:
     """Presets as choices, and none of them first."""
     named = [(f"{each.name} ({each.preset.method})", each.name) for each in presets]
     return [("none: numbers by hand", BY_HAND), *named]
-
-
-def control_for(field: dataclasses.Field[Any], value: Any) -> Any:
-    """The control of a method's own option, by its declaration."""
-    facts = field.metadata
-    # as the command line and the records spell it.
-    label, info = field.name, facts["help"]
-    # what it will be where it is left blank.
-    blank = typed(value)
-    if isinstance(field.default, bool):
-        return gr.Checkbox(value=value, label=label, info=info)
-    if facts.get("choices"):
-        return gr.Dropdown(list(facts["choices"]), value=typed(value), label=label, info=info)
-    if isinstance(field.default, int):
-        return gr.Number(value=value, label=label, info=info, step=1, placeholder=blank)
-    if isinstance(field.default, float):
-        # no step of its own: a number that is in range should never be called invalid.
-        return gr.Number(value=value, label=label, info=info, step=0.05, placeholder=blank)
-    return gr.Textbox(value=blank, label=label, info=info, placeholder=blank)
-
-
-def _holds(words: Sequence[str]) -> list[str]:
-    """Classes of a fold that say which fields are in it, by the words of errors."""
-    return [f"vs-holds-{word}" for word in words]
-
-
-def _upload(name: str, shown: bool) -> gr.File:
-    return gr.File(
-        label=f"{IMAGES[name]}: PNG, JPEG or WebP",
-        file_types=[".png", ".jpg", ".jpeg", ".webp"],
-        type="filepath",
-        height=96,
-        min_width=150,
-        visible=shown,
-        elem_id=name.replace("_", "-"),
-    )
-
-
-def _number(label: str, value: int, step: int = 1) -> gr.Number:
-    # no bounds: gradio would complain of a number without saying which. No precision either: it
-    # would round without a word.
-    return gr.Number(
-        value=value,
-        label=label,
-        step=step,
-        min_width=90,
-        # what it will be where it is left blank.
-        placeholder=str(value),
-    )

@@ -52,31 +52,27 @@ class GenerateTab:
             self.run = gr.Button("Generate", variant="primary", elem_id="generate", scale=3)
             self.stop = cancel_button("cancel-generate")
             self.outlook = gr.HTML(elem_id="generate-outlook", elem_classes="vs-expect")
-        self.status = gr.HTML(
-            draw.note("Generate makes one video. Compare shows it beside the dense one."),
-            elem_id="generate-status",
-        )
+        self.status = gr.HTML(elem_id="generate-status")
         self._place = Place("generate", self.status, self.stop)
         self.opening = gr.HTML(draw.opening(opening()), elem_id="opening")
         self.video = gr.Video(
             label="Video",
+            # it would lie over the picture
+            show_label=False,
             interactive=False,
             autoplay=True,
             loop=True,
             height=420,
-            buttons=["download"],
+            # its download is among the links
+            buttons=[],
             visible=False,
             elem_id="video",
         )
         self.facts = gr.HTML(elem_id="generate-facts")
-        with gr.Row(visible=False) as self.actions:
+        with gr.Row(visible=False, elem_classes="vs-actions") as self.actions:
             self.links = gr.HTML()
-            self.reuse = gr.Button(
-                "Use these settings", size="md", scale=0, min_width=180, elem_id="use-settings"
-            )
-            self.compare = gr.Button(
-                "Compare this one", size="md", scale=0, min_width=180, elem_id="compare-this"
-            )
+            self.reuse = gr.Button("Use these settings", size="md", elem_id="use-settings")
+            self.compare = gr.Button("Compare this one", size="md", elem_id="compare-this")
         self.search = gr.Textbox(
             label="Find a video",
             placeholder="words of its prompt, or a method",
@@ -95,13 +91,13 @@ class GenerateTab:
             visible=False,
             elem_id="history",
         )
-        with gr.Accordion("Record", open=False):
+        with gr.Accordion("Record", open=False, visible=False) as self.told:
             self.record = gr.JSON(show_label=False, elem_id="record")
 
     def connect(self, page: gr.Blocks) -> None:
         """Attach the events, once every control of the page is there."""
         result = [
-            self.video, self.facts, self.actions, self.links, self.opening, self.record,
+            self.video, self.facts, self.actions, self.links, self.opening, self.told, self.record,
         ]  # fmt: skip
         generated = self.run.click(
             self.generate,
@@ -236,6 +232,7 @@ class GenerateTab:
                     ("Download record", clip.video.with_suffix(".json")),
                 ]
             ),
+            self.told: gr.update(visible=True),
             self.record: clip.record,
         }
 

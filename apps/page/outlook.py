@@ -17,8 +17,9 @@ from vidsparse.apps.page.uploads import read_prompts
 from vidsparse.errors import VidsparseError
 from vidsparse.pipelines.request import GenerateRequest
 
-# seconds between two looks while there is a line to wait in; else nobody is asked.
-LOOK_AGAIN = 5
+# seconds between two looks while there is a line to wait in; else nobody is asked. The first look
+# is when a job that was just asked for is in the line.
+LOOK_AGAIN, LOOK_FIRST = 5, 1
 
 # what changes how much there is to compute.
 _COUNT = ("model", "method", "preset", "steps", "frames", "width", "height", "guidance", "cache")
@@ -45,6 +46,16 @@ class Outlook:
             **form.controls, "videos": form.videos, **compare.sides, **report.own,
         }  # fmt: skip
         self._timer = gr.Timer(LOOK_AGAIN, active=False)
+        # not the line itself: the job need not be in the queue yet. Without the server, and before
+        # the tabs' own events: gradio begins a click's next event when the one before has ended.
+        gr.on(
+            [tab.run.click for tab in self._tabs],
+            None,
+            js=f"() => ({{ __type__: 'update', value: {LOOK_FIRST}, active: true }})",
+            outputs=[self._timer],
+            show_progress="hidden",
+            api_visibility="private",
+        )
 
     def connect(self, page: gr.Blocks) -> None:
         """Attach the events, once every control of the page is there."""
@@ -64,14 +75,6 @@ class Outlook:
             outputs=[*(tab.outlook for tab in self._tabs), self._timer],
             # of many changes at once, as another model brings them, the last one is answered.
             trigger_mode="always_last",
-            show_progress="hidden",
-            api_visibility="private",
-        )
-        # not the line itself: the job need not be in the queue yet.
-        gr.on(
-            [tab.run.click for tab in self._tabs],
-            lambda: gr.Timer(active=True),
-            outputs=[self._timer],
             show_progress="hidden",
             api_visibility="private",
         )
@@ -112,5 +115,6 @@ class Outlook:
             generate.outlook: said(lambda: [settings()] * count_of(videos)),
             compare.outlook: said(lambda: made_for(side_a, side_b, settings())),
             report.outlook: said(over_prompts),
-            self._timer: gr.Timer(active=ahead > 0),
+            # a model that loads is nobody's job, and yet there is something to wait for.
+            self._timer: gr.Timer(LOOK_AGAIN, active=ahead > 0 or wait is None),
         }

@@ -70,6 +70,7 @@ class Snapshot:
         stopping: it has been asked to stop and runs still.
         place: which of several videos that is for, in words, or empty.
         wait: seconds until a device takes it, None while unknown.
+        loading: it waits for a device that is being made ready.
     """
 
     state: State
@@ -83,6 +84,7 @@ class Snapshot:
     stopping: bool
     place: str = ""
     wait: float | None = None
+    loading: bool = False
 
     @property
     def finished(self) -> bool:
@@ -97,6 +99,7 @@ class Job(Generic[Equipment, Result]):
         work: what to do with the device's bench; it tells this job how far it is.
         parts: videos it makes, to tell the time left.
         expected: seconds that it will take, None where nobody knows.
+        readies: it makes a device ready and is nobody's: others wait for it, and do not count it.
     """
 
     def __init__(
@@ -105,7 +108,9 @@ class Job(Generic[Equipment, Result]):
         *,
         parts: int = 1,
         expected: float | None = None,
+        readies: bool = False,
     ) -> None:
+        self.readies = readies
         self.id = secrets.token_hex(4)
         self.result: Result | None = None
         self.error: Exception | None = None
@@ -118,6 +123,7 @@ class Job(Generic[Equipment, Result]):
         self._part = 0
         self._state: State = "waiting"
         self._ahead = 0
+        self._loading = False
         self._phase = "waiting"
         self._place = ""
         self._step = self._steps = 0
@@ -212,6 +218,7 @@ class Job(Generic[Equipment, Result]):
                 stopping=self._stop.is_set() and self._state == "running",
                 place=self._place,
                 wait=wait,
+                loading=self._loading and self._state == "waiting",
             )
 
     def remaining(self) -> float | None:
@@ -280,12 +287,12 @@ class Job(Generic[Equipment, Result]):
         """Who is asked how long it will wait."""
         self._wait = wait
 
-    def moved_to(self, ahead: int) -> None:
-        """Jobs before it have gone."""
+    def moved_to(self, ahead: int, *, loading: bool) -> None:
+        """Jobs before it have gone, or a device is ready."""
         with self._lock:
-            if self._ahead == ahead:
+            if (self._ahead, self._loading) == (ahead, loading):
                 return
-            self._ahead = ahead
+            self._ahead, self._loading = ahead, loading
         self._changed()
 
     def _changed(self) -> None:
@@ -365,13 +372,14 @@ class JobQueue(Generic[Equipment]):
             free = len(self._threads) - len(before)
         if free > 0:
             return 0, 0.0
+        count = sum(not each.readies for each in before)
         left = [each.remaining() for each in before]
         known = [each for each in left if each is not None]
         # devices share what is before it; with as many jobs as devices the first to end makes room.
         if len(known) < len(left):
-            return len(before), None
+            return count, None
         shared = sum(known) / len(self._threads)
-        return len(before), min(known) if len(before) == len(self._threads) else shared
+        return count, min(known) if len(before) == len(self._threads) else shared
 
     def forget_cancelled(self) -> None:
         """Let the others move up where a waiting job was cancelled."""
@@ -408,5 +416,8 @@ class JobQueue(Generic[Equipment]):
         self._renumber()
 
     def _renumber(self) -> None:
-        for place, job in enumerate(self._jobs):
-            job.moved_to(place + len(self._running))
+        loading = any(job.readies for job in self._running)
+        ahead = sum(not job.readies for job in self._running)
+        for job in self._jobs:
+            job.moved_to(ahead, loading=loading)
+            ahead += not job.readies

@@ -74,7 +74,14 @@ class ReportTab:
             self.run = gr.Button("Make the report", variant="primary", elem_id="report", scale=3)
             self.stop = cancel_button("cancel-report")
             self.outlook = gr.HTML(elem_id="report-outlook", elem_classes="vs-expect")
-        self.status = gr.HTML(elem_id="report-status")
+        self.status = gr.HTML(
+            draw.note(
+                "Makes every prompt dense and with the form's settings, or with several values of "
+                "one option, and draws quality over the attention computed. It ends with one page "
+                "that holds all videos, to keep or to send."
+            ),
+            elem_id="report-status",
+        )
         self._place = Place("report", self.status, self.stop)
         self.summary = gr.HTML(elem_id="report-summary")
         self.curve = gr.HTML(elem_id="report-curve")

@@ -179,7 +179,9 @@ def load_first(desk: Desk) -> None:
 
     model = desk.host.models[0]
     for _ in desk.host.devices:
-        desk.queue.submit(Job(lambda bench, job: bench.load(model.name, image=needs_image(model))))
+        desk.queue.submit(
+            Job(lambda bench, job: bench.load(model.name, image=needs_image(model)), readies=True)
+        )
 
 
 def wait_for_the_end() -> None:

@@ -39,6 +39,7 @@ class Viewer extends Drawn {
   start() {
     this.started = true;
     this.stopped = undefined;
+    this.following = false;
     const { frames, fps, width, height, bright } = this.dataset;
     Object.assign(this, { frames: Number(frames), fps: Number(fps), bright: Number(bright) });
     this.width = Number(width);
@@ -172,10 +173,25 @@ class Viewer extends Drawn {
     this.mark(frame);
   }
 
+  // once for every frame of the video where the browser tells them, not of the screen: drawing takes
+  // time from the job that runs.
   follow() {
-    this.mark(Math.min(this.frames - 1, Math.max(0, Math.floor(this.video.currentTime * this.fps + 0.01))));
-    this.draw();
-    if (!this.video.paused) requestAnimationFrame(() => this.follow());
+    if (this.following) return;
+    this.following = true;
+    const video = this.video;
+    const soon = (done) => video.requestVideoFrameCallback?.(done) ?? requestAnimationFrame(done);
+    const next = (_, shown) => {
+      if (video !== this.video) return;
+      if (video.paused) {
+        this.following = false;
+        return;
+      }
+      const time = shown?.mediaTime ?? video.currentTime;
+      this.mark(Math.min(this.frames - 1, Math.max(0, Math.floor(time * this.fps + 0.01))));
+      this.draw();
+      soon(next);
+    };
+    soon(next);
   }
 
   draw() {
@@ -342,12 +358,22 @@ class Fold extends HTMLElement {
     this.button = this.querySelector("button");
     this.button.onclick = () => this.fold(this.button.getAttribute("aria-expanded") === "true");
     reopen();
+    // what the page opens with is seen first.
+    if (narrow.matches) this.begin();
+  }
+
+  // at once, and again until the prompt is there that the browser kept.
+  begin() {
+    if (this.opened) return;
+    this.fold(true);
+    if (!window.vidsparseRestored) setTimeout(() => this.begin(), 100);
   }
 
   fold(away) {
     document.getElementById("form").classList.toggle("folded", away);
+    this.opened = !away;
     this.button.setAttribute("aria-expanded", String(!away));
-    this.querySelector("span").textContent = away ? document.querySelector("#prompt textarea").value : "";
+    this.querySelector("span").textContent = away ? document.querySelector("#prompt textarea")?.value ?? "" : "";
   }
 }
 function showResults() {
@@ -379,6 +405,13 @@ function tell(status) {
   document.getElementById("vs-live").textContent = text;
   if (state === "done" && area !== "cell-status") ready();
 }
+// gradio calls a picture of the gallery by its number alone, which says nothing to who hears it.
+function nameTiles(gallery) {
+  for (const tile of gallery.querySelectorAll("button.thumbnail-item")) {
+    const name = tile.querySelector(".caption-label")?.textContent.trim();
+    if (name && tile.getAttribute("aria-label") !== name) tile.setAttribute("aria-label", name);
+  }
+}
 function listen() {
   const region = document.createElement("div");
   Object.assign(region, { id: "vs-live", className: "vs-sr" });
@@ -386,6 +419,8 @@ function listen() {
   document.body.append(region);
   new MutationObserver((changes) => {
     const found = new Set();
+    const gallery = document.getElementById("history");
+    if (gallery && changes.some(({ target }) => gallery.contains(target))) nameTiles(gallery);
     for (const { target, addedNodes } of changes) {
       for (const node of [target, ...addedNodes]) {
         const element = node.nodeType === Node.ELEMENT_NODE ? node : node.parentElement;

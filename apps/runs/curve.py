@@ -13,6 +13,9 @@ from vidsparse.report import PromptComparison
 # narrower than this in share or dB, an axis would count differences that mean nothing.
 _NARROWEST = 0.02, 1.0
 
+# of the plot's sides: names of points that are nearer would be printed over each other.
+_NEAR = 0.1, 0.08
+
 
 def curve_points(rows: Sequence[tuple[str, PromptComparison]], about: str) -> dict[str, Any] | None:
     """Every prompt and the mean of each setting, placed in a unit square for ``curve.html.j2``.
@@ -69,8 +72,28 @@ def curve_points(rows: Sequence[tuple[str, PromptComparison]], about: str) -> di
         "path": " ".join(
             f"{'L' if i else 'M'}{point['x']:.4f} {point['y']:.4f}" for i, point in enumerate(means)
         ),
-        "means": means,
+        "means": _named_apart(means),
     }
+
+
+def _named_apart(means: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The points with one name for all that lie together, at the first of them."""
+    found: list[dict[str, Any]] = []
+    for point in means:
+        apart = (
+            (each, abs(each["x"] - point["x"]), abs(each["y"] - point["y"]))
+            for each in found
+            if each["name"]
+        )
+        first = next((each for each, x, y in apart if x < _NEAR[0] and y < _NEAR[1]), None)
+        if first is None:
+            found.append({**point})
+            continue
+        # "share 0.1, 0.3": the option once.
+        option = f"{first['name'].split(' ')[0]} "
+        first["name"] += f", {point['name'].removeprefix(option)}"
+        found.append({**point, "name": ""})
+    return found
 
 
 def nice_ticks(low: float, high: float) -> list[float]:

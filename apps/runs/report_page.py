@@ -227,7 +227,7 @@ def speed_tile(speedup: Speedup, dense: float | None, sparse: float | None) -> d
 
 
 def work_tiles(
-    work: Work | None, selected: float | None, computed: float | None
+    work: Work | None, selected: float | None, computed: float | None, *, brief: bool = False
 ) -> list[dict[str, str]]:
     """What a run computed of its attention, in figures: the total first, then its split.
 
@@ -235,6 +235,7 @@ def work_tiles(
         work: of the run, None where its record does not count it.
         selected: share that the method chose in the sparse calls, None where there were none.
         computed: share that was computed there.
+        brief: say nothing of what has no figure.
     """
     if work is None:
         return [{"name": "Attention computed", "value": "-", "note": "not counted in this record"}]
@@ -244,7 +245,7 @@ def work_tiles(
         f"{work.split}. These computed {format_share(computed)} of their pairs and selected "
         f"{format_share(selected)}"
     )
-    if work.selection is None:
+    if work.selection is None and not brief:
         # no tile for what has no figure.
         note += f". What choosing cost: {work.selection_source}"
     tiles = [{"name": "Attention computed", "value": format_total(work), "note": note}]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import click
 
+from vidsparse.apps.terminal.console import answer_in_json
 from vidsparse.apps.terminal.options import pixel_size
 
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
+
+_ANSWER: Final = "-"
 
 
 def _all_of(*options: Decorator) -> Decorator:
@@ -84,13 +88,36 @@ def measuring_options(*, repeats: int) -> Decorator:
             type=click.IntRange(min=1),
             help="Times that each call is measured, in turns with the others; medians count.",
         ),
-        click.option(
-            "--json", "json_path", type=click.Path(dir_okay=False), help="Also write rows here."
-        ),
+        json_rows_option("Also write rows into FILE"),
         click.option(
             "--show",
             type=click.Path(dir_okay=False),
             metavar="FILE",
-            help="Measure nothing: print the rows of FILE as a Markdown table.",
+            help="Measure nothing: print the rows of FILE; Markdown, where that is not a terminal.",
         ),
+    )
+
+
+def json_rows_option(into_file: str) -> Decorator:
+    """``--json FILE``, a file for the rows; without FILE the command's answer is JSON.
+
+    Args:
+        into_file: what is done with FILE, for the help.
+    """
+
+    def remember(ctx: click.Context, _: click.Parameter, value: str | None) -> str | None:
+        if value == _ANSWER:
+            answer_in_json(ctx)
+            return None
+        return value
+
+    return click.option(
+        "--json",
+        "json_path",
+        is_flag=False,
+        flag_value=_ANSWER,
+        type=click.Path(dir_okay=False, allow_dash=True),
+        metavar="[FILE]",
+        callback=remember,
+        help=f"{into_file}; without FILE, print the answer as one line of JSON, for scripts.",
     )

@@ -138,14 +138,19 @@ def verbosity_options(function: Function) -> Function:
     )(function)
 
 
+def answer_in_json(context: click.Context) -> None:
+    """Let the command print its answer as JSON, and nothing beside it."""
+    terminal = context.ensure_object(Terminal)
+    terminal.json = terminal.quiet = True
+    terminal.set_up_logging()
+
+
 def json_option(function: Function) -> Function:
     """Add ``--json`` to a command, which then gives ``Terminal.answer`` what it would print."""
 
     def remember(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-        terminal = ctx.ensure_object(Terminal)
-        terminal.json = terminal.json or value
-        terminal.quiet = terminal.quiet or value
-        terminal.set_up_logging()
+        if value:
+            answer_in_json(ctx)
 
     return click.option(
         "--json",

@@ -1,0 +1,191 @@
+"""Every state of the page, one after the other: what tests look at, and what the docs show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from page_visitor import SMALL, Visitor
+from playwright import sync_api as playwright
+
+WIDTHS = {1440: 1000, 760: 1000, 390: 844}
+"""The widths that are looked at, and how high a window is there."""
+
+SCHEMES = ("light", "dark")
+
+# so many steps of so large a video that it runs for as long as it is looked at.
+_LONG = {"Steps": 400, "Frames (4k+1)": 17, "Width": 128, "Height": 128}
+_SEEN = "(away) => document.querySelector('vs-fold')?.fold(away)"
+# in the place of another visit, with the settings that are there; at once, not by a transition.
+_DARK = """(dark) => {
+  document.body.classList.toggle("dark", dark);
+  if (document.getElementById("at-once")) return;
+  const style = Object.assign(document.createElement("style"), { id: "at-once" });
+  style.textContent = "* { transition: none !important; }";
+  document.head.append(style);
+}"""
+
+
+def looks(page: Any, area: str) -> Iterator[tuple[int, str]]:
+    """Show ``area`` at every width, in light and dark, the form folded where it is elsewhere."""
+    in_form = area in ("#form", "#by-hand", ".vs-wrong")
+    for scheme in SCHEMES:
+        page.emulate_media(color_scheme=scheme)
+        page.evaluate(_DARK, scheme == "dark")
+        for width, height in WIDTHS.items():
+            page.set_viewport_size({"width": width, "height": height})
+            page.evaluate(_SEEN, width <= 900 and not in_form)
+            place = page.locator(area).first
+            block = "center" if area == ".vs-wrong" else "start"
+            place.evaluate(f"(place) => place.scrollIntoView({{ block: '{block}' }})")
+            yield width, scheme
+    page.evaluate(_SEEN, False)
+    page.emulate_media(color_scheme="light")
+    page.evaluate(_DARK, False)
+    page.set_viewport_size({"width": 1440, "height": WIDTHS[1440]})
+
+
+def states(
+    visitor: Visitor, other: Visitor, small: Mapping[str, Any] = SMALL
+) -> Iterator[tuple[str, str]]:
+    """Bring a newcomer's page into one state after the other.
+
+    Args:
+        visitor: has opened the page for the first time and touched nothing.
+        other: has jobs of its own.
+        small: settings of the videos that are made.
+
+    Yields:
+        What the state is, and the selector of what is to be seen then.
+    """
+    page = visitor.page
+    page.wait_for_selector("#opening vs-viewer[data-ready]")
+    yield "as it opens", "body"
+    yield from _typing(visitor)
+    yield from _queue(visitor, other)
+    for label, value in small.items():
+        visitor.set(label, value)
+    yield from _videos(visitor)
+    yield from _comparisons(visitor)
+    yield from _reports(visitor)
+    page.get_by_role("link", name="Studies of every method").click()
+    page.wait_for_selector(".vs-study")
+    yield "studies of every method", "body"
+    page.locator(".vs-study summary").first.click()
+    yield "studies: the rows", ".vs-study details"
+
+
+def _typing(visitor: Visitor) -> Iterator[tuple[str, str]]:
+    page = visitor.page
+    visitor.prompt("a cat that chases a large red ball")
+    playwright.expect(page.locator("#model-card mark")).to_have_text(["cat", "chases"])
+    page.locator("#target :is(input, textarea)").fill("33 dB")
+    playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
+    yield "unknown words, and a speed by its quality", "#form"
+    for fold in ("By hand", "More of Foresight", "More settings"):
+        visitor.unfold(fold)
+    page.click("#make-link")
+    playwright.expect(page.locator("#link :is(input, textarea)")).to_be_visible()
+    yield "all settings, and a link with them", "#by-hand"
+    page.click("#preset input")
+    page.get_by_role("option", name="shapes-bsfa").click()
+    playwright.expect(page.locator("#method input")).to_have_value("BSFA (bsfa)")
+    yield "a preset leaves little open", "#by-hand"
+    page.click("#preset input")
+    page.get_by_role("option", name="none: numbers by hand").click()
+    playwright.expect(page.locator("#method input")).to_have_value("Foresight (foresight)")
+    page.get_by_label("high", exact=True).check()
+    visitor.prompt("a large red ball that moves right on a plain navy background")
+
+
+def _queue(visitor: Visitor, other: Visitor) -> Iterator[tuple[str, str]]:
+    page = visitor.page
+    for each in (other, visitor):
+        for label, value in _LONG.items():
+            each.set(label, value)
+    other.page.click("#generate")
+    other.see("#generate-status", "step")
+    page.click("#generate")
+    visitor.see("#generate-status", "1 job before yours")
+    yield "waiting in line", "#tabs"
+    other.page.click("#cancel-generate")
+    visitor.see("#generate-status", "step")
+    for behind in ("1 more of yours waits", "2 more of yours wait"):
+        page.click("#generate")
+        visitor.see("#generate-status", behind)
+    visitor.see("#generate-status", "left")
+    visitor.see("#generate-outlook", "3 jobs before yours")
+    yield "running, with two more in line", "#tabs"
+    page.click("#cancel-generate")
+    playwright.expect(page.locator("#cancel-generate")).to_be_disabled()
+    visitor.see("#generate-status", "Cancelled")
+    yield "cancelled", "#tabs"
+
+
+def _videos(visitor: Visitor) -> Iterator[tuple[str, str]]:
+    page = visitor.page
+    visitor.set("Videos", 2)
+    page.click("#generate")
+    visitor.see("#generate-status", "Your 2 videos are ready")
+    visitor.set("Videos", 1)
+    page.wait_for_function("document.querySelector('#video video')?.readyState >= 2")
+    playwright.expect(page.locator("#history button.thumbnail-item")).to_have_count(2)
+    page.get_by_role("button", name="Record").click()
+    playwright.expect(page.locator("#record")).to_be_visible()
+    yield "videos, what they cost, and the record", "#tabs"
+    page.get_by_role("button", name="Record").click()
+    page.fill("#search :is(input, textarea)", "no such thing")
+    visitor.see("#history", "No video is like that")
+    yield "a search that finds nothing", "#search"
+    page.fill("#search :is(input, textarea)", "")
+    playwright.expect(page.locator("#history button.thumbnail-item")).to_have_count(2)
+    width = page.get_by_label("Width", exact=True).input_value()
+    visitor.set("Width", 63)
+    page.click("#generate")
+    playwright.expect(page.locator(".vs-wrong")).to_contain_text("width must be a multiple")
+    yield "an error at its field", ".vs-wrong"
+    visitor.set("Width", width)
+    playwright.expect(page.locator(".vs-wrong")).to_have_count(0)
+
+
+def _comparisons(visitor: Visitor) -> Iterator[tuple[str, str]]:
+    page = visitor.page
+    visitor.tab("Compare")
+    yield "Compare, before anything", "#tabs"
+    page.click("#compare")
+    visitor.see("#compare-status", "Both videos are ready")
+    page.wait_for_selector("#viewer vs-viewer[data-ready]")
+    yield "a comparison", "#tabs"
+    page.click("#time-pair")
+    visitor.see("#compare-status", "times in turns")
+    # of the last step, which is sparse.
+    page.locator("#heat vs-heat rect[data-layer='2']").last.click()
+    visitor.see("#heat .heads", "head 1")
+    page.click("#record-cell")
+    visitor.see("#cell-status", "Recorded")
+    yield "where attention was sparse, and a cell's map", "#heat"
+    page.locator("#viewer").get_by_role("button", name="Wipe").click()
+    yield "one over the other, by a wipe", "#viewer"
+    for side, place in (("A", 0), ("B", 1)):
+        page.get_by_label(side, exact=True).click()
+        page.get_by_role("option").filter(has_text="seed").nth(place).click()
+    page.click("#compare")
+    visitor.see("#compare-facts", "as encoded")
+    yield "any two videos", "#tabs"
+    page.get_by_label("B", exact=True).click()
+    page.get_by_role("option").filter(has_text="seed").nth(0).click()
+    page.click("#compare")
+    visitor.see("#compare-status [role=alert]", "both sides are the same")
+    yield "an error that is about no field", "#tabs"
+
+
+def _reports(visitor: Visitor) -> Iterator[tuple[str, str]]:
+    page = visitor.page
+    visitor.tab("Report")
+    yield "Report, before anything", "#tabs"
+    page.click("#vary input")
+    page.get_by_role("option", name="share").click()
+    page.fill("#over :is(input, textarea)", "0.05, 0.2, 0.6")
+    page.click("#report")
+    visitor.see("#report-status", "The report is ready")
+    yield "a report over two prompts and three settings", "#report-status"
