@@ -499,6 +499,9 @@ def test_on_a_gpu_a_broken_plan_harms_nothing_and_is_told_later(
             run(qkv, work.to("cuda"), implementation=name)
         with pytest.raises(ValueError, match=SAID[kind]):
             run(qkv, broken, implementation=name, validate=True)
+        # an access elsewhere would be an error from here on.
+        run(qkv, broken, implementation=name, validate=False)
+        torch.cuda.synchronize()
     good = work.to("cuda")
     for _ in range(2):
         check_kernel(partial(sparse_attention, implementation=name), q, k, v, good)
