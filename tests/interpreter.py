@@ -89,9 +89,7 @@ def only_inside() -> Iterator[list[str]]:
 
     def begun(self: Any, args: Any, kwargs: Any) -> Any:
         made, named = begin(self, args, kwargs)
-        given[:] = [
-            (x.data_ptr(), x.data_ptr() + x.nbytes) for x in made if hasattr(x, "data_ptr")
-        ]
+        given[:] = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in made if hasattr(x, "data_ptr")]
         return made, named
 
     def inside(what: str, pointers: Any, mask: Any) -> Any:

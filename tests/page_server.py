@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urljoin
 
-import httpx2
+import httpx
 
 from vidsparse.apps.page.host import Limits
 from vidsparse.apps.page.start import load_first, make_desk, require_gradio
@@ -53,7 +53,7 @@ class Caller:
 
     def __init__(self, url: str, session: str) -> None:
         self.session = session
-        self.http = httpx2.Client(base_url=url, timeout=120)
+        self.http = httpx.Client(base_url=url, timeout=120)
         config = self.http.get("config").json()
         self.functions = {fn["id"]: fn for fn in config["dependencies"]}
         self.components = {each["id"]: each for each in config["components"]}

@@ -495,7 +495,9 @@ def test_a_lora_of_a_hub_that_is_not_reached_is_an_error(
     # where nobody listens.
     monkeypatch.setattr(hf_api, "api", api := HfApi(endpoint="http://127.0.0.1:9"))
     monkeypatch.setattr("diffusers.loaders.lora_base.model_info", api.model_info)
-    with pytest.raises(ModelError, match=r"hub cannot be reached \(ConnectError\).*give --lora the"):
+    with pytest.raises(
+        ModelError, match=r"hub cannot be reached \(ConnectError\).*give --lora the"
+    ):
         load(folder, device="cpu", lora="nobody/nothing")
 
 

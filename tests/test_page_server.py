@@ -257,10 +257,10 @@ def test_no_picture_is_decoded_where_no_model_takes_one(
 def test_no_upload_is_shown_by_the_page_s_address(
     page: tuple[Any, str], name: str, data: bytes
 ) -> None:
-    import httpx2
+    import httpx
 
     desk, url = page
-    with httpx2.Client(base_url=url) as http:
+    with httpx.Client(base_url=url) as http:
         (path,) = http.post("gradio_api/upload", files={"files": (name, data)}).json()
         assert not Path(path).is_relative_to(desk.host.folder)
         for ask in ({}, {"Range": "bytes=0-3"}):
@@ -277,13 +277,13 @@ def test_no_upload_is_shown_by_the_page_s_address(
 def test_what_the_page_made_is_shown_and_nothing_else_in_its_folder(
     page: tuple[Any, str],
 ) -> None:
-    import httpx2
+    import httpx
 
     desk, url = page
     folder = desk.host.folder / "a-visit"
     folder.mkdir()
     shown = {".mp4": "video/mp4", ".jpg": "image/jpeg", ".json": "application/json"}
-    with httpx2.Client(base_url=url) as http:
+    with httpx.Client(base_url=url) as http:
         for suffix, kind in (shown | {".html": "text/html"}).items():
             (folder / f"0001-a{suffix}").write_bytes(b"made here")
             answer = http.get(f"gradio_api/file={folder}/0001-a{suffix}")
@@ -321,14 +321,14 @@ def test_what_the_page_made_is_shown_and_nothing_else_in_its_folder(
 def test_a_page_for_this_machine_answers_to_its_own_names(
     page: tuple[Any, str], host: str, status: int
 ) -> None:
-    import httpx2
+    import httpx
 
     _, url = page
     host = host.format(port=url.rstrip("/").rpartition(":")[2])
     for path in ("", "config", "gradio_api/info"):
-        assert httpx2.get(url + path, headers={"Host": host}).status_code == status
+        assert httpx.get(url + path, headers={"Host": host}).status_code == status
     asked = {"data": [], "fn_index": 0, "session_hash": "rebound"}
-    answer = httpx2.post(f"{url}gradio_api/queue/join", json=asked, headers={"Host": host})
+    answer = httpx.post(f"{url}gradio_api/queue/join", json=asked, headers={"Host": host})
     assert (answer.status_code == 400 and b"Invalid host" in answer.content) == (status == 400)
 
 
@@ -344,22 +344,22 @@ def test_a_host_may_name_others_and_a_password_allows_any() -> None:
 
 
 def test_nobody_forwards_the_page_to_another_host(page: tuple[Any, str]) -> None:
-    import httpx2
+    import httpx
 
     _, url = page
     for path in ("", "config"):
-        answer = httpx2.get(url + path, headers={"X-Forwarded-Host": "rebind.example"})
+        answer = httpx.get(url + path, headers={"X-Forwarded-Host": "rebind.example"})
         assert answer.status_code == 200
         assert b"rebind.example" not in answer.content
 
 
 def test_every_answer_says_what_browsers_may_do_with_it(page: tuple[Any, str]) -> None:
-    import httpx2
+    import httpx
 
     desk, url = page
     (desk.host.folder / "report.html").write_bytes(b"<script>fetch('/config')</script>")
     paths = ("", "config", "gradio_api/file=/etc/passwd", "no-such-page", "theme.css")
-    with httpx2.Client(base_url=url) as http:
+    with httpx.Client(base_url=url) as http:
         answers = [http.get(path) for path in paths]
         answers.append(http.get("", headers={"Host": "rebind.example"}))
         answers.append(http.post("gradio_api/queue/join", content=b"{", headers={"a": "b"}))
@@ -387,11 +387,11 @@ def _directive(policy: str, name: str) -> list[str]:
 
 
 def test_the_page_s_own_scripts_are_named_and_no_others(page: tuple[Any, str]) -> None:
-    import httpx2
+    import httpx
 
     from vidsparse.apps.page.headers import inline_scripts, script_hash
 
-    answer = httpx2.get(page[1])
+    answer = httpx.get(page[1])
     scripts = inline_scripts(answer.text)
     assert any("gradio_config" in text for text in scripts)
     named = _directive(answer.headers["content-security-policy"], "script-src")
@@ -412,12 +412,12 @@ def locked(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 def test_wrong_passwords_are_answered_slowly_and_the_right_one_opens_the_page(
     locked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import httpx2
+    import httpx
 
     from vidsparse.apps.page import logins
 
     monkeypatch.setattr(logins, "FIRST_PAUSE", 0.2)
-    with httpx2.Client(base_url=locked) as http:
+    with httpx.Client(base_url=locked) as http:
         assert http.get("config").status_code == 401
         seconds = []
         for _ in range(3):
@@ -1023,7 +1023,7 @@ def _inputs(caller: Caller, function: int, whole: bool = False) -> list[Any]:
 @timing
 @pytest.mark.slow
 def test_the_first_page_is_ready_within_eight_seconds(tmp_path: Path) -> None:
-    import httpx2
+    import httpx
 
     seconds = []
     for _ in range(3):
@@ -1036,7 +1036,7 @@ def test_the_first_page_is_ready_within_eight_seconds(tmp_path: Path) -> None:
             assert process.stdout is not None
             try:
                 assert process.stdout.readline() == f"page: http://127.0.0.1:{port}/\n"
-                page = httpx2.get(f"http://127.0.0.1:{port}/")
+                page = httpx.get(f"http://127.0.0.1:{port}/")
                 seconds.append(time.monotonic() - began)
             finally:
                 process.terminate()
