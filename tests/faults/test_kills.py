@@ -159,8 +159,8 @@ def test_killed_studies_end_with_the_rows_of_an_untouched_one(
     commands: Commands, tiny_model: Path, record_property: Callable[[str, object], None]
 ) -> None:
     given = ("bench", "quality", "three.txt", "--model", str(tiny_model), *SIZE, "--steps", "3")
-    how = ("--study", "tiles", "--limit-rows", "4", "--batch", "1", "--out", "{out}/rows.json")
-    killer = Killer(commands, (*given, *how), "study")
+    how = ("--study", "tiles", "--limit-rows", "4", "--batch", "1", "--commit", "0")
+    killer = Killer(commands, (*given, *how, "--out", "{out}/rows.json"), "study")
 
     def rows(folder: Path) -> list[object]:
         told = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
