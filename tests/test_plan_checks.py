@@ -446,12 +446,12 @@ def test_no_plan_makes_the_triton_kernel_read_or_write_outside_of_its_tensors(
     elif extra == "means":
         counts = counts_of_lists(right.kv_count, right.kv_index, tile[1], tokens, 128)
         options["means"] = KeyMeans(group_means(k, 128), group_means(v, 128), counts, 128)
-    call = partial(run, (q, k, v), implementation="triton", chosen=True, validate=False, **options)
+    options |= {"implementation": "triton", "chosen": True, "validate": False}
     with only_inside() as found:
-        call(right)
+        run((q, k, v), right, **options)
         # the watch itself finds nothing in a right plan.
         assert found == []
-        call(work)
+        run((q, k, v), work, **options)
     assert found == []
 
 

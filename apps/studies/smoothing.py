@@ -31,7 +31,8 @@ SMOOTHED: Final = ("nothing", "keys", "keys, queries by block", "keys, all queri
 def block_means(q: Tensor, run: int = RUN) -> Tensor:
     """The mean of every ``run`` queries ``[B, H, S, D]``, repeated for each of them."""
     tokens = q.shape[2]
-    sums = F.pad(q, (0, 0, 0, -tokens % run)).unflatten(2, (-1, run)).sum(3)
+    padded = F.pad(q, (0, 0, 0, -tokens % run))
+    sums = padded.view(*q.shape[:2], -1, run, q.shape[3]).sum(3)
     sizes = (tokens - torch.arange(0, tokens, run)).clamp_max(run)
     return (sums / sizes.unsqueeze(-1)).repeat_interleave(run, 2)[:, :, :tokens]
 

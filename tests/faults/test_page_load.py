@@ -118,7 +118,9 @@ def visit(page: Page, number: int) -> None:
     with closing(caller.http):
         assert caller.http.get("gradio_api/info").status_code == 200
         video_of(caller, seed=number, method=rng.choice(["fg-attn", "spargeattn", "dense"]))
-        wrong = rng.choice([{"steps": 0}, {"prompt": ""}, {"method": "magic"}, {"fps": 1e300}])
+        wrong: dict[str, Any] = rng.choice(
+            [{"steps": 0}, {"prompt": ""}, {"method": "magic"}, {"fps": 1e300}]
+        )
         event = caller.ask_for_a_video(**{**SMALL, **wrong}).json()["event_id"]
         assert not caller.ends({event})[event]["success"]
         # one that is given up: nobody listens any more.
