@@ -410,7 +410,8 @@ def _of_16_bits(work: Work) -> Work:
 
 @pytest.mark.faults
 @pytest.mark.skipif(TRITON_ON != "cpu", reason="watches what Triton's interpreter does")
-@settings(max_examples=form(short=8, long=300))
+@pytest.mark.timeout(3600)
+@settings(max_examples=form(short=8, long=100))
 @given(
     kinds=st.lists(st.sampled_from(list(SAID)), min_size=1, max_size=4),
     tile=st.sampled_from([(16, 1), (32, 16), (64, 64), (128, 128)]),
