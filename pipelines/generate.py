@@ -33,6 +33,7 @@ from vidsparse.pipelines.records import shared_record
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.pipelines.video import Sound
 from vidsparse.presets import Preset, load_preset
+from vidsparse.room import NoRoomError
 
 Progress = Callable[[int, int, float], object]
 """Called after each denoising step with its number from 1, the number of steps, its seconds."""
@@ -240,20 +241,41 @@ def decoded(
     return frames
 
 
+@contextmanager
 def _memory_hint(
     loaded: LoadedPipeline, request: GenerateRequest, batch: int = 1
-) -> AbstractContextManager[None]:
-    """Says, where memory runs out, what was asked for and what is about half of it."""
+) -> Iterator[None]:
+    """Says, where memory runs out or would, what was asked for and what would take less.
+
+    That is about half of it, or as many frames as the plan has room for.
+
+    Raises:
+        UnsupportedError: it does.
+    """
     assert request.frames is not None
     videos = f"{batch} videos of " if batch > 1 else ""
-    factor = loaded.defaults.frame_factor
-    half = request.frames // 2 // factor * factor + 1
+    what = f"{videos}{request.frames} frames of {request.width}x{request.height}"
+    half = _fewer_frames(loaded, request.frames, 0.5)
     fewer = "a smaller batch, " if batch > 1 else ""
-    fewer += f"{half} frames or " if half < request.frames else ""
-    return memory_hint(
-        f"{videos}{request.frames} frames of {request.width}x{request.height}",
-        f"try {fewer}a smaller size",
-    )
+    shorter = f"{half} frames or " if half < request.frames else ""
+    try:
+        with memory_hint(what, f"try {fewer}{shorter}a smaller size"):
+            yield
+    except NoRoomError as error:
+        # a plan grows with the square of its tokens.
+        most = _fewer_frames(loaded, request.frames, (max(0, error.free) / error.needed) ** 0.5)
+        shorter = f"{most} frames, " if most < request.frames else ""
+        raise UnsupportedError(
+            f"{error.whose} is too small for {what}: {error.what} alone take "
+            f"{error.needed / 2**30:.2f} GiB, and {max(0, error.free) / 2**30:.2f} are free. "
+            f"Hint: try {fewer}{shorter}a smaller size or a larger tile."
+        ) from None
+
+
+def _fewer_frames(loaded: LoadedPipeline, frames: int, share: float) -> int:
+    """The model's next number of frames at or below that share of ``frames``."""
+    factor = loaded.defaults.frame_factor
+    return int(frames * share) // factor * factor + 1
 
 
 @contextmanager

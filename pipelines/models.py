@@ -445,10 +445,18 @@ def _check_index(name: str, folder: Path, hint: str) -> None:
 
 
 @contextmanager
-def _hub_errors(hub_id: str) -> Iterator[None]:
-    """Turn the hub client's errors into a sentence that says what to do."""
+def _hub_errors(hub_id: str, *, what: str = "model", option: str = "--model") -> Iterator[None]:
+    """Turn the hub client's errors into a sentence that says what to do.
+
+    Args:
+        hub_id: what is fetched.
+        what: it is, in words.
+        option: that takes a path of it instead.
+    """
     from huggingface_hub import errors
 
+    # of whichever library the hub's client speaks HTTP with; some of its own errors come through.
+    transport: type[Exception] = errors.HfHubHTTPError.__mro__[1]
     try:
         yield
     except errors.GatedRepoError:
@@ -458,17 +466,23 @@ def _hub_errors(hub_id: str) -> Iterator[None]:
         ) from None
     except errors.RepositoryNotFoundError:
         raise ModelError(
-            f"there is no model {hub_id!r}, neither as a folder here nor on the hub. "
+            f"there is no {what} {hub_id!r}, neither as a folder here nor on the hub. "
             "Hint: check the spelling; a private one needs 'hf auth login'."
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
-        raise ModelError(
-            f"{hub_id} is not in the local hub cache, and the hub cannot be reached "
-            f"({type(error).__name__}). Hint: connect once to download it, or fetch it elsewhere "
-            f"with 'hf download {hub_id}' and give --model the folder."
-        ) from None
+        raise _not_reached(hub_id, option, error) from None
     except (OSError, errors.HFValidationError) as error:
         raise ModelError(f"{hub_id} could not be downloaded: {error}") from None
+    except transport as error:
+        raise _not_reached(hub_id, option, error) from None
+
+
+def _not_reached(hub_id: str, option: str, error: Exception) -> ModelError:
+    return ModelError(
+        f"{hub_id} is not in the local hub cache, and the hub cannot be reached "
+        f"({type(error).__name__}). Hint: connect once to download it, or fetch it elsewhere "
+        f"with 'hf download {hub_id}' and give {option} the folder."
+    )
 
 
 def _folder_of(ref: ModelRef) -> Path:
@@ -531,7 +545,7 @@ def _put_lora(pipe: Any, lora: str) -> None:
                 )
             pipe.load_lora_weights(path, weight_name=files[0].name, use_safetensors=True)
         else:
-            with _hub_errors(lora):
+            with _hub_errors(lora, what="LoRA", option="--lora"):
                 pipe.load_lora_weights(lora, use_safetensors=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"the LoRA {lora} does not fit this model: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,19 @@ from vidsparse.logs import logger
 # what these say when diffusers imports torchao, where it is installed: which of its own kernels do
 # not load here, and that torch will drop a function that it calls.
 LOUD: Final = ("torchao", "torch.utils._pytree")
+
+
+def quiet_imports() -> None:
+    """Silence, for the rest of the process, what the hosts say where they are imported.
+
+    For programs of our own: a library leaves a process's loggers as they are. Processes that this
+    one starts are silent as well, of what diffusers and transformers say.
+    """
+    for name in LOUD:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # read when they are imported.
+    for host in ("DIFFUSERS", "TRANSFORMERS"):
+        os.environ.setdefault(f"{host}_VERBOSITY", "error")
 
 
 @contextmanager

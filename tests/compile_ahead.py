@@ -72,7 +72,7 @@ def _capability(text: str) -> int:
 def main() -> int:
     """Compile and print; the exit status says whether all variants compiled and fit."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("capability", type=_capability, nargs="*", help="80, 89, 90 or 100")
+    parser.add_argument("capability", type=_capability, nargs="*", help="80, 89, 90, 100 or 120")
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="only this one")
     parser.add_argument("--all", action="store_true", help="every tile and dtype")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="variants at a time")

@@ -3,13 +3,16 @@
 A reduction by a kernel's own function calls that function once for every element, through all of
 Triton's checks: a running maximum over 128 keys of 128 rows is sixteen thousand calls. The function
 combines tensors as well as numbers, so one call for each place along the axis gives the same, in
-the same order.
+the same order. And watched: what kernels read and write outside of their tensors.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -66,3 +69,49 @@ def generic_reduce(self: Any, given: tuple[Any, ...]) -> list[Any]:
     elif self.axis is None:
         total = [x.item() for x in total]
     return [self.to_tensor(x, dtype) for x, dtype in zip(total, dtypes, strict=True)]
+
+
+@contextmanager
+def only_inside() -> Iterator[list[str]]:
+    """Note, in the list that it gives, what interpreted kernels read or write outside of tensors.
+
+    That is outside of all the tensors that the kernel was given. Nothing is read or written there.
+    """
+    from triton.runtime.interpreter import GridExecutor, interpreter_builder
+
+    begin, load, store = (
+        GridExecutor._init_args_hst,
+        interpreter_builder.create_masked_load,
+        interpreter_builder.create_masked_store,
+    )
+    given: list[tuple[int, int]] = []
+    found: list[str] = []
+
+    def begun(self: Any, args: Any, kwargs: Any) -> Any:
+        made, named = begin(self, args, kwargs)
+        given[:] = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in made if hasattr(x, "data_ptr")]
+        return made, named
+
+    def inside(what: str, pointers: Any, mask: Any) -> Any:
+        first = pointers.data.astype(np.int64)
+        last = first + pointers.get_element_ty().primitive_bitwidth // 8
+        right = np.zeros(first.shape, bool)
+        for start, end in given:
+            right |= (first >= start) & (last <= end)
+        wrong = mask.data & ~right
+        if wrong.any():
+            found.append(f"{what} at {int(wrong.sum())} places outside")
+        return type(mask)(mask.data & right, mask.dtype)
+
+    def loaded(pointers: Any, mask: Any, *more: Any) -> Any:
+        return load(pointers, inside("reads", pointers, mask), *more)
+
+    def stored(pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
+        return store(pointers, value, inside("writes", pointers, mask), *more)
+
+    with (
+        mock.patch.object(GridExecutor, "_init_args_hst", begun),
+        mock.patch.object(interpreter_builder, "create_masked_load", loaded),
+        mock.patch.object(interpreter_builder, "create_masked_store", stored),
+    ):
+        yield found

@@ -11,10 +11,13 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import urljoin
 
-import httpx2
+import httpx
 
 from vidsparse.apps.page.host import Limits
 from vidsparse.apps.page.start import load_first, make_desk, require_gradio
+
+# a video that takes a moment.
+TINY: dict[str, Any] = {"steps": 4, "frames": 9, "width": 64, "height": 64}
 
 
 @contextmanager
@@ -53,7 +56,7 @@ class Caller:
 
     def __init__(self, url: str, session: str) -> None:
         self.session = session
-        self.http = httpx2.Client(base_url=url, timeout=120)
+        self.http = httpx.Client(base_url=url, timeout=120)
         config = self.http.get("config").json()
         self.functions = {fn["id"]: fn for fn in config["dependencies"]}
         self.components = {each["id"]: each for each in config["components"]}
@@ -90,6 +93,19 @@ class Caller:
             self.components[number]["props"].get("value")
             for number in self.functions[function]["inputs"]
         ]
+
+    def parameters(self, name: str) -> list[dict[str, Any]]:
+        """What a function of the interface takes, in order."""
+        found = self.http.get("gradio_api/info").json()["named_endpoints"][name]["parameters"]
+        return list(found)
+
+    def ask_for_a_video(self, **changes: Any) -> Any:
+        """Put a small video into the queue; answers the response."""
+        function = self.function("generate")
+        names = [each["parameter_name"] for each in self.parameters("/generate")]
+        data = dict(zip(names, self.defaults(function), strict=True))
+        data |= {"prompt": "a red circle", **TINY, **changes}
+        return self.start(function, list(data.values()))
 
     def function(self, name: str) -> int:
         """The number of a function by the name it has in the interface."""

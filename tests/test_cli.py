@@ -124,6 +124,37 @@ def test_help_and_version_import_nothing_heavy(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [("9" * 400, "--gpus"), ("1000", "starts 1000 processes, and this machine has room for")],
+)
+def test_no_more_processes_are_started_than_a_machine_has_room_for(
+    count: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "p.txt").write_text("a red circle\n", encoding="utf-8")
+    given = ["generate", str(tmp_path / "p.txt"), "--device", "cpu", "--gpus", count]
+    done = CliRunner().invoke(main, [*given, "--out", str(tmp_path / "o")])
+    assert done.exit_code == 2
+    assert said in done.output
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.slow
+def test_a_command_keeps_what_libraries_say_of_themselves_off_standard_error() -> None:
+    pytest.importorskip("torchao")
+    code = (
+        "import sys\n"
+        "from vidsparse.apps.cli import main\n"
+        "try:\n"
+        "    main(['methods'])\n"
+        "except SystemExit:\n"
+        # as a command does that records calls of a model, or builds one.
+        "    from diffusers import WanPipeline\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_threads_that_wait_leave_their_core() -> None:
     # it must stand in the environment before torch is imported, and a user's own choice stays.
     code = (

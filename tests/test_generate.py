@@ -486,6 +486,21 @@ def test_a_lora_that_does_not_fit_is_an_error(folder: Path, tmp_path: Path, lora
         load(folder, device="cpu", lora=str(path))
 
 
+def test_a_lora_of_a_hub_that_is_not_reached_is_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    from huggingface_hub import HfApi, hf_api
+
+    # where nobody listens.
+    monkeypatch.setattr(hf_api, "api", api := HfApi(endpoint="http://127.0.0.1:9"))
+    monkeypatch.setattr("diffusers.loaders.lora_base.model_info", api.model_info)
+    with pytest.raises(
+        ModelError, match=r"hub cannot be reached \(ConnectError\).*give --lora the"
+    ):
+        load(folder, device="cpu", lora="nobody/nothing")
+
+
 # generating
 
 

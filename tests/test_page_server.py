@@ -26,7 +26,7 @@ from tiny_families import wan_image_to_video
 
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 
-from page_server import Caller, free_port, served
+from page_server import TINY, Caller, free_port, served
 
 from vidsparse.pipelines.calibrate import calibrate
 from vidsparse.pipelines.generate import generate
@@ -34,7 +34,6 @@ from vidsparse.pipelines.models import load
 from vidsparse.pipelines.request import GenerateRequest
 from vidsparse.pipelines.video import read_video, write_video
 
-TINY: dict[str, Any] = {"steps": 4, "frames": 9, "width": 64, "height": 64}
 MOST: dict[str, Any] = {"steps": 6, "frames": 17, "side": 96, "prompts": 2, "settings": 2}
 
 timing = pytest.mark.skipif(
@@ -128,7 +127,7 @@ def test_a_visitor_who_comes_back_finds_the_job_and_the_videos(page: tuple[Any, 
     # the page is loaded anew: another session, and the browser's cookie.
     for caller in (first, again):
         caller.http.headers["Cookie"] = cookie
-    _ask_for_a_video(first, prompt="a red circle that waits")
+    first.ask_for_a_video(prompt="a red circle that waits")
     with first.http.stream("GET", "gradio_api/queue/data?session_hash=first") as answer:
         next(line for line in answer.iter_lines() if "before yours" in line)
     first.http.close()
@@ -198,7 +197,7 @@ def test_values_that_no_browser_sends_are_a_sentence_before_anything_runs(
     monkeypatch.setattr(desk.queue, "submit", lambda *_: pytest.fail("it was to run"))
     caller = Caller(url, f"odd-{words}")
     function = caller.function("generate")
-    names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
+    names = [each["parameter_name"] for each in caller.parameters("/generate")]
     data = dict(zip(names, caller.defaults(function), strict=True))
     data |= {"prompt": "a red circle", **TINY, **wrong}
     event = caller.start(function, list(data.values())).json()["event_id"]
@@ -257,10 +256,10 @@ def test_no_picture_is_decoded_where_no_model_takes_one(
 def test_no_upload_is_shown_by_the_page_s_address(
     page: tuple[Any, str], name: str, data: bytes
 ) -> None:
-    import httpx2
+    import httpx
 
     desk, url = page
-    with httpx2.Client(base_url=url) as http:
+    with httpx.Client(base_url=url) as http:
         (path,) = http.post("gradio_api/upload", files={"files": (name, data)}).json()
         assert not Path(path).is_relative_to(desk.host.folder)
         for ask in ({}, {"Range": "bytes=0-3"}):
@@ -277,13 +276,13 @@ def test_no_upload_is_shown_by_the_page_s_address(
 def test_what_the_page_made_is_shown_and_nothing_else_in_its_folder(
     page: tuple[Any, str],
 ) -> None:
-    import httpx2
+    import httpx
 
     desk, url = page
     folder = desk.host.folder / "a-visit"
     folder.mkdir()
     shown = {".mp4": "video/mp4", ".jpg": "image/jpeg", ".json": "application/json"}
-    with httpx2.Client(base_url=url) as http:
+    with httpx.Client(base_url=url) as http:
         for suffix, kind in (shown | {".html": "text/html"}).items():
             (folder / f"0001-a{suffix}").write_bytes(b"made here")
             answer = http.get(f"gradio_api/file={folder}/0001-a{suffix}")
@@ -321,14 +320,14 @@ def test_what_the_page_made_is_shown_and_nothing_else_in_its_folder(
 def test_a_page_for_this_machine_answers_to_its_own_names(
     page: tuple[Any, str], host: str, status: int
 ) -> None:
-    import httpx2
+    import httpx
 
     _, url = page
     host = host.format(port=url.rstrip("/").rpartition(":")[2])
     for path in ("", "config", "gradio_api/info"):
-        assert httpx2.get(url + path, headers={"Host": host}).status_code == status
+        assert httpx.get(url + path, headers={"Host": host}).status_code == status
     asked = {"data": [], "fn_index": 0, "session_hash": "rebound"}
-    answer = httpx2.post(f"{url}gradio_api/queue/join", json=asked, headers={"Host": host})
+    answer = httpx.post(f"{url}gradio_api/queue/join", json=asked, headers={"Host": host})
     assert (answer.status_code == 400 and b"Invalid host" in answer.content) == (status == 400)
 
 
@@ -344,22 +343,22 @@ def test_a_host_may_name_others_and_a_password_allows_any() -> None:
 
 
 def test_nobody_forwards_the_page_to_another_host(page: tuple[Any, str]) -> None:
-    import httpx2
+    import httpx
 
     _, url = page
     for path in ("", "config"):
-        answer = httpx2.get(url + path, headers={"X-Forwarded-Host": "rebind.example"})
+        answer = httpx.get(url + path, headers={"X-Forwarded-Host": "rebind.example"})
         assert answer.status_code == 200
         assert b"rebind.example" not in answer.content
 
 
 def test_every_answer_says_what_browsers_may_do_with_it(page: tuple[Any, str]) -> None:
-    import httpx2
+    import httpx
 
     desk, url = page
     (desk.host.folder / "report.html").write_bytes(b"<script>fetch('/config')</script>")
     paths = ("", "config", "gradio_api/file=/etc/passwd", "no-such-page", "theme.css")
-    with httpx2.Client(base_url=url) as http:
+    with httpx.Client(base_url=url) as http:
         answers = [http.get(path) for path in paths]
         answers.append(http.get("", headers={"Host": "rebind.example"}))
         answers.append(http.post("gradio_api/queue/join", content=b"{", headers={"a": "b"}))
@@ -387,11 +386,11 @@ def _directive(policy: str, name: str) -> list[str]:
 
 
 def test_the_page_s_own_scripts_are_named_and_no_others(page: tuple[Any, str]) -> None:
-    import httpx2
+    import httpx
 
     from vidsparse.apps.page.headers import inline_scripts, script_hash
 
-    answer = httpx2.get(page[1])
+    answer = httpx.get(page[1])
     scripts = inline_scripts(answer.text)
     assert any("gradio_config" in text for text in scripts)
     named = _directive(answer.headers["content-security-policy"], "script-src")
@@ -412,12 +411,12 @@ def locked(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
 def test_wrong_passwords_are_answered_slowly_and_the_right_one_opens_the_page(
     locked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import httpx2
+    import httpx
 
     from vidsparse.apps.page import logins
 
     monkeypatch.setattr(logins, "FIRST_PAUSE", 0.2)
-    with httpx2.Client(base_url=locked) as http:
+    with httpx.Client(base_url=locked) as http:
         assert http.get("config").status_code == 401
         seconds = []
         for _ in range(3):
@@ -559,7 +558,7 @@ def test_a_page_that_runs_long_keeps_no_copies(cleaned: tuple[Any, str]) -> None
     copies = desk.host.folder.with_name("page-uploads")
     caller = Caller(url, "stays")
     function = caller.function("generate")
-    names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
+    names = [each["parameter_name"] for each in caller.parameters("/generate")]
     data = dict(zip(names, caller.defaults(function), strict=True))
     data |= {"prompt": "a red circle", **TINY}
     event = caller.start(function, list(data.values())).json()["event_id"]
@@ -749,7 +748,7 @@ def test_a_visitor_who_leaves_takes_the_jobs_along(page: tuple[Any, str]) -> Non
     desk, url = page
     caller = Caller(url, "leaves")
     function = caller.function("generate")
-    names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
+    names = [each["parameter_name"] for each in caller.parameters("/generate")]
     data = dict(zip(names, caller.defaults(function), strict=True))
     data |= {"prompt": "a", **TINY}
     # a job in front keeps the device busy until this visitor has gone.
@@ -775,14 +774,6 @@ def test_a_visitor_who_leaves_takes_the_jobs_along(page: tuple[Any, str]) -> Non
     assert blocker is not None
 
 
-def _ask_for_a_video(caller: Caller, **changes: Any) -> Any:
-    function = caller.function("generate")
-    names = [each["parameter_name"] for each in _parameters(caller, "/generate")]
-    data = dict(zip(names, caller.defaults(function), strict=True))
-    data |= {"prompt": "a red circle", **TINY, **changes}
-    return caller.start(function, list(data.values()))
-
-
 def _until(ready: Callable[[], object]) -> None:
     until = time.monotonic() + 20
     while not ready():
@@ -800,11 +791,11 @@ def test_one_visitor_has_a_share_of_the_queue_and_refusals_leave_no_folder(
     desk.queue.submit(Job(lambda bench, job: gate.wait(60)))
     folders = set(desk.host.folder.iterdir())
     greedy, modest = Caller(url, "greedy"), Caller(url, "modest")
-    events = {_ask_for_a_video(greedy).json()["event_id"] for _ in range(14)}
+    events = {greedy.ask_for_a_video().json()["event_id"] for _ in range(14)}
     visit = desk.visits.of("greedy")
     # a quarter of forty places.
     _until(lambda: len(visit.open("generate")) == 10)
-    event = _ask_for_a_video(modest).json()["event_id"]
+    event = modest.ask_for_a_video().json()["event_id"]
     _until(lambda: len(desk.visits.of("modest").open("generate")) == 1)
     assert set(desk.host.folder.iterdir()) == folders
     desk.cancel(visit, "generate")
@@ -828,8 +819,8 @@ def test_a_job_that_nobody_listens_to_is_given_up(
     gate = threading.Event()
     desk.queue.submit(Job(lambda bench, job: gate.wait(60)))
     unheard, heard = Caller(url, "unheard"), Caller(url, "heard")
-    _ask_for_a_video(unheard)
-    event = _ask_for_a_video(heard).json()["event_id"]
+    unheard.ask_for_a_video()
+    event = heard.ask_for_a_video().json()["event_id"]
     with ThreadPoolExecutor(1) as pool:
         listening = pool.submit(heard.ends, {event})
         visit = desk.visits.of("unheard")
@@ -852,7 +843,7 @@ def test_a_visitor_s_mistake_is_one_line_in_the_log(
 ) -> None:
     caller = Caller(page[1], f"mistaken {wrong}")
     with caplog.at_level("INFO", "vidsparse"):
-        event = _ask_for_a_video(caller, **wrong).json()["event_id"]
+        event = caller.ask_for_a_video(**wrong).json()["event_id"]
         assert not caller.ends({event})[event]["success"]
         bad = caller.start(caller.function("generate"), ["too few"]).json()["event_id"]
         assert not caller.ends({bad})[bad]["success"]
@@ -860,12 +851,6 @@ def test_a_visitor_s_mistake_is_one_line_in_the_log(
     assert len(lines) == 2
     assert all("\n" not in line for line in lines)
     assert "Traceback" not in capfd.readouterr().err
-
-
-def _parameters(caller: Caller, name: str) -> list[dict[str, Any]]:
-    info = caller.http.get("gradio_api/info").json()
-    found: list[dict[str, Any]] = info["named_endpoints"][name]["parameters"]
-    return found
 
 
 # ---- calls that nobody meant ----
@@ -1023,7 +1008,7 @@ def _inputs(caller: Caller, function: int, whole: bool = False) -> list[Any]:
 @timing
 @pytest.mark.slow
 def test_the_first_page_is_ready_within_eight_seconds(tmp_path: Path) -> None:
-    import httpx2
+    import httpx
 
     seconds = []
     for _ in range(3):
@@ -1036,7 +1021,7 @@ def test_the_first_page_is_ready_within_eight_seconds(tmp_path: Path) -> None:
             assert process.stdout is not None
             try:
                 assert process.stdout.readline() == f"page: http://127.0.0.1:{port}/\n"
-                page = httpx2.get(f"http://127.0.0.1:{port}/")
+                page = httpx.get(f"http://127.0.0.1:{port}/")
                 seconds.append(time.monotonic() - began)
             finally:
                 process.terminate()

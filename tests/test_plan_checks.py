@@ -14,12 +14,14 @@ from budget import Work, check_kernel, random_qkv, random_work, truth
 from fault_runs import form
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_cases import DEVICE as TRITON_ON
 from torch import Tensor
 
 from vidsparse import OptionError, TokenGrid, attend
-from vidsparse.kernels import RelativeGate, quantize_qk, sparse_attention
+from vidsparse.kernels import AbsoluteGate, RelativeGate, quantize_qk, sparse_attention
 from vidsparse.kernels.attention import checks
 from vidsparse.kernels.attention.checks import Answer, faults_of_plan, harmless, raise_found
+from vidsparse.kernels.attention.means import KeyMeans, counts_of_lists, group_means
 
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned_empty")
 
@@ -398,6 +400,62 @@ def test_the_answer_of_a_gpu_is_told_once_when_it_is_there_and_nobody_waits() ->
     assert len(answers) == 1
 
 
+# ---- what Triton's kernel reads and writes, whatever a plan says ----
+
+
+def _of_16_bits(work: Work) -> Work:
+    low, high = -(2**15), 2**15 - 1
+    return replace(work, kv_index=work.kv_index.clamp(low, high).to(torch.int16))
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(TRITON_ON != "cpu", reason="watches what Triton's interpreter does")
+@pytest.mark.timeout(3600)
+@settings(max_examples=form(short=8, long=100))
+@given(
+    kinds=st.lists(st.sampled_from(list(SAID)), min_size=1, max_size=4),
+    tile=st.sampled_from([(16, 1), (32, 16), (64, 64), (128, 128)]),
+    tokens=st.sampled_from([129, 300]),
+    extra=st.sampled_from(["", "int8", "relative", "absolute", "means"]),
+    is_short=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_no_plan_makes_the_triton_kernel_read_or_write_outside_of_its_tensors(
+    kinds: list[str], tile: tuple[int, int], tokens: int, extra: str, is_short: bool, seed: int
+) -> None:
+    from interpreter import only_inside
+
+    q, k, v = random_qkv(tokens, 64, torch.float16)
+    options: dict[str, Any] = {}
+    right = work = random_work(tokens, tile, seed=seed)
+    gen = torch.Generator().manual_seed(seed)
+    for kind in kinds:
+        work = damaged(work, kind, gen)
+    # numbers that overflow where they are multiplied by the size of a tile.
+    worst = work.q_tiles.view(-1), work.kv_index.view(-1)
+    for table in worst:
+        table[int(torch.randint(len(table), (), generator=gen))] = 2**31 - 1 - seed % 2
+        table[int(torch.randint(len(table), (), generator=gen))] = -(2**31)
+    if is_short:
+        right, work = _of_16_bits(right), _of_16_bits(work)
+    if extra == "int8":
+        options["quantize"] = "int8"
+    elif extra == "relative" or (extra == "absolute" and tile[0] < 32):
+        options["gate"] = RelativeGate(-8.0)
+    elif extra == "absolute":
+        options["gate"] = AbsoluteGate(torch.tensor(-2.0), rows=min(64, tile[0]))
+    elif extra == "means":
+        counts = counts_of_lists(right.kv_count, right.kv_index, tile[1], tokens, 128)
+        options["means"] = KeyMeans(group_means(k, 128), group_means(v, 128), counts, 128)
+    options |= {"implementation": "triton", "chosen": True, "validate": False}
+    with only_inside() as found:
+        run((q, k, v), right, **options)
+        # the watch itself finds nothing in a right plan.
+        assert found == []
+        run((q, k, v), work, **options)
+    assert found == []
+
+
 # ---- rows in no block, by Triton's kernel ----
 
 
@@ -442,6 +500,9 @@ def test_on_a_gpu_a_broken_plan_harms_nothing_and_is_told_later(
             run(qkv, work.to("cuda"), implementation=name)
         with pytest.raises(ValueError, match=SAID[kind]):
             run(qkv, broken, implementation=name, validate=True)
+        # an access elsewhere would be an error from here on.
+        run(qkv, broken, implementation=name, validate=False)
+        torch.cuda.synchronize()
     good = work.to("cuda")
     for _ in range(2):
         check_kernel(partial(sparse_attention, implementation=name), q, k, v, good)

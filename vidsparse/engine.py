@@ -29,6 +29,7 @@ from vidsparse.ring import (
     plan_in_ring,
     stretch_step,
 )
+from vidsparse.room import check_room, free_bytes
 from vidsparse.route import (
     Route,
     check_dense_kernel,
@@ -161,6 +162,8 @@ class AttentionEngine:
         self._routes: dict[tuple[Hashable, ...], Route] = {}
         self._dense: dict[tuple[Hashable, ...], bool] = {}
         self._costs: dict[tuple[torch.device, torch.dtype, int], SelectionCost | None] = {}
+        # of what calls there is room to plan.
+        self._fitting: set[tuple[Hashable, ...]] = set()
 
     def begin_run(self, steps: int) -> None:
         """Start a run of ``steps`` denoising steps: new trace, no plans kept."""
@@ -171,6 +174,7 @@ class AttentionEngine:
         self._routes.clear()
         self._dense.clear()
         self._costs.clear()
+        self._fitting.clear()
 
     def forget(self) -> None:
         """Let go of plans and of what was kept beside them, which may be gigabytes."""
@@ -215,8 +219,8 @@ class AttentionEngine:
             The output ``[B, H, S, D]`` in the dtype and token order of ``q``.
 
         Raises:
-            UnsupportedError: the implementation asked for cannot run on these tensors, or gradients
-                are asked for and the call is sparse.
+            UnsupportedError: the implementation asked for cannot run on these tensors, gradients
+                are asked for and the call is sparse, or the memory is too small to plan it.
             VidsparseError: ``check_finite`` found NaN or Inf.
         """
         if self.observer is not None and dense_because is None:
@@ -440,9 +444,9 @@ class AttentionEngine:
             return True
         before = {cell.branch for cell in self.trace.cells if cell.step < site.step}
         needed = remainder_bytes(q) * self.layers * (len(before) or 2)
-        free, all_of_it = torch.cuda.mem_get_info(q.device)
-        held = torch.cuda.memory_reserved(q.device) - torch.cuda.memory_allocated(q.device)
-        room = free + held - all_of_it * _LEFT_FREE
+        free, all_of_it = free_bytes(q.device), torch.cuda.mem_get_info(q.device)[1]
+        assert free is not None
+        room = free - all_of_it * _LEFT_FREE
         if needed > room:
             self.trace.notes.append(
                 f"refreshes would keep {needed / 2**30:.1f} GiB and there is room for "
@@ -484,6 +488,11 @@ class AttentionEngine:
         self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, order: TokenOrder, route: Route
     ) -> Ordered:
         assert isinstance(self.method, SparseMethod)
+        # once a run for all calls alike, of which the later ones may have what the first gave back.
+        alike = q.device, q.dtype, q.shape
+        if alike not in self._fitting:
+            check_room(self.method, q, route)
+            self._fitting.add(alike)
         if self.probe is None or not self.probe.wants(site):
             return self.planner(self.method, q, k, site, order, route, v)
         # a probe looks at q and k themselves: they are not rounded on the way.

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import secrets
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -73,19 +74,22 @@ def put_in_place(partial: Path, path: Path) -> None:
     os.replace(partial, path)
 
 
-def clear_partial(folder: Path, *names: str) -> None:
-    """Remove what killed runs left half written in ``folder``; nobody else may be writing there.
+def clear_partial(folder: Path, *names: str, untouched: float = 0) -> None:
+    """Remove what killed runs left half written in ``folder``.
 
     Args:
         folder: where to look.
         names: of the files whose partial ones are removed; all files' where none is given.
+        untouched: seconds that nobody has written to them, where others may be writing there.
     """
     begun = tuple(f".{name}." for name in names)
+    last = time.time() - untouched
     with suppress(OSError):
         for path in list(folder.iterdir()):
             if _PARTIAL.fullmatch(path.name) and (not names or path.name.startswith(begun)):
                 with suppress(OSError):
-                    path.unlink()
+                    if path.stat().st_mtime <= last or not untouched:
+                        path.unlink()
 
 
 def unwritten(path: Path, error: OSError, hint: str = "") -> OutputError:

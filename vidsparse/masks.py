@@ -158,6 +158,15 @@ def top_k_mask(scores: Tensor, count: int) -> Tensor:
     return torch.zeros_like(kept).scatter_(-1, index, kept)
 
 
+def choosing_bytes(top_p: object) -> int:
+    """Bytes that ``choose_tiles`` takes for a tile at the least; ``top_p`` is None for a share.
+
+    The tile's flag and score in fp32; and to find top-p the scores in order, and the places of that
+    order in 64 bits.
+    """
+    return 5 if top_p is None else 16
+
+
 def choose_tiles(scores: Tensor, top_p: float | Tensor | None, topk: float | None) -> Tensor:
     """Top-p of the softmax of ``scores`` ``[..., Tq, Tk]``, or the share ``topk`` of its columns.
 

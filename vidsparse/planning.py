@@ -121,13 +121,18 @@ def plan_attention(
     return _plan_by_kernels(method, q, k, site, route)
 
 
+def heads_at_once(q: Tensor, tile: tuple[int, int]) -> int:
+    """Heads of ``q`` ``[B, H, S, D]`` whose mask is made at once in torch."""
+    tiles = tile_count(q.shape[2], tile[0]) * tile_count(q.shape[2], tile[1]) * q.shape[0]
+    return max(1, MASK_TILES // tiles)
+
+
 def _plan_by_torch(
     method: SparseMethod, q: Tensor, k: Tensor, site: CallSite, route: Route, v: Tensor | None
 ) -> SparsePlan:
     tokens, grid = q.shape[2], site.grid
     rows, keys = method.tile
-    tiles = tile_count(tokens, rows) * tile_count(tokens, keys) * q.shape[0]
-    chunk = max(1, MASK_TILES // tiles)
+    chunk = heads_at_once(q, method.tile)
     plans = []
     # autocast would round scores and counts to 16 bits.
     with torch.autocast(q.device.type, enabled=False):

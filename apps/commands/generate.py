@@ -64,13 +64,13 @@ other settings get another folder.
 )
 @click.option(
     "--gpus",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=1024),
     metavar="N",
     help="Use N GPUs, all of them on each video; with --device cpu, N processes.",
 )
 @click.option(
     "--gpus-per-video",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=1024),
     metavar="M",
     help="Spread the prompts over groups of M GPUs.  [default: all on each; with --engine ray, 1]",
 )

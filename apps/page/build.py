@@ -36,6 +36,9 @@ from vidsparse.logs import logger
 _HERE = Path(__file__).parent
 # where a page with a public address has its scripts from, as gradio has written it.
 SHARED_FROM = "https://gradio.s3-us-west-2.amazonaws.com"
+# gradio keeps all controls of a session, half a megabyte, until so many others have come after it;
+# ten thousand by its own default. A session that comes back later begins with fresh ones.
+MOST_SESSIONS = 200
 _SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 
@@ -306,6 +309,7 @@ def serve(
             prevent_thread_lock=True,
             quiet=True,
             show_error=False,
+            state_session_capacity=MOST_SESSIONS,
             max_file_size=desk.host.limits.upload * 2**20,
             allowed_paths=[str(desk.host.folder)],
             # where versions before 0.2 kept uploads, which may lie there still.

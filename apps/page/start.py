@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vidsparse.errors import OptionError, OutputError, UnsupportedError
+from vidsparse.files import clear_partial
 
 if TYPE_CHECKING:
     from vidsparse.apps.page.desk import Desk
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 # how browsers name the machine that they run on.
 THIS_MACHINE = ("127.0.0.1", "localhost", "[::1]")
+
+# seconds: so long nobody leaves a file alone who is still writing it.
+UNTOUCHED = 600
 
 _HOST = re.compile(r"(\*\.)?[a-z0-9]([a-z0-9.-]*[a-z0-9])?|\[[0-9a-f:.]+\]", re.IGNORECASE)
 
@@ -168,6 +172,9 @@ def make_folder(out: Path) -> Path:
             "Hint: give another one with --out."
         ) from None
     forget_old(uploads)
+    # of visits to a page that was killed; another page may be writing to the same folder now.
+    for visit in folder.iterdir():
+        clear_partial(visit, untouched=UNTOUCHED)
     os.environ["GRADIO_TEMP_DIR"] = str(uploads)
     return folder
 

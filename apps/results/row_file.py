@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vidsparse.errors import OptionError
-from vidsparse.files import write_text
+from vidsparse.files import clear_partial, write_text
 from vidsparse.report import finite_json
 
 Row = Mapping[str, Any]
@@ -93,6 +93,8 @@ class RowFile:
         self._write()
 
     def _write(self) -> None:
+        # what a killed run left of its last row.
+        clear_partial(self.path.parent, self.path.name)
         head = json.dumps(
             finite_json({"format": self._form, **self.header}), indent=1, ensure_ascii=False
         )

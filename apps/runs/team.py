@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _PATIENCE = 3.0
 _LATER = 1.0
 
+# processes without GPUs that any machine may start, to try things out.
+LEAST_PROCESSES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Team:
@@ -181,7 +184,7 @@ def check_shared(request: GenerateRequest, count: int) -> None:
 
 
 def check_gpus(request: GenerateRequest, count: int) -> None:
-    """Check that this machine has ``count`` GPUs, where GPUs are asked for.
+    """Check that this machine has ``count`` GPUs, or cores for so many processes without GPUs.
 
     Raises:
         OptionError: there are too few, or one of them was named.
@@ -198,6 +201,12 @@ def check_gpus(request: GenerateRequest, count: int) -> None:
         raise OptionError(
             f"--gpus {count} needs {count} GPUs, and this machine has {there}. "
             "Hint: give a smaller number."
+        )
+    most = max(LEAST_PROCESSES, os.cpu_count() or 1)
+    if device == "cpu" and count > most:
+        raise OptionError(
+            f"--gpus {count} with --device cpu starts {count} processes, and this machine has room "
+            f"for {most}. Hint: give a smaller number."
         )
 
 

@@ -24,6 +24,7 @@ import click
 
 from vidsparse.errors import VidsparseError
 from vidsparse.logs import logger
+from vidsparse.pipelines.quiet import quiet_imports
 
 FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
@@ -55,6 +56,8 @@ class Terminal:
         logger.setLevel(level)
         if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
             logger.addHandler(_StderrHandler())
+        if level > logging.DEBUG:
+            quiet_imports()
 
     def say(self, text: str) -> None:
         """A line for people, on standard error; silent with ``-q``."""

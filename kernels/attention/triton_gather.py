@@ -50,6 +50,18 @@ def _larger(a, b):
 
 
 @triton.jit
+def _bounded(chunk, N: tl.constexpr, place, last):
+    """Token ``place`` of ``chunk``, or ``last`` for what lies outside of all of them.
+
+    Of a right list it changes nothing. A negative number is beyond them all without its sign, and
+    what overflows is some token or other.
+    """
+    # numbers of 16 bits are widened before they count tokens.
+    token = chunk.to(tl.int32) * N + place
+    return tl.minimum(token.to(tl.uint32, bitcast=True), last).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _step(
     q,
     k,
@@ -159,6 +171,7 @@ def _attend(
     row_alive,
     threshold,
     keys,
+    last_token,
     groups,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -197,8 +210,7 @@ def _attend(
                 place = step * BLOCK_N + off_n
                 alive = place < keys
                 chunk = tl.load(kv_index_ptr + place // N, mask=alive, other=0)
-                # numbers of 16 bits are widened before they count tokens.
-                token = chunk.to(tl.int32) * N + place % N
+                token = _bounded(chunk, N, place % N, last_token)
                 # how much ptxas spills goes by the order of these lines too.
                 off_v = token[:, None] * D + off_d[None, :]
                 v_alive = alive[:, None] & dim_alive[None, :]
@@ -211,8 +223,8 @@ def _attend(
                 key_scale = None
                 if k_scale_ptr is not None:
                     if SHARED_SCALE:
-                        chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N).to(tl.int32)
-                        first = chunk_of_step * N + step * BLOCK_N % N
+                        chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N)
+                        first = _bounded(chunk_of_step, N, step * BLOCK_N % N, last_token)
                         key_scale = tl.load(k_scale_ptr + first // K_RUN)
                     else:
                         key_scale = tl.load(k_scale_ptr + token // K_RUN, mask=alive, other=0.0)
@@ -241,7 +253,7 @@ def _attend(
                 )
         for step in tl.range(0, early, num_stages=STAGES):
             place = step * BLOCK_N + off_n
-            token = tl.load(kv_index_ptr + place // N).to(tl.int32) * N + place % N
+            token = _bounded(tl.load(kv_index_ptr + place // N), N, place % N, last_token)
             off_v = token[:, None] * D + off_d[None, :]
             if D == BLOCK_D:
                 k = tl.load(k_ptr + token[None, :] * D + off_d[:, None])
@@ -254,8 +266,8 @@ def _attend(
             key_scale = None
             if k_scale_ptr is not None:
                 if SHARED_SCALE:
-                    chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N).to(tl.int32)
-                    first = chunk_of_step * N + step * BLOCK_N % N
+                    chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N)
+                    first = _bounded(chunk_of_step, N, step * BLOCK_N % N, last_token)
                     key_scale = tl.load(k_scale_ptr + first // K_RUN)
                 else:
                     key_scale = tl.load(k_scale_ptr + token // K_RUN)
@@ -382,7 +394,8 @@ def gather_attention_kernel(
     off_d = tl.arange(0, BLOCK_D)
     tile = tl.load(q_tiles_ptr + entry * (BLOCK_M // M) + off_m // M)
     row = tile * M + off_m % M
-    row_alive = (tile >= 0) & (row < S)
+    # a number so large that its rows overflow is no tile.
+    row_alive = (tile >= 0) & (tile < tl.cdiv(S, M)) & (row < S)
     dim_alive = off_d < D
 
     base = head.to(tl.int64) * S
@@ -419,10 +432,11 @@ def gather_attention_kernel(
         if k_mean_scale_ptr is not None:
             k_mean_scale_ptr += head.to(tl.int64) * tl.cdiv(P, K_RUN)
 
-    count = tl.load(kv_count_ptr + entry)
+    # no list is longer than its room.
+    count = tl.minimum(tl.load(kv_count_ptr + entry), C)
     # the list rises, so a short last chunk of the sequence can only stand at its end.
-    last = tl.load(kv_index_ptr + tl.maximum(count - 1, 0)).to(tl.int32)
-    past_end = tl.maximum((last + 1) * N - S, 0)
+    last = tl.load(kv_index_ptr + tl.maximum(count - 1, 0), mask=count > 0, other=0).to(tl.int32)
+    past_end = tl.maximum((tl.minimum(last, tl.cdiv(S, N) - 1) + 1) * N - S, 0)
     keys = tl.where(count > 0, count * N - past_end, 0)
 
     acc, row_sum, row_max, skipped = _attend(
@@ -440,6 +454,7 @@ def gather_attention_kernel(
         row_alive,
         threshold,
         keys,
+        S - 1,
         P,
         D,
         BLOCK_D,
@@ -479,6 +494,7 @@ def gather_attention_kernel(
                 row_alive,
                 threshold,
                 keys,
+                S - 1,
                 P,
                 D,
                 BLOCK_D,

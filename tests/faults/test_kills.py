@@ -155,6 +155,38 @@ def test_killed_comparisons_end_with_the_report_of_an_untouched_one(
     assert killer.hits
 
 
+def test_killed_studies_end_with_the_rows_of_an_untouched_one(
+    commands: Commands, tiny_model: Path, record_property: Callable[[str, object], None]
+) -> None:
+    given = ("bench", "quality", "three.txt", "--model", str(tiny_model), *SIZE, "--steps", "3")
+    how = ("--study", "tiles", "--limit-rows", "4", "--batch", "1", "--commit", "0")
+    killer = Killer(commands, (*given, *how, "--out", "{out}/rows.json"), "study")
+
+    def rows(folder: Path) -> list[object]:
+        told = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+        # all but what the clock said.
+        return [
+            {name: value for name, value in row.items() if "seconds" not in name}
+            | {"speedup": None}
+            for row in told["rows"]
+        ]
+
+    # each run makes at most four of the rows that are missing: those of the first four are alike.
+    clean = rows(killer.clean)[:4]
+    for number in range(ROUNDS):
+        place = commands.folder / f"s{number}"
+
+        def look(place: Path = place) -> None:
+            if (place / "rows.json").exists():
+                assert rows(place)[:4] == clean[: len(rows(place))]
+
+        made = killer.killed(place.name, look)
+        assert rows(made)[:4] == clean
+        assert hidden(made) == []
+    record_property("kills", killer.hits)
+    assert killer.hits
+
+
 def test_killed_calibrations_end_with_the_preset_of_an_untouched_one(
     commands: Commands, tiny_model: Path, record_property: Callable[[str, object], None]
 ) -> None:

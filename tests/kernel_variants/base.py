@@ -8,7 +8,7 @@ from cubins import Variant
 from triton.compiler import ASTSource
 
 # shared memory a block can opt in to, in KiB, by compute capability (CUDA programming guide).
-SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 HEAD_DIMS = (64, 96, 128)
 EIGHT_BITS = {"int8": "i8", "fp8": "fp8e4nv"}
 

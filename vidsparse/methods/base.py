@@ -171,6 +171,14 @@ class SparseMethod(Method):
         return False
 
     @property
+    def mask_bytes(self) -> int:
+        """Bytes that ``select`` takes for a tile of its mask at the least.
+
+        In any method its flag, and the flag as fp32 where a plan counts what was kept.
+        """
+        return 5
+
+    @property
     def gate_keys(self) -> int | None:
         """Keys of the pieces that ``gate`` judges, None where there is no gate.
 

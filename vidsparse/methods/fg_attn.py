@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
-from vidsparse.masks import PooledTopP, choose_tiles, pooled_scores
+from vidsparse.masks import PooledTopP, choose_tiles, choosing_bytes, pooled_scores
 from vidsparse.methods.base import (
     Selection,
     SparseMethod,
@@ -129,6 +129,11 @@ class FgAttn(SparseMethod):
         errors = error_of_means(q, k, v, self.tile[0], self.tile)
         # the softmax of logarithms is each error's share of their sum.
         return choose_tiles(errors.clamp_min(LEAST_ERROR).log(), top_p, self.topk)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes that ``select`` takes for a tile of its mask at the least."""
+        return choosing_bytes(None if self.topk is not None else self.top_p)
 
     def selection(self, q: Tensor) -> Selection:
         """The project's kernels follow ``rule``; for the residual score they have none."""

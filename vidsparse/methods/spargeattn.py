@@ -12,7 +12,13 @@ from torch import Tensor
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
 from vidsparse.kernels.attention.gates import PIECE_ROWS, Gate, RelativeGate
-from vidsparse.masks import PooledTopP, choose_tiles, pooled_scores, self_similarity
+from vidsparse.masks import (
+    PooledTopP,
+    choose_tiles,
+    choosing_bytes,
+    pooled_scores,
+    self_similarity,
+)
 from vidsparse.methods.base import (
     Selection,
     SparseMethod,
@@ -184,6 +190,11 @@ class SpargeAttn(SparseMethod):
         scores = pooled.scores.masked_fill(stray_k, -torch.inf)
         # a row whose every column is stray has no softmax; all of it is computed.
         return choose_tiles(scores, tau, topk) | stray_q.unsqueeze(-1) | stray_k
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes that ``select`` takes for a tile of its mask at the least."""
+        return choosing_bytes(None if self.topk is not None else self.tau)
 
     def selection(self, q: Tensor) -> Selection:
         """The project's kernels follow ``rule``."""

@@ -74,7 +74,8 @@ def _store(
     place = FIRST + gl.arange(0, rows, BY_ROW)
     tile = tile_of(lists.q_tiles_ptr, block, place, work.G, M)
     row = tile * M + place % M
-    alive = (tile >= 0) & (row < lengths.S)
+    # a number so large that its rows overflow is no tile.
+    alive = (tile >= 0) & (row >= 0) & (row < lengths.S)
     sums = gl.convert_layout(gl.sum(sums, 1), BY_ROW)
     if len(row_max.shape) == 2:
         row_max = gl.max(row_max, 1)

@@ -70,21 +70,31 @@ def _load_chunks(desc, memory, bar, head, rows, stage, slot, SIZES: gl.constexpr
 
 
 @gluon.jit
-def _tokens(list_ptr, first, count, BN: gl.constexpr, LAYOUT: gl.constexpr, MASKED: gl.constexpr):
-    """Tokens of a step; a dead one repeats the last that is alive."""
+def _tokens(
+    list_ptr, first, count, S, BITS: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """Tokens of a step, none outside of the sequence; a dead one repeats the last that is alive."""
     place = first + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     if MASKED:
         place = gl.minimum(place, gl.maximum(count - 1, 0))
-        return gl.load(list_ptr + place, mask=place < count, other=0).to(gl.int32)
+        token = gl.load(list_ptr + place, mask=place < count, other=0).to(gl.int32)
     else:
-        return gl.load(list_ptr + place).to(gl.int32)
+        token = gl.load(list_ptr + place).to(gl.int32)
+    # two ways to say it: ptxas spills a register more with either in the place of the other.
+    if BITS == 8:
+        return gl.minimum(token.to(gl.uint32, bitcast=True), S - 1).to(gl.int32, bitcast=True)
+    else:
+        return gl.maximum(gl.minimum(token, S - 1), 0)
 
 
 @gluon.jit
-def _line_tokens(list_ptr, first, count, BN: gl.constexpr, MASKED: gl.constexpr):
+def _line_tokens(
+    list_ptr, first, count, S, BITS: gl.constexpr, BN: gl.constexpr, MASKED: gl.constexpr
+):
     """``_tokens``, each held by one thread."""
     LINE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [1, 0])
-    tokens = _tokens(list_ptr, first, count, BN, LINE, MASKED)
+    tokens = _tokens(list_ptr, first, count, S, BITS, BN, LINE, MASKED)
     return gl.convert_layout(tokens, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
 
@@ -112,7 +122,7 @@ def _scales_of_chunks(
     else:
         chunk = _listed(list_from, place, None)
     token = chunk * N + key % N
-    there = token < S
+    there = (token >= 0) & (token < S)
     if MASKED:
         there &= place < count
     return gl.load(head_ptr + token // K_RUN, mask=there, other=1.0)
@@ -128,14 +138,16 @@ def _put_tables(tables, inputs, lists, block, head, lengths, G, SIZES: gl.conste
         place = half * 64 + line
         tile = tile_of(lists.q_tiles_ptr, block, place, G, M)
         row = tile * M + place % M
-        alive = (tile >= 0) & (row < S)
+        alive = (tile >= 0) & (row >= 0) & (row < S)
         if inputs.q_scale_ptr is not None:
             runs = head.to(gl.int64) * ((S + SIZES.q_run - 1) // SIZES.q_run)
             scale = gl.load(inputs.q_scale_ptr + runs + row // SIZES.q_run, mask=alive, other=1.0)
             tables.row_scales.index(half).store(scale * lengths.scale_log2)
         if SIZES.gate is not None:
             tiles = head.to(gl.int64) * ((S + M - 1) // M)
-            threshold = gl.load(lists.threshold_ptr + tiles + tile, mask=alive, other=float("nan"))
+            threshold_from = lists.threshold_ptr + tiles
+            # a tile's number that overflows has another's rows.
+            threshold = gl.load(threshold_from + row // M, mask=alive, other=float("nan"))
             threshold *= LOG2_E
             if SIZES.gate == "absolute" and lists.shift_ptr is not None:
                 # thresholds are on scores with the mean key in them.
@@ -197,7 +209,8 @@ def produce(inputs, lists, lengths, work, pieces, tables, barriers, SIZES_: gl.c
     if DENSE:
         count = C
     else:
-        count = gl.load(lists.kv_count_ptr + first_block)
+        # no list is longer than its room.
+        count = gl.minimum(gl.load(lists.kv_count_ptr + first_block), C)
     q_phase = 0
     stage = 0
     phase = 0
@@ -239,10 +252,10 @@ def produce(inputs, lists, lengths, work, pieces, tables, barriers, SIZES_: gl.c
             next_rows = _chunk_rows(list_from, first, count, S, N, CHUNKS, True)
         else:
             k_from = inputs.k_ptr + head.to(gl.int64) * S * D
-            next_tokens = _tokens(list_from, first, count, BN, LAYOUT, True)
+            next_tokens = _tokens(list_from, first, count, S, QK_BITS, BN, LAYOUT, True)
             k_tokens = next_tokens
             if QK_BITS == 8:
-                k_tokens = _tokens(list_from, first, count, BN, K_LAYOUT, True)
+                k_tokens = _tokens(list_from, first, count, S, QK_BITS, BN, K_LAYOUT, True)
         if inputs.k_scale_ptr is not None:
             k_scale_from = inputs.k_scale_ptr + head.to(gl.int64) * ((S + K_RUN - 1) // K_RUN)
             if TMA:
@@ -251,7 +264,10 @@ def produce(inputs, lists, lengths, work, pieces, tables, barriers, SIZES_: gl.c
                     k_scale_from, list_from, first, count, S, N, BN, K_RUN, RUNS, True
                 )
             else:
-                key_scales = k_scale_from + _line_tokens(list_from, first, count, BN, True) // K_RUN
+                key_scales = (
+                    k_scale_from
+                    + _line_tokens(list_from, first, count, S, QK_BITS, BN, True) // K_RUN
+                )
         if lists.kept_ptr is not None:
             kept_from = lists.kept_ptr + block.to(gl.int64) * ((C * N + BN - 1) // BN)
             kept = kept_from + steps - 1 + gl.arange(0, 1, LINE)
@@ -263,7 +279,7 @@ def produce(inputs, lists, lengths, work, pieces, tables, barriers, SIZES_: gl.c
         if DENSE:
             next_count = C
         else:
-            next_count = gl.load(lists.kv_count_ptr + next_block)
+            next_count = gl.minimum(gl.load(lists.kv_count_ptr + next_block), C)
 
         # the first keys of this block and the last values of the one before.
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -326,10 +342,10 @@ def produce(inputs, lists, lengths, work, pieces, tables, barriers, SIZES_: gl.c
             if TMA:
                 next_rows = _chunk_rows(list_from, at, count, S, N, CHUNKS, False)
             else:
-                next_tokens = _tokens(list_from, at, count, BN, LAYOUT, False)
+                next_tokens = _tokens(list_from, at, count, S, QK_BITS, BN, LAYOUT, False)
                 k_tokens = next_tokens
                 if QK_BITS == 8:
-                    k_tokens = _tokens(list_from, at, count, BN, K_LAYOUT, False)
+                    k_tokens = _tokens(list_from, at, count, S, QK_BITS, BN, K_LAYOUT, False)
             if inputs.k_scale_ptr is not None:
                 if TMA:
                     next_scales = _scales_of_chunks(
@@ -337,7 +353,8 @@ def produce(inputs, lists, lengths, work, pieces, tables, barriers, SIZES_: gl.c
                     )
                 else:
                     key_scales = (
-                        k_scale_from + _line_tokens(list_from, at, count, BN, False) // K_RUN
+                        k_scale_from
+                        + _line_tokens(list_from, at, count, S, QK_BITS, BN, False) // K_RUN
                     )
             if lists.kept_ptr is not None:
                 kept = kept_from + step - 1 + gl.arange(0, 1, LINE)
