@@ -315,13 +315,16 @@ class Session:
         if self._site is not None and self._site.part != part:
             # one transformer takes over from the other.
             self.engines[self._site.part].forget()
+        branch, window = self._branch()
         self._site = CallSite(
             layer=0,
             step=step,
             timestep=self._timestep_values[step - steps],
             grid=grid,
-            branch=self._branch(),
+            branch=branch,
             part=part,
+            stacked=2 if self._context == "cond_uncond" and guided(pipe) else 1,
+            window=window,
         )
         self._forwards_in_step += 1
 
@@ -343,14 +346,15 @@ class Session:
             engine.begin_run(steps)
             engine.trace = self.engines[0].trace
 
-    def _branch(self) -> str:
+    def _branch(self) -> tuple[str, int]:
+        """The branch of the forward to come, and which part of the video it is about, from 1."""
         if self._context is not None:
-            return _BRANCHES.get(self._context, self._context)
+            return _BRANCHES.get(self._context, self._context), 1
         branches = self.adapter.branches
         again, place = divmod(self._forwards_in_step, len(branches))
         # what was planned for one part of the video is nothing for another.
-        of_part = f" {again + 1}" if again and self.adapter.tiled else ""
-        return branches[place] + of_part
+        window = again + 1 if self.adapter.tiled else 1
+        return branches[place] + (f" {window}" if window > 1 else ""), window
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int, mask: Tensor | None = None
@@ -444,6 +448,7 @@ class Session:
         whole = [(slice(0, q.shape[0]), 0)]
         groups = whole if because or layout is None else layout.groups(q.shape[0], layer)
         undivided = len(groups) == 1 and groups[0][1] == 0
+        stacked = site.stacked if len(groups) == 1 and not q.shape[0] % site.stacked else 1
         out = None if undivided else torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, padding in groups:
             tokens = q.shape[1] - padding
@@ -453,7 +458,7 @@ class Session:
                     swapped(q[rows, :tokens]),
                     swapped(k[rows, :tokens]),
                     swapped(v[rows, :tokens]),
-                    replace(site, layer=layer, grid=grid, **(of_heads or {})),
+                    replace(site, layer=layer, grid=grid, stacked=stacked, **(of_heads or {})),
                     dense,
                     keep_dense=chooses_backend(stock),
                     dense_because=because,
@@ -483,6 +488,13 @@ def heads_of(module: Any) -> int:
     names = ("heads", "num_heads", "num_attention_heads")
     found: int = next(getattr(module, name) for name in names if hasattr(module, name))
     return found
+
+
+def guided(pipe: Any) -> bool:
+    """Whether the run that goes on has guidance, as its pipeline says."""
+    said = getattr(pipe, "do_classifier_free_guidance", None)
+    # some keep the number alone.
+    return (getattr(pipe, "_guidance_scale", None) or 0) > 1 if said is None else bool(said)
 
 
 def is_stock(processor: Any, adapter: Adapter) -> bool:

@@ -256,7 +256,7 @@ def test_a_reused_plan_is_the_one_made_before() -> None:
 
 
 def test_layers_and_branches_keep_plans_of_their_own() -> None:
-    engine = engine_of(layers=2, reuse=2, top_p=0.3)
+    engine = engine_of(layers=2, reuse=2, top_p=0.3, plans="own")
     engine.begin_run(2)
     places = list(itertools.product((0, 1), ("conditional", "unconditional")))
     inputs = {place: qkv(seed=i) for i, place in enumerate(places)}
@@ -448,7 +448,7 @@ def test_the_trace_is_json_with_densities_per_head() -> None:
     }
     last, cell = rows[-1], engine.trace.cells[-1]
     assert (last["step"], last["layer"], last["branch"]) == (3, 2, "unconditional")
-    assert last["action"] == "replan"
+    assert last["action"] == "reuse"
     assert last["computed"] == pytest.approx(cell.computed.mean(0).tolist(), abs=1e-5)
     assert len(last["selected"]) == 2
 

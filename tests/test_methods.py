@@ -80,6 +80,7 @@ def test_a_tile_is_written_as_on_the_command_line() -> None:
         "tile": "32x8",
         "merge": "xor-window",
         "means": 64,
+        "plans": "shared",
     }
 
 

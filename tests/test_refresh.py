@@ -25,10 +25,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 10
 
 
-def engine_of(method: str = "foresight", *, layers: int = 1, **schedule: Any) -> AttentionEngine:
+def engine_of(
+    method: str = "foresight", *, layers: int = 1, plans: str = "shared", **schedule: Any
+) -> AttentionEngine:
     options = {"share": 0.1} if method == "foresight" else {"topk": 0.1}
     return AttentionEngine(
-        make_method(method, **options),
+        make_method(method, plans=plans, **options),
         schedule=Schedule(**{"dense_steps": 2, "refresh": 3, **schedule}),
         layers=layers,
     )
@@ -191,7 +193,7 @@ def test_layers_and_branches_keep_remainders_of_their_own() -> None:
     places = list(itertools.product(range(2), ("conditional", "unconditional")))
 
     def outputs(which: list[int]) -> dict[int, list[Tensor]]:
-        engine = engine_of(layers=2)
+        engine = engine_of(layers=2, plans="own")
         engine.begin_run(STEPS)
         found: dict[int, list[Tensor]] = {number: [] for number in which}
         for step in range(STEPS):
@@ -231,7 +233,7 @@ def test_shapes_that_change_in_a_run_are_refreshed() -> None:
 def test_nothing_is_held_once_the_last_step_is_done() -> None:
     engine = engine_of()
     run(engine, [operands()] * STEPS)
-    assert all(kept.remainder is None for kept in engine._plans.values())
+    assert engine._remainders == {}
 
 
 def test_work_counts_a_refresh_whole_and_the_plan_beside_it() -> None:

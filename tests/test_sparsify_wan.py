@@ -189,9 +189,9 @@ def test_the_trace_names_every_step_layer_and_branch() -> None:
     with sparsify(pipe, dense_steps=1) as handle:
         latents_of(pipe, num_inference_steps=3)
     expected = [
-        (step, layer, branch, "dense" if step == 0 else "replan")
+        (step, layer, branch, "dense" if step == 0 else action)
         for step in range(3)
-        for branch in ("conditional", "unconditional")
+        for branch, action in (("conditional", "replan"), ("unconditional", "reuse"))
         for layer in range(2)
     ]
     assert actions(handle) == expected

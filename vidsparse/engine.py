@@ -62,25 +62,28 @@ _LEFT_FREE: Final = 0.1
 Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
 """Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
 
-# layer, branch, and all else that a plan depends on: grid, batch, heads, device.
-PlanKey = tuple[int, str, TokenGrid, int, int, tuple[int, ...] | None, torch.device]
+# layer, branch (none where branches share a plan), and all else that a plan depends on: window,
+# grid, batch, heads, device.
+PlanKey = tuple[int, str | None, int, TokenGrid, int, int, tuple[int, ...] | None, torch.device]
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A plan, the step that made it, the last step it served and how many it has served.
-
-    ``remainder`` is what its own step lacked, where that is added in the steps it serves.
-    """
+    """A plan, the step and branch that made it, the last step it served, how many it has served."""
 
     plan: SparsePlan
     made: int
+    by: str
     last: int
     served: int = 1
-    remainder: Remainder | None = None
 
-    def serves(self, step: int, reuse: int) -> bool:
-        """Whether it may serve ``step``: it ages by steps that are run, not by those left out."""
+    def serves(self, step: int, branch: str, reuse: int) -> bool:
+        """Whether it may serve ``step``: it ages by steps that are run, not by those left out.
+
+        In its own step it serves the branches that did not make it.
+        """
+        if step == self.made:
+            return branch != self.by
         return step > self.made and (step == self.last or self.served < reuse)
 
     def use(self, step: int) -> SparsePlan:
@@ -157,6 +160,9 @@ class AttentionEngine:
         self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
         self.probe: CellProbe | None = None
         self._plans: dict[PlanKey, _Kept] = {}
+        # what a plan lacked in the step that made it, in each branch, and that step.
+        self._remainders: dict[tuple[str, PlanKey], tuple[int, Remainder]] = {}
+        self._branches: set[str] = set()
         # the schedule without refreshes, where there is no room for what they keep.
         self._plain: Schedule | None = None
         self._routes: dict[tuple[Hashable, ...], Route] = {}
@@ -170,6 +176,7 @@ class AttentionEngine:
         self.steps = steps
         self.trace = Trace()
         self.forget()
+        self._branches.clear()
         self._plain = None
         self._routes.clear()
         self._dense.clear()
@@ -179,18 +186,15 @@ class AttentionEngine:
     def forget(self) -> None:
         """Let go of plans and of what was kept beside them, which may be gigabytes."""
         self._plans.clear()
+        self._remainders.clear()
 
     def plans_anew(self, step: int) -> bool:
         """Whether no call of ``step`` goes by what is kept of a step before."""
         schedule = self._plain or self.schedule
         due = schedule.refresh_before(step, self.steps) if schedule.refresh else None
-        for kept in self._plans.values():
-            if schedule.refresh:
-                if due is not None and kept.remainder is not None and kept.made >= due:
-                    return False
-            elif kept.serves(step, schedule.reuse):
-                return False
-        return True
+        if schedule.refresh:
+            return due is None or all(made < due for made, _ in self._remainders.values())
+        return not any(kept.serves(step, kept.by, schedule.reuse) for kept in self._plans.values())
 
     def attend(
         self,
@@ -225,6 +229,7 @@ class AttentionEngine:
         """
         if self.observer is not None and dense_because is None:
             self.observer(q, k, v, site)
+        self._branches.add(site.branch)
         numbers = self.method.numbers if isinstance(self.method, SparseMethod) else None
         if numbers is not None and dense_because is None:
             # said in the first step, though it may be a dense one.
@@ -245,7 +250,7 @@ class AttentionEngine:
                 cell.action, cell.implementation = FELL_BACK, "dense"
                 cell.selected = cell.computed = cell.skipped = None
                 # whatever made it is not to be used again.
-                self._plans.pop(_plan_key(q, site), None)
+                self._plans.pop(self._plan_key(q, site), None)
                 sparse = False
             if not sparse:
                 # a mask, for one, is nothing that another kernel knows of.
@@ -260,7 +265,8 @@ class AttentionEngine:
                     out = self._dense_in_ring(q, k, v, site, ring)
             if action == Action.REFRESH.value:
                 planned = self._sparse(q, k, v, site, cell, ring)
-                self._plans[_plan_key(q, site)].remainder = Remainder.of(out, planned)
+                held = site.step, Remainder.of(out, planned)
+                self._remainders[site.branch, self._plan_key(q, site)] = held
         if self.guard is not None:
             self.guard.watch(out, site, f"{cell.action}, {cell.implementation}")
         if self.check_finite and not bool(out.isfinite().all()):
@@ -287,17 +293,19 @@ class AttentionEngine:
                 f"does not match {q.shape[2]} tokens"
             )
         # without a plan made for just such a call, planning anew is always right.
-        kept = self._plans.get(_plan_key(q, site))
+        key = self._plan_key(q, site)
+        kept = self._plans.get(key)
         if schedule.refresh and action is not Action.REFRESH:
             # a step cache may have left the refresh out, and a second transformer may have come in
             # after it.
             due = schedule.refresh_before(site.step, self.steps)
             assert due is not None
-            fresh = kept is not None and kept.remainder is not None and kept.made >= due
+            lacking, _ = self._remainders.get((site.branch, key), (-1, None))
+            fresh = kept is not None and kept.made == lacking >= due
             return Action.REUSE.value if fresh else Action.REFRESH.value
         if action is Action.REFRESH:
             return action.value
-        again = kept is not None and kept.serves(site.step, self.schedule.reuse)
+        again = kept is not None and kept.serves(site.step, site.branch, self.schedule.reuse)
         return Action.REUSE.value if again else Action.REPLAN.value
 
     def _run_dense(
@@ -324,9 +332,10 @@ class AttentionEngine:
     ) -> Tensor:
         assert isinstance(self.method, SparseMethod)
         self._check_ring(route)
-        method, grid, key = self.method, site.grid, _plan_key(q, site)
+        method, grid = self.method, site.grid
         deal = deal_tokens(self.order, grid, ring.count, ring.rank, stretch_step(method), q.device)
-        if cell.action != Action.REUSE.value:
+        plan = self._take_kept(q, site, cell)
+        if plan is None:
             order = token_order(self.order, grid, q.device)
             route = replace(route, quantize=None)
             asked = method.looks_at_values or route.selection == "blocks"
@@ -342,13 +351,7 @@ class AttentionEngine:
             )
             plan = own_rows(plan, tiles, method.merge)
             cell.selection = self._selection_cost(q, grid.tokens)
-            cell.plan_step = site.step
-            if self.schedule.reuse > 1 or cell.action == Action.REFRESH.value:
-                self._plans[key] = _Kept(plan, site.step, site.step)
-        else:
-            kept = self._plans[key]
-            cell.plan_step = kept.made
-            plan = kept.use(site.step)
+            plan = self._keep(plan, q, site, cell)
         cell.selected, cell.computed = plan.selected, share_with_means(plan, method.means)
         return attend_in_ring(
             ring, deal, (q, k, v), plan, grid, method.means, self._route(q, k, v), self.kernel
@@ -387,19 +390,15 @@ class AttentionEngine:
         if ring is not None:
             return self._sparse_in_ring(q, k, v, site, cell, ring, route).to(asked)
         order = token_order(self.order, site.grid, q.device)
-        key = _plan_key(q, site)
         layout = q
-        if cell.action != Action.REUSE.value:
+        taken = self._take_kept(q, site, cell)
+        if taken is None:
             made = self._planned(q, k, v, site, order, route)
+            made = replace(made, plan=self._keep(made.plan, q, site, cell))
             cell.selection = self._selection_cost(q, q.shape[2])
-            cell.plan_step = site.step
-            if self.schedule.reuse > 1 or cell.action == Action.REFRESH.value:
-                self._plans[key] = _Kept(made.plan, site.step, site.step)
         else:
             q, k = (order.apply(x, by_kernel=route.reorders) for x in (q, k))
-            kept = self._plans[key]
-            cell.plan_step = kept.made
-            made = Ordered(q, k, kept.use(site.step))
+            made = Ordered(q, k, taken)
         q, k, plan = made.q, made.k, made.plan
         v = order.apply(v, by_kernel=route.reorders) if made.v is None else made.v
         means, size = None, self.method.means
@@ -438,9 +437,33 @@ class AttentionEngine:
         del q, k, v, made, kv_index, gate, means
         return order.undo(out, like=layout, by_kernel=route.reorders).to(asked)
 
+    def _take_kept(self, q: Tensor, site: CallSite, cell: Cell) -> SparsePlan | None:
+        """The plan that a call goes by without making one, as its action says."""
+        kept = self._plans.get(self._plan_key(q, site))
+        if kept is None:
+            return None
+        # a refresh goes by what another branch planned in the same step.
+        refreshed = cell.action == Action.REFRESH.value and kept.serves(site.step, site.branch, 1)
+        if cell.action != Action.REUSE.value and not refreshed:
+            return None
+        cell.plan_step = kept.made
+        return kept.use(site.step)
+
+    def _keep(self, plan: SparsePlan, q: Tensor, site: CallSite, cell: Cell) -> SparsePlan:
+        """Keep a plan for the steps and branches that may go by it, and return it."""
+        assert isinstance(self.method, SparseMethod)
+        shared = self.method.plans == "shared"
+        if shared and site.stacked > 1:
+            plan = plan.shared(site.stacked)
+        cell.plan_step = site.step
+        served = cell.action == Action.REFRESH.value or (shared and len(self._branches) > 1)
+        if self.schedule.reuse > 1 or served:
+            self._plans[self._plan_key(q, site)] = _Kept(plan, site.step, site.branch, site.step)
+        return plan
+
     def _has_room(self, q: Tensor, site: CallSite, ring: Ring | None) -> bool:
         """Whether what refreshes keep for all layers and branches fits into the GPU's memory."""
-        if not q.is_cuda or any(kept.remainder is not None for kept in self._plans.values()):
+        if not q.is_cuda or self._remainders:
             return True
         before = {cell.branch for cell in self.trace.cells if cell.step < site.step}
         needed = remainder_bytes(q) * self.layers * (len(before) or 2)
@@ -458,13 +481,20 @@ class AttentionEngine:
 
     def _add_remainder(self, out: Tensor, q: Tensor, site: CallSite) -> None:
         """Add to ``out``, in place, what its plan lacked where it was made."""
-        kept = self._plans.get(_plan_key(q, site))
-        if kept is None or kept.remainder is None:
+        key = site.branch, self._plan_key(q, site)
+        if key not in self._remainders:
             return
-        kept.remainder.add_to(out, likeness(site.step - kept.made, self.steps))
+        made, lacking = self._remainders[key]
+        lacking.add_to(out, likeness(site.step - made, self.steps))
         if site.step + 1 not in self.schedule.sparse_window(self.steps):
             # nothing follows that it serves, but a decoder that wants the memory.
-            kept.remainder = None
+            del self._remainders[key]
+
+    def _plan_key(self, q: Tensor, site: CallSite) -> PlanKey:
+        assert isinstance(self.method, SparseMethod)
+        branch = site.branch if self.method.plans == "own" else None
+        heads = q.shape[1], site.heads
+        return site.layer, branch, site.window, site.grid, q.shape[0], *heads, q.device
 
     def _route(self, q: Tensor, k: Tensor, v: Tensor) -> Route:
         # found once a run for all calls alike: asking the device takes time of the host's.
@@ -520,8 +550,3 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _working_dtype(q: Tensor) -> torch.dtype:
     kind = q.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
-
-
-def _plan_key(q: Tensor, site: CallSite) -> PlanKey:
-    heads = q.shape[1], site.heads
-    return site.layer, site.branch, site.grid, q.shape[0], *heads, q.device

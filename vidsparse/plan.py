@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,6 +88,22 @@ class SparsePlan:
         chunks = tile_count(self.tokens, self.tile[1])
         left = ~unpack_bits(self.kv_bits, chunks)
         return counts_of_chunks(left, self.tile[1], self.tokens, size, groups)
+
+    def shared(self, branches: int) -> SparsePlan:
+        """The last of ``branches`` equal parts of the batch, in the place of all of them."""
+        part = self.kv_count.shape[0] // branches
+
+        def last(x: Tensor) -> Tensor:
+            return x[-part:].repeat(branches, *[1] * (x.ndim - 1))
+
+        return replace(
+            self,
+            q_tiles=last(self.q_tiles),
+            kv_count=last(self.kv_count),
+            kv_bits=last(self.kv_bits),
+            selected=last(self.selected),
+            computed=last(self.computed),
+        )
 
     def listed(self, mask: Tensor, kv_index: Tensor) -> Tensor:
         """Tiles ``[Tq, Tk]`` as flags beside ``kv_index`` ``[B, H, G, C]``: bool of that shape.

@@ -265,13 +265,14 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
 def _options(method: str, written: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a preset: what the version that made it did not know has its default.
 
-    Where that has changed since, it is what that version did: it left skipped keys out.
+    Where that has changed since, it is what that version did: it left skipped keys out, and made a
+    plan for every branch of guidance.
     """
     from vidsparse.methods import make_method
 
     options = make_method(method).options()
-    if "means" in options:
-        options["means"] = None
+    before = {"means": None, "plans": "own"}
+    options |= {name: value for name, value in before.items() if name in options}
     return {**options, **written}
 
 

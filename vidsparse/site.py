@@ -22,6 +22,10 @@ class CallSite:
             a few heads at a time.
         heads: numbers, in their layer, of all heads of the call, where these are not neighbours;
             ``first_head`` is a place among them then.
+        stacked: guidance branches that stand one after the other in the batch, the conditional one
+            last.
+        window: which of several stretches of a video a forward is about, where a step has more
+            than one forward a branch.
     """
 
     layer: int
@@ -32,3 +36,5 @@ class CallSite:
     part: int = 0
     first_head: int = 0
     heads: tuple[int, ...] | None = None
+    stacked: int = 1
+    window: int = 1

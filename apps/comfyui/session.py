@@ -247,6 +247,7 @@ class NodeSession:
                 grid=TokenGrid(1, 1, 1),
                 # regions, windows and samplers that run a step twice: each has plans of its own.
                 branch=branch if number == 1 else f"{branch} {number}",
+                window=number,
                 part=self.settings.part,
             ),
             dense=dense,

@@ -31,6 +31,9 @@ MEANS: Final = (32, 64, 128)
 USUAL_MEANS: Final = 64
 """What ``auto`` is, or the tile's keys where those are more."""
 
+PLANS: Final = ("shared", "own")
+"""What a ``plans`` option can be."""
+
 QUANTIZE: Final = ("auto", "int8", "fp8", "none")
 """What a ``quantize`` option can be."""
 
@@ -91,7 +94,10 @@ class SparseMethod(Method):
 
     ``quantize`` is the 8-bit format of the products q·k: ``int8``, ``fp8``, ``auto`` (int8 where
     the kernels gain by it) or None. ``means`` is the number of tokens of a group whose mean key and
-    value stand for those that are not computed, or None where these are left out.
+    value stand for those that are not computed, or None where these are left out. ``plans`` says
+    whether the branches of guidance attend by one plan, the conditional one's, or each by its own.
+    Guidance of strength g adds up g and 1 - g times two branches' errors: it leaves an error that
+    they share as it is, and magnifies what they differ by.
 
     A method that can be calibrated has a field ``numbers`` too, and says in ``free_options`` which
     options may change without new numbers and in ``needs_numbers`` whether it can do without any.
@@ -107,6 +113,7 @@ class SparseMethod(Method):
     merge: str
     quantize: str | None = None
     means: int | None = None
+    plans: str = "own"
     numbers: Numbers | None = None
     needs_numbers: ClassVar[bool] = False
     knobs: ClassVar[tuple[Knob, ...]] = ()
@@ -359,6 +366,25 @@ def settle_means(method: SparseMethod) -> None:
             f"means must be a multiple of the tile's {keys} keys, got {method.means!r}. "
             f"Hint: choose from {', '.join(map(str, sizes))}, none."
         )
+
+
+def plans_option() -> Any:
+    """The field of whether guidance branches share a plan; see ``SparseMethod``."""
+    return option(
+        "shared",
+        flag="--plans",
+        metavar="NAME",
+        help="plans of guidance branches: shared, so that they err alike and guidance does not "
+        "magnify how they differ, or own, as in the papers",
+        convert=str,
+        choices=PLANS,
+    )
+
+
+def check_plans(method: SparseMethod) -> None:
+    """Raise an ``OptionError`` where ``method.plans`` is nothing that it can be."""
+    if method.plans not in PLANS:
+        raise OptionError(f"plans must be one of {', '.join(PLANS)}, got {method.plans!r}")
 
 
 def eight_bit_option() -> Any:

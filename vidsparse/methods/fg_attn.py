@@ -15,9 +15,11 @@ from vidsparse.methods.base import (
     Selection,
     SparseMethod,
     as_tile,
+    check_plans,
     means_option,
     merge_option,
     option,
+    plans_option,
     settle_means,
     settle_share,
     share_option,
@@ -63,7 +65,7 @@ class FgAttn(SparseMethod):
     summary: ClassVar[str] = (
         "the small tiles that hold most of the attention, judged by their means"
     )
-    as_published: ClassVar[Settings] = {"means": None}
+    as_published: ClassVar[Settings] = {"means": None, "plans": "own"}
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("top_p", 0.0, 1.0), Knob("topk", 0.01, 1.0))
     # its own tile, and the coarse one that other methods are near.
     compared: ClassVar[tuple[Settings, ...]] = (
@@ -91,6 +93,7 @@ class FgAttn(SparseMethod):
     tile: tuple[int, int] = tile_option((16, 16))
     merge: str = merge_option()
     means: int | None = means_option()
+    plans: str = plans_option()
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +105,7 @@ class FgAttn(SparseMethod):
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
         settle_means(self)
+        check_plans(self)
 
     @property
     def looks_at_values(self) -> bool:

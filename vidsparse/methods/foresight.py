@@ -14,9 +14,11 @@ from vidsparse.methods.base import (
     Selection,
     SparseMethod,
     as_tile,
+    check_plans,
     check_share,
     means_option,
     option,
+    plans_option,
     settle_means,
     tile_option,
 )
@@ -82,6 +84,7 @@ class Foresight(SparseMethod):
         convert=_rows,
     )
     means: int | None = means_option()
+    plans: str = plans_option()
     merge: ClassVar[str] = "consecutive"  # type: ignore[misc]
     numbers: Numbers | None = None
 
@@ -89,6 +92,7 @@ class Foresight(SparseMethod):
         check_share("share", self.share)
         object.__setattr__(self, "tile", as_tile(self.tile))
         settle_means(self)
+        check_plans(self)
         if self.rows is not None and (self.rows not in ROWS or self.tile[0] % self.rows):
             fitting = ", ".join(str(rows) for rows in ROWS if self.tile[0] % rows == 0)
             raise OptionError(

@@ -19,12 +19,14 @@ from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
     check_eight_bits,
+    check_plans,
     check_share,
     check_whole,
     eight_bit_option,
     means_option,
     merge_option,
     option,
+    plans_option,
     settle_means,
     tile_option,
 )
@@ -184,7 +186,7 @@ class Sale(SparseMethod):
     paper: ClassVar[str] = "SALE: Low-bit Estimation for Efficient Sparse Attention"
     summary: ClassVar[str] = "every score estimated in 4 bits and compared with its neighbourhood's"
     free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
-    as_published: ClassVar[Settings] = {"means": None}
+    as_published: ClassVar[Settings] = {"means": None, "plans": "own"}
     # from a score as high as all of a neighbourhood's down to a millionth of it.
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 1.0, 1e-6, logarithmic=True),)
 
@@ -205,6 +207,7 @@ class Sale(SparseMethod):
     tile: tuple[int, int] = tile_option((64, 32))
     merge: str = merge_option()
     means: int | None = means_option()
+    plans: str = plans_option()
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -214,6 +217,7 @@ class Sale(SparseMethod):
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
         settle_means(self)
+        check_plans(self)
 
     def threshold(self, q: Tensor, site: CallSite) -> float | Tensor:
         """Tau at a call: one number, or one for each head of ``q``, fp32 ``[H]``."""

@@ -15,9 +15,11 @@ from vidsparse.masks import pooled_mean
 from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
+    check_plans,
     means_option,
     merge_option,
     option,
+    plans_option,
     settle_means,
     tile_option,
 )
@@ -48,6 +50,7 @@ class SolAttn(SparseMethod):
     title: ClassVar[str] = "Sol-Attn"
     paper: ClassVar[str] = "Sol-Attn (arXiv 2607.24027)"
     summary: ClassVar[str] = "blocks above their row's own threshold exact, means for the rest"
+    as_published: ClassVar[Settings] = {"plans": "own"}
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 4.0, -4.0),)
     masks: ClassVar[tuple[Settings, ...]] = ({},)
 
@@ -57,6 +60,7 @@ class SolAttn(SparseMethod):
     tile: tuple[int, int] = tile_option((64, 64))
     merge: str = merge_option("consecutive")
     means: int | None = means_option()
+    plans: str = plans_option()
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +70,7 @@ class SolAttn(SparseMethod):
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
         settle_means(self)
+        check_plans(self)
 
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """The blocks above their row's threshold or near the diagonal, bool ``[B, H, Tq, Tk]``."""

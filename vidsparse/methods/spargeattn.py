@@ -24,11 +24,13 @@ from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
     check_eight_bits,
+    check_plans,
     eight_bit_option,
     means_option,
     merge_option,
     option,
     optional_number,
+    plans_option,
     settle_means,
     settle_share,
     share_option,
@@ -88,7 +90,7 @@ class SpargeAttn(SparseMethod):
         "them; then a gate that leaves out values that would hardly count"
     )
     free_options: ClassVar[tuple[str, ...]] = ("quantize", "merge")
-    as_published: ClassVar[Settings] = {"means": None}
+    as_published: ClassVar[Settings] = {"means": None, "plans": "own"}
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 0.0, 1.0), Knob("topk", 0.01, 1.0))
     masks: ClassVar[tuple[Settings, ...]] = ({}, {"topk": 0.3})
     ablations: ClassVar[tuple[Ablation, ...]] = (
@@ -140,6 +142,7 @@ class SpargeAttn(SparseMethod):
     tile: tuple[int, int] = tile_option((128, 64))
     merge: str = merge_option()
     means: int | None = means_option()
+    plans: str = plans_option()
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +160,7 @@ class SpargeAttn(SparseMethod):
         object.__setattr__(self, "tile", as_tile(self.tile))
         check_merge(self.merge)
         settle_means(self)
+        check_plans(self)
 
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """Top-cdf with the self-similarity judge, bool ``[B, H, Tq, Tk]`` (equations 4 and 5)."""

@@ -17,11 +17,13 @@ from vidsparse.methods.base import (
     Selection,
     SparseMethod,
     as_tile,
+    check_plans,
     check_whole,
     means_option,
     merge_option,
     option,
     optional_number,
+    plans_option,
     settle_means,
     settle_share,
     share_option,
@@ -132,7 +134,7 @@ class XAttention(SparseMethod):
     free_options: ClassVar[tuple[str, ...]] = ("merge",)
     # threshold, a share of the key tiles of each row, and a number of them: no more than 7,488
     # tokens have.
-    as_published: ClassVar[Settings] = {"means": None}
+    as_published: ClassVar[Settings] = {"means": None, "plans": "own"}
     knobs: ClassVar[tuple[Knob, ...]] = (
         Knob("tau", 0.0, 1.0),
         Knob("topk", 0.01, 1.0),
@@ -182,6 +184,7 @@ class XAttention(SparseMethod):
     tile: tuple[int, int] = tile_option((128, 128))
     merge: str = merge_option()
     means: int | None = means_option()
+    plans: str = plans_option()
     numbers: Numbers | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -217,6 +220,7 @@ class XAttention(SparseMethod):
             )
         check_merge(self.merge)
         settle_means(self)
+        check_plans(self)
 
     def count(self, tokens: int) -> int | None:
         """Key tiles that every row of ``tokens`` tokens keeps, or None where tau decides."""
