@@ -15,6 +15,7 @@ another number. The studies:
 - ``refreshes``: what sparse attention lacks, added from an earlier step or not, at equal work.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
+- ``plans``: guidance branches that share a plan, and each with its own.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
   attention by our own kernels, for the time that each takes.
 - ``calibration``: methods with their paper's one number for all heads, and calibrated.
@@ -29,6 +30,7 @@ from typing import Any, Final
 
 from vidsparse.calibration import CALIBRATORS
 from vidsparse.methods import SPARSE_METHODS
+from vidsparse.methods.base import PLANS
 from vidsparse.methods.studied import Ablation, Knob
 from vidsparse.order import ORDERS
 
@@ -59,6 +61,7 @@ STUDIES: Final = (
     "curves",
     "defaults",
     "refreshes",
+    "plans",
     "few-steps",
     "seconds",
 )
@@ -76,16 +79,26 @@ DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
 REUSED: Final = (1, 2, 4)
 CURVE_COMPUTED: Final = (0.25, 0.4, 0.55, 0.7)
 REFRESHED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
-    ("foresight", {"share": 0.08}, 4),
-    ("foresight", {"share": 0.28}, 0),
-    ("foresight", {"share": 0.09}, 2),
-    ("foresight", {"share": 0.17}, 0),
-    ("foresight", {"share": 0.05}, 4),
-    ("foresight", {"share": 0.16}, 4),
+    ("foresight", {"share": 0.08, "plans": "own"}, 4),
+    ("foresight", {"share": 0.28, "plans": "own"}, 0),
+    ("foresight", {"share": 0.09, "plans": "own"}, 2),
+    ("foresight", {"share": 0.17, "plans": "own"}, 0),
+    ("foresight", {"share": 0.05, "plans": "own"}, 4),
+    ("foresight", {"share": 0.16, "plans": "own"}, 4),
     ("fg-attn", {"top_p": None, "topk": 0.1, "tile": "16x16"}, 4),
     ("fg-attn", {"top_p": None, "topk": 0.3, "tile": "16x16"}, 0),
 )
 """Methods, their options and refreshes; the first four are pairs of equal work in 20 steps."""
+
+PLANNED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
+    ("foresight", {"share": 0.09}, 2),
+    ("foresight", {"share": 0.08}, 4),
+    ("foresight", {"share": 0.2}, 0),
+    ("fg-attn", {"top_p": None, "topk": 0.3, "means": 64}, 0),
+    ("fg-attn", {"top_p": None, "topk": 0.3}, 0),
+    ("xattention", {"tau": None, "topk": 0.3}, 0),
+)
+"""Methods, their options and refreshes, each with a plan for all branches and a plan for each."""
 
 REFRESHED_DENSE_STEPS: Final = 3
 FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
@@ -304,6 +317,18 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 refresh=refresh,
                 dense_steps=REFRESHED_DENSE_STEPS,
             )
+
+    if "plans" in studies:
+        for method, own, refresh in PLANNED:
+            for plans in PLANS:
+                yield Configuration(
+                    study="plans",
+                    method=method,
+                    options={**own, "plans": plans},
+                    order=None,
+                    refresh=refresh,
+                    dense_steps=REFRESHED_DENSE_STEPS,
+                )
 
 
 def _compared() -> Iterator[tuple[str, Mapping[str, Any]]]:
