@@ -80,5 +80,12 @@ class Visitor:
         """How often the page has called a function of the server's."""
         return sum(url.split("?")[0].endswith("/queue/join") for url in self.asked)
 
+    def calls_at_rest(self) -> int:
+        """``calls`` once the page has asked nothing for two seconds."""
+        calls = -1
+        while calls != (calls := self.calls()):
+            self.page.wait_for_timeout(2000)
+        return calls
+
     def value(self, script: str) -> Any:
         return self.page.evaluate(script)

@@ -247,6 +247,7 @@ def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, ou
             "tile": "16x16",
             "merge": "xor-window",
             "means": 64,
+            "plans": "shared",
         }
         assert 0 < record["selected"] <= record["computed"] <= 1
         assert read_video(folder / f"{name}.mp4").shape == (5, 32, 32, 3)

@@ -80,7 +80,7 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
     visitor.see("#model-card", "33 frames of 256x256 in 20 steps")
     # the page asks how loading goes.
     visitor.see("#generate-outlook", "Up to about")
-    calls = visitor.calls()
+    calls = visitor.calls_at_rest()
     marks = page.locator("#model-card mark")
     playwright.expect(marks).to_have_count(0)
     page.locator("#prompt textarea").fill("A red cat")
@@ -91,7 +91,7 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
 
     # one control for quality and speed, in the command line's words; the numbers follow it.
     visitor.see("#speed-facts", "high: foresight (share 0.08)")
-    visitor.see("#speed-facts", "37.4 dB on shapes")
+    visitor.see("#speed-facts", "39.7 dB on shapes")
     share = page.get_by_label("share", exact=True)
     playwright.expect(share).to_be_hidden()
     page.get_by_label("balanced", exact=True).check()

@@ -52,7 +52,8 @@ def test_rows_are_written_resumed_drawn_and_tabled(tiny_model: Path, tmp_path: P
     assert list(row)[: len(PROMISED)] == PROMISED
     assert row["options"] == {
         "top_p": 0.5, "topk": None, "score": "mass", "tile": "16x16", "merge": "xor", "means": None,
-        "order": "hilbert", "reuse": 1, "refresh": 0, "dense_ends": 0, "dense_steps": 0.24,
+        "plans": "own", "order": "hilbert", "reuse": 1, "refresh": 0, "dense_ends": 0,
+        "dense_steps": 0.24,
     }  # fmt: skip
     assert (row["method"], row["size"], row["prompts"]) == ("fg-attn", "128x128", 2)
     assert row["commit"] == "c0ffee"

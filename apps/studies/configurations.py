@@ -102,14 +102,14 @@ PLANNED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
 
 REFRESHED_DENSE_STEPS: Final = 3
 FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
-    ("foresight", {"share": 0.1}, 1, 1),
-    ("foresight", {"share": 0.1}, 1, 0),
-    ("foresight", {"share": 0.1}, 1, 2),
-    ("foresight", {"share": 0.1}, 2, 1),
-    ("foresight", {"share": 0.1}, 2, 0),
-    ("foresight", {"share": 0.1}, 0, 0),
-    ("foresight", {"share": 0.3}, 1, 1),
-    ("foresight", {"share": 0.3}, 1, 0),
+    ("foresight", {"share": 0.1, "plans": "own"}, 1, 1),
+    ("foresight", {"share": 0.1, "plans": "own"}, 1, 0),
+    ("foresight", {"share": 0.1, "plans": "own"}, 1, 2),
+    ("foresight", {"share": 0.1, "plans": "own"}, 2, 1),
+    ("foresight", {"share": 0.1, "plans": "own"}, 2, 0),
+    ("foresight", {"share": 0.1, "plans": "own"}, 0, 0),
+    ("foresight", {"share": 0.3, "plans": "own"}, 1, 1),
+    ("foresight", {"share": 0.3, "plans": "own"}, 1, 0),
     ("fg-attn", {"top_p": None, "topk": 0.3, "tile": "16x16"}, 1, 0),
 )
 """Methods, their options, dense steps and refreshes. The first refresh is the last dense step."""

@@ -183,6 +183,12 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
     },
     "curves": _METHOD_COLUMNS,
     "refreshes": _REFRESH_COLUMNS,
+    "plans": {
+        "method": lambda row: str(row["method"]),
+        "plans": option_text("plans"),
+        "means": option_text("means"),
+        **_REFRESH_COLUMNS,
+    },
     "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
         "method": lambda row: str(row["method"]),
