@@ -48,7 +48,7 @@ def test_only_projections_inside_blocks_are_put_into_8_bits(name: str) -> None:
     changed = in_8_bits(pipe)
     assert len(changed) == facts.layers > 0
     # what lies outside, and adaptive norms, whose rows are samples.
-    inside = ("blocks.", "transformer_blocks.", "single_", "visual_transformer_blocks.")
+    inside = ("blocks.", "transformer_blocks.", "single_", "visual_transformer_blocks.", "layers.")
     assert all(each.startswith(inside) for each in changed)
     assert not [each for each in changed if ".norm" in each or "modulation" in each]
     kinds = {each.rpartition(".")[2] for each in changed}

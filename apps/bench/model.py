@@ -333,7 +333,8 @@ def _refuse_dense_calls(cells: Sequence[Any]) -> None:
     from vidsparse.errors import UnsupportedError
 
     for cell in cells:
-        if cell.action != "replan":
+        # a guidance branch may go by the plan of the one before it.
+        if cell.action not in ("replan", "reuse"):
             raise UnsupportedError(f"an attention call that should be sparse was {cell.action}")
 
 
