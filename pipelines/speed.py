@@ -97,8 +97,7 @@ def measured(model: str, speed: str, defaults: Defaults) -> str:
     if "psnr" not in known:
         return "its quality was not measured on this model; `vidsparse compare` does"
     return (
-        f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default "
-        "size on a CPU"
+        f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default size"
     )
 
 
