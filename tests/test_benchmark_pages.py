@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from vidsparse.apps.cli import main
-from vidsparse.apps.studies.configurations import ABLATIONS, STUDIES
+from vidsparse.apps.studies.configurations import ABLATIONS, STUDIES, configurations
 from vidsparse.apps.studies.quality_tables import markdown_tables, quality_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,3 +57,12 @@ def test_every_study_of_the_quality_file_has_a_table() -> None:
     tables = markdown_tables(rows)
     for study in studies:
         assert f"frames: {study}\n" in tables
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs/benchmarks").glob("quality-*.json")), ids=lambda path: path.name
+)
+def test_a_rerun_finds_every_committed_row(path: Path) -> None:
+    known = list(configurations((*STUDIES, *ABLATIONS)))
+    rows = quality_file(path).rows
+    assert [row for row in rows if not any(one.describes(row) for one in known)] == []

@@ -13,9 +13,9 @@ another number. The studies:
 - ``defaults``: what a model's defaults are chosen from: FG-Attn in its own order, ``top_p``,
   the steps that a plan serves, and the first and last layer dense or not.
 - ``refreshes``: what sparse attention lacks, added from an earlier step or not, at equal work.
+- ``plans``: guidance branches that share a plan, and each with its own.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
-- ``plans``: guidance branches that share a plan, and each with its own.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
   attention by our own kernels, for the time that each takes.
 - ``calibration``: methods with their paper's one number for all heads, and calibrated.
@@ -79,12 +79,12 @@ DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
 REUSED: Final = (1, 2, 4)
 CURVE_COMPUTED: Final = (0.25, 0.4, 0.55, 0.7)
 REFRESHED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
-    ("foresight", {"share": 0.08, "plans": "own"}, 4),
-    ("foresight", {"share": 0.28, "plans": "own"}, 0),
-    ("foresight", {"share": 0.09, "plans": "own"}, 2),
-    ("foresight", {"share": 0.17, "plans": "own"}, 0),
-    ("foresight", {"share": 0.05, "plans": "own"}, 4),
-    ("foresight", {"share": 0.16, "plans": "own"}, 4),
+    ("foresight", {"share": 0.08}, 4),
+    ("foresight", {"share": 0.28}, 0),
+    ("foresight", {"share": 0.09}, 2),
+    ("foresight", {"share": 0.17}, 0),
+    ("foresight", {"share": 0.05}, 4),
+    ("foresight", {"share": 0.16}, 4),
     ("fg-attn", {"top_p": None, "topk": 0.1, "tile": "16x16"}, 4),
     ("fg-attn", {"top_p": None, "topk": 0.3, "tile": "16x16"}, 0),
 )
@@ -102,14 +102,14 @@ PLANNED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
 
 REFRESHED_DENSE_STEPS: Final = 3
 FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
-    ("foresight", {"share": 0.1, "plans": "own"}, 1, 1),
-    ("foresight", {"share": 0.1, "plans": "own"}, 1, 0),
-    ("foresight", {"share": 0.1, "plans": "own"}, 1, 2),
-    ("foresight", {"share": 0.1, "plans": "own"}, 2, 1),
-    ("foresight", {"share": 0.1, "plans": "own"}, 2, 0),
-    ("foresight", {"share": 0.1, "plans": "own"}, 0, 0),
-    ("foresight", {"share": 0.3, "plans": "own"}, 1, 1),
-    ("foresight", {"share": 0.3, "plans": "own"}, 1, 0),
+    ("foresight", {"share": 0.1}, 1, 1),
+    ("foresight", {"share": 0.1}, 1, 0),
+    ("foresight", {"share": 0.1}, 1, 2),
+    ("foresight", {"share": 0.1}, 2, 1),
+    ("foresight", {"share": 0.1}, 2, 0),
+    ("foresight", {"share": 0.1}, 0, 0),
+    ("foresight", {"share": 0.3}, 1, 1),
+    ("foresight", {"share": 0.3}, 1, 0),
     ("fg-attn", {"top_p": None, "topk": 0.3, "tile": "16x16"}, 1, 0),
 )
 """Methods, their options, dense steps and refreshes. The first refresh is the last dense step."""
@@ -177,7 +177,9 @@ class Configuration:
             self.calibrated,
         )
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
-        theirs = {"reuse": 1, "dense_ends": 0, "refresh": 0, **row["options"]}
+        # what a row does not tell is what versions did that did not know of it.
+        before = {"reuse": 1, "dense_ends": 0, "refresh": 0, "plans": "own"}
+        theirs = {**before, **row["options"]}
         # a method that selects in another way leaves its usual number out.
         if self.knob is not None and theirs.get(self.knob.name) is None:
             return False
@@ -302,7 +304,8 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
             yield Configuration(
                 study="few-steps",
                 method=method,
-                options=own,
+                # as the first rows, which are from before branches could share one.
+                options={**own, "plans": "own"},
                 order=None,
                 refresh=refresh,
                 dense_steps=dense_steps,
@@ -312,12 +315,12 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
             yield Configuration(
                 study="refreshes",
                 method=method,
-                options=own,
+                # as the first rows, which are from before branches could share one.
+                options={**own, "plans": "own"},
                 order=None,
                 refresh=refresh,
                 dense_steps=REFRESHED_DENSE_STEPS,
             )
-
     if "plans" in studies:
         for method, own, refresh in PLANNED:
             for plans in PLANS:
