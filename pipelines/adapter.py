@@ -157,6 +157,8 @@ class Session:
         # whether heads that differ in work are dealt to processes by it.
         self.balance = True
         self._balancer: Balancer | None = None
+        # of the configuration that was asked last: every attention call asks.
+        self._grouped: tuple[Any, Groups | None] = (None, None)
         SESSIONS[self.id] = self
 
     @property
@@ -344,7 +346,7 @@ class Session:
         self._forwards_in_step = 0
         for engine in self.engines:
             engine.begin_run(steps)
-            engine.trace = self.engines[0].trace
+            engine.trace, engine.branches = self.engines[0].trace, self.engines[0].branches
 
     def _branch(self) -> tuple[str, int]:
         """The branch of the forward to come, and which part of the video it is about, from 1."""
@@ -401,7 +403,10 @@ class Session:
     def groups(self, part: int = 0) -> Groups | None:
         """Whom this process attends together with in a transformer; None where it is alone."""
         # the transformer's, not the processor's: a processor put in since may have lost it.
-        return parallel_groups(getattr(self._transformers[part](), "_parallel_config", None))
+        config = getattr(self._transformers[part](), "_parallel_config", None)
+        if self._grouped[0] is not config:
+            self._grouped = config, parallel_groups(config)
+        return self._grouped[1]
 
     def attend_dense(
         self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int

@@ -161,7 +161,7 @@ def _configured(ring: int, ulysses: int) -> Any:
     from diffusers.models._modeling_parallel import ParallelConfig
     from torch.distributed.device_mesh import init_device_mesh
 
-    kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+    kind = device_of(None).type
     context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
     mesh = init_device_mesh(kind, context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
     config = ParallelConfig(context_parallel_config=context)

@@ -230,10 +230,26 @@ def test_shapes_that_change_in_a_run_are_refreshed() -> None:
     assert [cell.action for cell in engine.trace.cells] == ["refresh", "refresh"]
 
 
+def test_a_branch_that_comes_in_later_refreshes_once_and_leaves_the_other_s_plan() -> None:
+    engine = engine_of(refresh=2)
+    engine.begin_run(STEPS)
+    second = engine.schedule.refresh_steps(STEPS)[1]
+    for step in range(second):
+        for number, branch in enumerate(("conditional", "unconditional")[: 1 + (step > 2)]):
+            engine.attend(*operands(number), site(step, branch=branch))
+    actions = {
+        branch: [cell.action for cell in engine.trace.cells if cell.branch == branch]
+        for branch in ("conditional", "unconditional")
+    }
+    assert actions["conditional"] == ["dense", "refresh", *["reuse"] * (second - 2)]
+    assert actions["unconditional"] == ["refresh", *["reuse"] * (second - 4)]
+    assert len(actions["unconditional"]) > 1
+
+
 def test_nothing_is_held_once_the_last_step_is_done() -> None:
     engine = engine_of()
     run(engine, [operands()] * STEPS)
-    assert engine._remainders == {}
+    assert engine._lacking == {}
 
 
 def test_work_counts_a_refresh_whole_and_the_plan_beside_it() -> None:

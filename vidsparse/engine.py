@@ -93,6 +93,15 @@ class _Kept:
         return self.plan
 
 
+@dataclass(frozen=True, slots=True)
+class _Lacking:
+    """What a plan lacked of the dense output in ``step``, and the step that had made the plan."""
+
+    step: int
+    planned: int
+    remainder: Remainder
+
+
 class AttentionEngine:
     """A method, an order and a schedule, with the plans and the trace of one run.
 
@@ -160,9 +169,9 @@ class AttentionEngine:
         self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
         self.probe: CellProbe | None = None
         self._plans: dict[PlanKey, _Kept] = {}
-        # what a plan lacked in the step that made it, in each branch, and that step.
-        self._remainders: dict[tuple[str, PlanKey], tuple[int, Remainder]] = {}
-        self._branches: set[str] = set()
+        self._lacking: dict[tuple[str, PlanKey], _Lacking] = {}
+        # of the run: the engines of a pipeline's transformers have one set, as they have one trace.
+        self.branches: set[str] = set()
         # the schedule without refreshes, where there is no room for what they keep.
         self._plain: Schedule | None = None
         self._routes: dict[tuple[Hashable, ...], Route] = {}
@@ -176,7 +185,7 @@ class AttentionEngine:
         self.steps = steps
         self.trace = Trace()
         self.forget()
-        self._branches.clear()
+        self.branches = set()
         self._plain = None
         self._routes.clear()
         self._dense.clear()
@@ -186,14 +195,14 @@ class AttentionEngine:
     def forget(self) -> None:
         """Let go of plans and of what was kept beside them, which may be gigabytes."""
         self._plans.clear()
-        self._remainders.clear()
+        self._lacking.clear()
 
     def plans_anew(self, step: int) -> bool:
         """Whether no call of ``step`` goes by what is kept of a step before."""
         schedule = self._plain or self.schedule
-        due = schedule.refresh_before(step, self.steps) if schedule.refresh else None
         if schedule.refresh:
-            return due is None or all(made < due for made, _ in self._remainders.values())
+            due = schedule.refresh_before(step, self.steps)
+            return due is None or all(each.step < due for each in self._lacking.values())
         return not any(kept.serves(step, kept.by, schedule.reuse) for kept in self._plans.values())
 
     def attend(
@@ -229,13 +238,14 @@ class AttentionEngine:
         """
         if self.observer is not None and dense_because is None:
             self.observer(q, k, v, site)
-        self._branches.add(site.branch)
+        self.branches.add(site.branch)
+        key = self._plan_key(q, site)
         numbers = self.method.numbers if isinstance(self.method, SparseMethod) else None
         if numbers is not None and dense_because is None:
             # said in the first step, though it may be a dense one.
             numbers.check(site, q.shape[1])
         if dense_because is None:
-            action = self._action(q, site, ring)
+            action = self._action(q, site, key, ring)
         else:
             action = f"dense: {dense_because}"
         tokens = q.shape[2] if ring is None else site.grid.tokens
@@ -244,13 +254,13 @@ class AttentionEngine:
         with self.trace.timed(cell, q.device):
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
-                out = self._sparse(q, k, v, site, cell, ring)
-                self._add_remainder(out, q, site)
+                out = self._sparse(q, k, v, site, cell, key, ring)
+                self._add_remainder(out, site, key)
             if sparse and self.dense_fallback and _not_finite(out, ring):
                 cell.action, cell.implementation = FELL_BACK, "dense"
                 cell.selected = cell.computed = cell.skipped = None
                 # whatever made it is not to be used again.
-                self._plans.pop(self._plan_key(q, site), None)
+                self._plans.pop(key, None)
                 sparse = False
             if not sparse:
                 # a mask, for one, is nothing that another kernel knows of.
@@ -264,9 +274,9 @@ class AttentionEngine:
                 else:
                     out = self._dense_in_ring(q, k, v, site, ring)
             if action == Action.REFRESH.value:
-                planned = self._sparse(q, k, v, site, cell, ring)
-                held = site.step, Remainder.of(out, planned)
-                self._remainders[site.branch, self._plan_key(q, site)] = held
+                planned = self._sparse(q, k, v, site, cell, key, ring)
+                lacking = _Lacking(site.step, self._plans[key].made, Remainder.of(out, planned))
+                self._lacking[site.branch, key] = lacking
         if self.guard is not None:
             self.guard.watch(out, site, f"{cell.action}, {cell.implementation}")
         if self.check_finite and not bool(out.isfinite().all()):
@@ -276,7 +286,7 @@ class AttentionEngine:
             )
         return out
 
-    def _action(self, q: Tensor, site: CallSite, ring: Ring | None) -> str:
+    def _action(self, q: Tensor, site: CallSite, key: PlanKey, ring: Ring | None) -> str:
         if not isinstance(self.method, SparseMethod):
             return Action.DENSE.value
         schedule = self._plain or self.schedule
@@ -293,15 +303,14 @@ class AttentionEngine:
                 f"does not match {q.shape[2]} tokens"
             )
         # without a plan made for just such a call, planning anew is always right.
-        key = self._plan_key(q, site)
         kept = self._plans.get(key)
         if schedule.refresh and action is not Action.REFRESH:
             # a step cache may have left the refresh out, and a second transformer may have come in
             # after it.
             due = schedule.refresh_before(site.step, self.steps)
             assert due is not None
-            lacking, _ = self._remainders.get((site.branch, key), (-1, None))
-            fresh = kept is not None and kept.made == lacking >= due
+            lacking = self._lacking.get((site.branch, key))
+            fresh = kept and lacking and kept.made == lacking.planned and lacking.step >= due
             return Action.REUSE.value if fresh else Action.REFRESH.value
         if action is Action.REFRESH:
             return action.value
@@ -328,13 +337,21 @@ class AttentionEngine:
         return attend_densely(ring, *_autocast(q, k, v), site.grid).to(q.dtype)
 
     def _sparse_in_ring(
-        self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, cell: Cell, ring: Ring, route: Route
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        site: CallSite,
+        cell: Cell,
+        key: PlanKey,
+        ring: Ring,
+        route: Route,
     ) -> Tensor:
         assert isinstance(self.method, SparseMethod)
         self._check_ring(route)
         method, grid = self.method, site.grid
         deal = deal_tokens(self.order, grid, ring.count, ring.rank, stretch_step(method), q.device)
-        plan = self._take_kept(q, site, cell)
+        plan = self._take_kept(site, cell, key)
         if plan is None:
             order = token_order(self.order, grid, q.device)
             route = replace(route, quantize=None)
@@ -351,7 +368,7 @@ class AttentionEngine:
             )
             plan = own_rows(plan, tiles, method.merge)
             cell.selection = self._selection_cost(q, grid.tokens)
-            plan = self._keep(plan, q, site, cell)
+            plan = self._keep(plan, site, cell, key)
         cell.selected, cell.computed = plan.selected, share_with_means(plan, method.means)
         return attend_in_ring(
             ring, deal, (q, k, v), plan, grid, method.means, self._route(q, k, v), self.kernel
@@ -377,7 +394,8 @@ class AttentionEngine:
         v: Tensor,
         site: CallSite,
         cell: Cell,
-        ring: Ring | None = None,
+        key: PlanKey,
+        ring: Ring | None,
     ) -> Tensor:
         assert isinstance(self.method, SparseMethod)
         asked = q.dtype
@@ -388,18 +406,18 @@ class AttentionEngine:
             raise UnsupportedError(INFERENCE_ONLY)
         cell.implementation = route.implementation
         if ring is not None:
-            return self._sparse_in_ring(q, k, v, site, cell, ring, route).to(asked)
+            return self._sparse_in_ring(q, k, v, site, cell, key, ring, route).to(asked)
         order = token_order(self.order, site.grid, q.device)
         layout = q
-        taken = self._take_kept(q, site, cell)
-        if taken is None:
+        plan = self._take_kept(site, cell, key)
+        if plan is None:
             made = self._planned(q, k, v, site, order, route)
-            made = replace(made, plan=self._keep(made.plan, q, site, cell))
+            plan = self._keep(made.plan, site, cell, key)
             cell.selection = self._selection_cost(q, q.shape[2])
         else:
             q, k = (order.apply(x, by_kernel=route.reorders) for x in (q, k))
-            made = Ordered(q, k, taken)
-        q, k, plan = made.q, made.k, made.plan
+            made = Ordered(q, k, plan)
+        q, k = made.q, made.k
         v = order.apply(v, by_kernel=route.reorders) if made.v is None else made.v
         means, size = None, self.method.means
         if size is not None:
@@ -437,33 +455,33 @@ class AttentionEngine:
         del q, k, v, made, kv_index, gate, means
         return order.undo(out, like=layout, by_kernel=route.reorders).to(asked)
 
-    def _take_kept(self, q: Tensor, site: CallSite, cell: Cell) -> SparsePlan | None:
+    def _take_kept(self, site: CallSite, cell: Cell, key: PlanKey) -> SparsePlan | None:
         """The plan that a call goes by without making one, as its action says."""
-        kept = self._plans.get(self._plan_key(q, site))
+        kept = self._plans.get(key)
         if kept is None:
             return None
-        # a refresh goes by what another branch planned in the same step.
+        # a refresh goes by what another branch goes by in the same step.
         refreshed = cell.action == Action.REFRESH.value and kept.serves(site.step, site.branch, 1)
         if cell.action != Action.REUSE.value and not refreshed:
             return None
         cell.plan_step = kept.made
         return kept.use(site.step)
 
-    def _keep(self, plan: SparsePlan, q: Tensor, site: CallSite, cell: Cell) -> SparsePlan:
+    def _keep(self, plan: SparsePlan, site: CallSite, cell: Cell, key: PlanKey) -> SparsePlan:
         """Keep a plan for the steps and branches that may go by it, and return it."""
         assert isinstance(self.method, SparseMethod)
         shared = self.method.plans == "shared"
         if shared and site.stacked > 1:
             plan = plan.shared(site.stacked)
         cell.plan_step = site.step
-        served = cell.action == Action.REFRESH.value or (shared and len(self._branches) > 1)
+        served = cell.action == Action.REFRESH.value or (shared and len(self.branches) > 1)
         if self.schedule.reuse > 1 or served:
-            self._plans[self._plan_key(q, site)] = _Kept(plan, site.step, site.branch, site.step)
+            self._plans[key] = _Kept(plan, site.step, site.branch, site.step)
         return plan
 
     def _has_room(self, q: Tensor, site: CallSite, ring: Ring | None) -> bool:
         """Whether what refreshes keep for all layers and branches fits into the GPU's memory."""
-        if not q.is_cuda or self._remainders:
+        if not q.is_cuda or self._lacking:
             return True
         before = {cell.branch for cell in self.trace.cells if cell.step < site.step}
         needed = remainder_bytes(q) * self.layers * (len(before) or 2)
@@ -479,20 +497,19 @@ class AttentionEngine:
         full = needed > room
         return not (full if ring is None else ring.any(torch.tensor(full, device=q.device)))
 
-    def _add_remainder(self, out: Tensor, q: Tensor, site: CallSite) -> None:
-        """Add to ``out``, in place, what its plan lacked where it was made."""
-        key = site.branch, self._plan_key(q, site)
-        if key not in self._remainders:
+    def _add_remainder(self, out: Tensor, site: CallSite, key: PlanKey) -> None:
+        """Add to ``out``, in place, what its plan lacked at the last refresh."""
+        lacking = self._lacking.get((site.branch, key))
+        if lacking is None:
             return
-        made, lacking = self._remainders[key]
-        lacking.add_to(out, likeness(site.step - made, self.steps))
+        lacking.remainder.add_to(out, likeness(site.step - lacking.step, self.steps))
         if site.step + 1 not in self.schedule.sparse_window(self.steps):
             # nothing follows that it serves, but a decoder that wants the memory.
-            del self._remainders[key]
+            del self._lacking[site.branch, key]
 
     def _plan_key(self, q: Tensor, site: CallSite) -> PlanKey:
-        assert isinstance(self.method, SparseMethod)
-        branch = site.branch if self.method.plans == "own" else None
+        shared = isinstance(self.method, SparseMethod) and self.method.plans == "shared"
+        branch = None if shared else site.branch
         heads = q.shape[1], site.heads
         return site.layer, branch, site.window, site.grid, q.shape[0], *heads, q.device
 
