@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ SIZE = ("--frames", "9", "--size", "64x64", "--device", "cpu")
 # one fresh folder, killed so often in a row before a run may come to its end.
 KILLS_IN_A_ROW = form(short=2, long=3)
 ROUNDS = form(short=1, long=7)
+MORE_ROUNDS = 5
 ENDS = {
     signal.SIGKILL: {-signal.SIGKILL},
     # before the command line listens, a signal ends the process in its own way.
@@ -63,6 +64,13 @@ class Killer:
         self.clean = commands.folder / "clean"
         self.hits = 0
 
+    def rounds(self) -> Iterator[int]:
+        """The rounds of the form, and some more where no kill has hit: a run may be too quick."""
+        for number in range(ROUNDS + MORE_ROUNDS):
+            if number >= ROUNDS and self.hits:
+                return
+            yield number
+
     def straight(self, out: str) -> Path:
         """Run it without a fault; answers the folder that it wrote to."""
         ended = self._run(out)
@@ -83,6 +91,8 @@ class Killer:
             self.hits += ended.hit
             assert "Traceback" not in ended.said, ended.said
             if ended.status == 0:
+                # the machine was busier when it was measured.
+                self._seconds = min(self._seconds, ended.seconds)
                 break
             assert ended.status in ENDS[how], ended
             look()
@@ -109,7 +119,7 @@ def test_killed_generations_lose_nothing_and_end_complete(
     (clean,) = killer.clean.iterdir()
     videos = digests(clean, "*.mp4")
     assert len(videos) == len(PROMPTS)
-    for number in range(ROUNDS):
+    for number in killer.rounds():
         place = commands.folder / f"g{number}"
         kept: dict[str, int] = {}
 
@@ -145,7 +155,7 @@ def test_killed_comparisons_end_with_the_report_of_an_untouched_one(
         named = ("number", "prompt", "seed", "psnr", "ssim", "flicker", "frames", "work")
         return [[each[name] for name in named] for each in report["prompts"]]
 
-    for number in range(ROUNDS):
+    for number in killer.rounds():
         (folder,) = killer.killed(f"c{number}", lambda: None).iterdir()
         assert numbers(folder) == numbers(clean)
         assert digests(folder, "*.mp4") == digests(clean, "*.mp4")
@@ -173,7 +183,7 @@ def test_killed_studies_end_with_the_rows_of_an_untouched_one(
 
     # each run makes at most four of the rows that are missing: those of the first four are alike.
     clean = rows(killer.clean)[:4]
-    for number in range(ROUNDS):
+    for number in killer.rounds():
         place = commands.folder / f"s{number}"
 
         def look(place: Path = place) -> None:
@@ -196,7 +206,7 @@ def test_killed_calibrations_end_with_the_preset_of_an_untouched_one(
     how = ("--steps", "4", "--dense-steps", "1", "--method", "bsfa", "--groups", "1")
     killer = Killer(commands, (*given, *how, "--overwrite", "--out", "{out}/p"), "calibrate")
     clean = load_preset(str(killer.clean / "p"))
-    for number in range(ROUNDS):
+    for number in killer.rounds():
         made = load_preset(str(killer.killed(f"p{number}", lambda: None) / "p"))
         assert made.tables.keys() == clean.tables.keys()
         assert all(torch.equal(made.tables[name], clean.tables[name]) for name in clean.tables)
