@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ MARKS = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: set VIDSPARSE_CHROMIUM to one"),
     pytest.mark.timeout(600),
 ]
+
+# by address, what serves there.
+_SERVING: dict[str, subprocess.Popen[str]] = {}
 
 
 def log_of(out: Path) -> Path:
@@ -52,9 +56,22 @@ def commanded(out: Path, *options: str) -> Iterator[str]:
     ):
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().split()[1]
+            address = process.stdout.readline().split()[1]
+            _SERVING[address] = process
+            yield address
         finally:
             process.terminate()
+
+
+@contextmanager
+def held(address: str) -> Iterator[None]:
+    """The page that a command serves there says and computes nothing while the block runs."""
+    process = _SERVING[address]
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")

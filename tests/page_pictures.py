@@ -36,8 +36,9 @@ def main(folder: Path) -> None:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         # larger videos than the tests make.
         playwright.expect.set_options(timeout=4 * PATIENCE)
-        visitor, other = (Visitor(browser, url, newcomer=True) for _ in range(2))
-        for state, area in states(visitor, other, VIDEOS):
+        visitor = Visitor(browser, url, newcomer=True)
+        another = lambda: Visitor(browser, url, newcomer=True)  # noqa: E731
+        for state, area in states(visitor, another, VIDEOS):
             print(state, file=sys.stderr)
             for look in looks(visitor.page, area):
                 shot = Image.open(io.BytesIO(visitor.page.screenshot())).convert("RGB")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from page_browser import held
 from page_visitor import SMALL, Visitor
 from playwright import sync_api as playwright
 
@@ -15,6 +16,7 @@ SCHEMES = ("light", "dark")
 
 # so many steps of so large a video that it runs for as long as it is looked at.
 _LONG = {"Steps": 400, "Frames (4k+1)": 17, "Width": 128, "Height": 128}
+_DRAWN = "() => [...document.images].every((image) => image.complete || image.loading === 'lazy')"
 _SEEN = "(away) => document.querySelector('vs-fold')?.fold(away)"
 # in the place of another visit, with the settings that are there; at once, not by a transition.
 _DARK = """(dark) => {
@@ -27,18 +29,23 @@ _DARK = """(dark) => {
 
 
 def looks(page: Any, area: str) -> Iterator[tuple[int, str]]:
-    """Show ``area`` at every width, in light and dark, the form folded where it is elsewhere."""
+    """Show ``area`` at every width, in light and dark, the form folded where it is elsewhere.
+
+    The page's server stands still meanwhile: a state that passes lasts as long as it is looked at.
+    """
     in_form = area in ("#form", "#by-hand", ".vs-wrong")
-    for scheme in SCHEMES:
-        page.emulate_media(color_scheme=scheme)
-        page.evaluate(_DARK, scheme == "dark")
-        for width, height in WIDTHS.items():
-            page.set_viewport_size({"width": width, "height": height})
-            page.evaluate(_SEEN, width <= 900 and not in_form)
-            place = page.locator(area).first
-            block = "center" if area == ".vs-wrong" else "start"
-            place.evaluate(f"(place) => place.scrollIntoView({{ block: '{block}' }})")
-            yield width, scheme
+    page.wait_for_function(_DRAWN)
+    with held(page.evaluate("new URL('/', location).href")):
+        for scheme in SCHEMES:
+            page.emulate_media(color_scheme=scheme)
+            page.evaluate(_DARK, scheme == "dark")
+            for width, height in WIDTHS.items():
+                page.set_viewport_size({"width": width, "height": height})
+                page.evaluate(_SEEN, width <= 900 and not in_form)
+                place = page.locator(area).first
+                block = "center" if area == ".vs-wrong" else "start"
+                place.evaluate(f"(place) => place.scrollIntoView({{ block: '{block}' }})")
+                yield width, scheme
     page.evaluate(_SEEN, False)
     page.emulate_media(color_scheme="light")
     page.evaluate(_DARK, False)
@@ -46,13 +53,14 @@ def looks(page: Any, area: str) -> Iterator[tuple[int, str]]:
 
 
 def states(
-    visitor: Visitor, other: Visitor, small: Mapping[str, Any] = SMALL
+    visitor: Visitor, another: Callable[[], Visitor], small: Mapping[str, Any] = SMALL
 ) -> Iterator[tuple[str, str]]:
     """Bring a newcomer's page into one state after the other.
 
     Args:
-        visitor: has opened the page for the first time and touched nothing.
-        other: has jobs of its own.
+        visitor: has opened the page for the first time, just after it was served, and touched
+            nothing.
+        another: opens the page once more, for jobs of somebody else's.
         small: settings of the videos that are made.
 
     Yields:
@@ -61,8 +69,12 @@ def states(
     page = visitor.page
     page.wait_for_selector("#opening vs-viewer[data-ready]")
     yield "as it opens", "body"
+    page.click("#generate")
+    visitor.see("#generate-status", "Loading the model")
+    yield "while the model loads", "#tabs"
+    _called_off(visitor, "generate")
     yield from _typing(visitor)
-    yield from _queue(visitor, other)
+    yield from _queue(visitor, another())
     for label, value in small.items():
         visitor.set(label, value)
     yield from _videos(visitor)
@@ -73,6 +85,12 @@ def states(
     yield "studies of every method", "body"
     page.locator(".vs-study summary").first.click()
     yield "studies: the rows", ".vs-study details"
+
+
+def _called_off(visitor: Visitor, tab: str) -> None:
+    visitor.page.click(f"#cancel-{tab}")
+    playwright.expect(visitor.page.locator(f"#cancel-{tab}")).to_be_disabled()
+    visitor.see(f"#{tab}-status", "Cancelled")
 
 
 def _typing(visitor: Visitor) -> Iterator[tuple[str, str]]:
@@ -116,9 +134,8 @@ def _queue(visitor: Visitor, other: Visitor) -> Iterator[tuple[str, str]]:
     visitor.see("#generate-status", "left")
     visitor.see("#generate-outlook", "3 jobs before yours")
     yield "running, with two more in line", "#tabs"
-    page.click("#cancel-generate")
-    playwright.expect(page.locator("#cancel-generate")).to_be_disabled()
-    visitor.see("#generate-status", "Cancelled")
+    _called_off(visitor, "generate")
+    visitor.see("#generate-outlook", "begins at once")
     yield "cancelled", "#tabs"
 
 
@@ -156,6 +173,12 @@ def _comparisons(visitor: Visitor) -> Iterator[tuple[str, str]]:
     visitor.see("#compare-status", "Both videos are ready")
     page.wait_for_selector("#viewer vs-viewer[data-ready]")
     yield "a comparison", "#tabs"
+    share = page.get_by_label("share", exact=True).input_value()
+    visitor.set("share", 0.3)
+    page.click("#compare")
+    visitor.see("#compare-facts", "dense kept from")
+    yield "a dense side kept from before", "#tabs"
+    visitor.set("share", share)
     page.click("#time-pair")
     visitor.see("#compare-status", "times in turns")
     # of the last step, which is sparse.
@@ -166,6 +189,11 @@ def _comparisons(visitor: Visitor) -> Iterator[tuple[str, str]]:
     yield "where attention was sparse, and a cell's map", "#heat"
     page.locator("#viewer").get_by_role("button", name="Wipe").click()
     yield "one over the other, by a wipe", "#viewer"
+    page.locator("#viewer").get_by_role("button", name="Flip").click()
+    page.locator("#viewer").get_by_role("button", name="Full screen").click()
+    page.wait_for_function("document.fullscreenElement")
+    yield "one at a time, on the full screen", "#viewer vs-viewer"
+    page.locator("#viewer").get_by_role("button", name="Leave full screen").click()
     for side, place in (("A", 0), ("B", 1)):
         page.get_by_label(side, exact=True).click()
         page.get_by_role("option").filter(has_text="seed").nth(place).click()
@@ -186,6 +214,16 @@ def _reports(visitor: Visitor) -> Iterator[tuple[str, str]]:
     page.click("#vary input")
     page.get_by_role("option", name="share").click()
     page.fill("#over :is(input, textarea)", "0.05, 0.2, 0.6")
+    few = {label: page.get_by_label(label, exact=True).input_value() for label in _LONG}
+    for label, value in _LONG.items():
+        visitor.set(label, value)
+    page.click("#report")
+    visitor.see("#report-status", "prompt 1 of 2, setting 1 of 3")
+    visitor.see("#report-status", "left")
+    yield "a report at work", "#tabs"
+    _called_off(visitor, "report")
+    for label, value in few.items():
+        visitor.set(label, value)
     page.click("#report")
     visitor.see("#report-status", "The report is ready")
     yield "a report over two prompts and three settings", "#report-status"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ pytest.importorskip("gradio", reason="the page needs the ui extra")
 pytest.importorskip("playwright", reason="playwright drives the browser")
 
 import gradio
-from page_browser import MARKS, commanded
+from page_browser import MARKS, commanded, held
 from page_server import served
-from page_states import looks, states
 from page_visitor import PATIENCE, SMALL, Visitor
 from playwright import sync_api as playwright
 
@@ -33,7 +32,26 @@ pytestmark = MARKS
 # from the start, so slowly that a key pressed after the look at the first frame meets it.
 SLOWLY = "(video) => { video.playbackRate = 0.1; video.currentTime = 0; }"
 
-CONTRAST = ("color-contrast", "link-in-text-block")
+# a walk by Tab from the page's beginning: where it stops, until it is past the end, and whether the
+# focus is seen there.
+BEGIN = """() => {
+  document.querySelectorAll("[data-met]").forEach((each) => delete each.dataset.met);
+  document.activeElement.blur();
+  document.body.tabIndex = -1;
+  document.body.focus();
+  document.body.removeAttribute("tabindex");
+}"""
+STOP = """() => {
+  const place = document.activeElement;
+  if (place === document.body) return true;
+  place.dataset.met = getComputedStyle(place).outlineStyle === "none" ? "unseen" : "";
+}"""
+MISSED = """() => [
+  ...document.querySelectorAll("a[href], button, input, textarea, summary, [tabindex]"),
+].filter((each) => (
+  each.dataset.met !== "" && each.tabIndex >= 0 && !each.disabled
+  && each.checkVisibility({ visibilityProperty: true, opacityProperty: true })
+)).map((each) => each.outerHTML.slice(0, 200))"""
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +130,19 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
     visitor.set("share", 0.06)
     playwright.expect(page.get_by_label("by hand", exact=True)).to_be_checked()
     playwright.expect(target).to_have_value("")
+    # sizes and lengths by name fill in the numbers, which are by hand again once they are changed.
+    for name, option in (("Size", "portrait"), ("Length", "half")):
+        page.get_by_label(name, exact=True).click()
+        page.get_by_role("option", name=option).click()
+    for label, value in (("Width", "224"), ("Height", "288"), ("Frames (4k+1)", "17")):
+        playwright.expect(page.get_by_label(label, exact=True)).to_have_value(value)
+    for label, number in SMALL.items():
+        visitor.set(label, number)
+    for name in ("Size", "Length"):
+        playwright.expect(page.get_by_label(name, exact=True)).to_have_value("by hand")
+    seed = page.get_by_label("Seed", exact=True)
+    page.click("#dice")
+    playwright.expect(seed).not_to_have_value("0")
     page.get_by_label("exact", exact=True).check()
     playwright.expect(page.locator("#method input")).to_have_value("Dense attention (dense)")
 
@@ -147,42 +178,6 @@ def test_settings_outlive_a_reload_and_ctrl_enter_runs(visit: Any) -> None:
     playwright.expect(said).to_have_count(1)
     shade = page.locator("#generate-facts").evaluate("(facts) => getComputedStyle(facts).filter")
     assert shade == "grayscale(1)"
-
-
-def _serious(page: Any, rules: Sequence[str] = ()) -> list[tuple[Any, ...]]:
-    """What axe finds on the page that keeps somebody from using it, by all rules or by these."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    if page.evaluate("'axe' in window"):
-        # half a megabyte, once for each document.
-        axe.axe_script = "0"
-    options: dict[str, Any] = {"resultTypes": ["violations"]}
-    if rules:
-        options["runOnly"] = {"type": "rule", "values": list(rules)}
-    return [
-        (each["id"], node["target"], node.get("failureSummary"))
-        for each in axe.run(page, options=options).response["violations"]
-        if each["impact"] in ("serious", "critical")
-        for node in each["nodes"]
-    ]
-
-
-def test_every_state_fits_and_can_be_used_by_everybody_at_every_width_in_light_and_dark(
-    visit: Any, url: str
-) -> None:
-    visitor, other = visit(newcomer=True), visit(by_hand=False)
-    page, seen = visitor.page, []
-    for state, area in states(visitor, other):
-        for width, scheme in looks(page, area):
-            where = state, width, scheme
-            assert page.evaluate("document.documentElement.scrollWidth") <= width, where
-            playwright.expect(page.locator(area).first).to_be_in_viewport()
-            # what is no matter of colours is the same in the dark.
-            assert _serious(page, CONTRAST if scheme == "dark" else ()) == [], where
-        seen.append(state)
-    assert len(seen) == 20
-    # and nothing of all that was loaded from elsewhere.
-    here = (url, "data:", "blob:", "about:")
-    assert [each for each in visitor.asked if not each.startswith(here)] == []
 
 
 def test_the_studies_are_a_page_of_their_own_whose_rows_can_be_run(visit: Any) -> None:
@@ -274,6 +269,39 @@ def test_a_preset_settles_what_it_was_calibrated_for(visit: Any) -> None:
     playwright.expect(field("Width")).to_be_hidden()
 
 
+@pytest.mark.parametrize(
+    ("choices", "ends_method", "ends_preset"),
+    [
+        ("preset small-bsfa, preset none", "Foresight", "none: numbers by hand"),
+        ("preset small-bsfa, method SALE", "SALE", "none: numbers by hand"),
+        ("method SALE, preset small-bsfa", "BSFA", "small-bsfa (bsfa)"),
+        ("method SALE, method XAttention", "XAttention", "none: numbers by hand"),
+        ("preset small-bsfa, speed fast", "Foresight", "none: numbers by hand"),
+        ("speed fast, preset small-bsfa", "BSFA", "small-bsfa (bsfa)"),
+    ],
+)
+def test_the_last_of_choices_made_while_the_server_is_slow_counts(
+    choices: str, ends_method: str, ends_preset: str, visit: Any
+) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.calls_at_rest()
+    with held(page.evaluate("new URL('/', location).href")):
+        for choice in choices.split(", "):
+            control, _, name = choice.partition(" ")
+            if control == "speed":
+                page.get_by_label(name, exact=True).check()
+            else:
+                page.click(f"#{control} input")
+                page.get_by_role("option", name=name).click()
+    visitor.calls_at_rest()
+    playwright.expect(page.locator("#method input")).to_have_value(re.compile(ends_method))
+    playwright.expect(page.locator("#preset input")).to_have_value(ends_preset)
+    # what is shown goes with it.
+    shown = page.get_by_label("Width", exact=True)
+    playwright.expect(shown).to_be_visible(visible=ends_method != "BSFA")
+
+
 def test_cancel_stops_within_a_step_and_the_device_is_free(visit: Any) -> None:
     visitor = visit()
     visitor.set("Steps", 400)
@@ -285,6 +313,9 @@ def test_cancel_stops_within_a_step_and_the_device_is_free(visit: Any) -> None:
     visitor.page.click("#cancel-generate")
     visitor.see("#generate-status", "Cancelled")
     visitor.see("#generate-status", "your settings and videos are kept")
+    # it is no longer one that the next would wait for.
+    line = visitor.page.locator("#generate-outlook")
+    playwright.expect(line).to_contain_text("begins at once", timeout=2_000)
     playwright.expect(visitor.page.get_by_label("Steps", exact=True)).to_have_value("400")
     visitor.set("Steps", 2)
     visitor.page.click("#generate")
@@ -363,6 +394,13 @@ def test_compare_plays_in_step_and_shows_where_attention_was_sparse(visit: Any) 
     visitor.page.get_by_label("where the tile was kept").uncheck()
     playwright.expect(kept).to_be_hidden()
 
+    # on a phone, the videos before their figures.
+    visitor.page.set_viewport_size({"width": 390, "height": 844})
+    top = "document.querySelector('{}').getBoundingClientRect().top".format
+    order = f"[{top('#viewer')}, {top('#compare-facts')}, {top('#time-pair')}, {top('#heat')}]"
+    places = visitor.value(order)
+    assert places == sorted(places)
+
 
 def test_a_key_stops_the_video_also_where_the_slider_is_there_already(visit: Any) -> None:
     visitor = visit()
@@ -423,6 +461,11 @@ def test_report_exports_the_command_line_s_page(visit: Any, tmp_path: Path) -> N
         visitor.see(f"#report-{area} caption", "foresight on shapes, 5 frames of 64x64 in 3 steps")
         table = visitor.page.locator(f"#report-{area} .vs-scroll")
         assert table.evaluate("(table) => table.scrollWidth - table.clientWidth") <= 0
+    # where it scrolls, its rows are two lines high.
+    visitor.page.set_viewport_size({"width": 390, "height": 844})
+    rows = visitor.page.locator("#report-summary tbody tr")
+    assert max(rows.evaluate_all("(rows) => rows.map((row) => row.offsetHeight)")) < 60
+    visitor.page.set_viewport_size({"width": 1440, "height": 900})
     # a ratio of runs of a second each would be noise.
     visitor.see("#report-summary", "too short to time")
     playwright.expect(visitor.page.locator("#report-table tbody tr")).to_have_count(4)
@@ -549,23 +592,36 @@ def test_two_visitors_share_the_device_and_nothing_else(visit: Any) -> None:
     playwright.expect(two.page.locator("#history button.thumbnail-item")).to_have_count(1)
 
 
-def test_the_keyboard_alone_makes_a_video(visit: Any) -> None:
+def _walk(page: Any) -> list[str]:
+    """Go through the page by Tab; what the mouse reaches and Tab does not, or nobody sees there."""
+    page.evaluate(BEGIN)
+    for _ in range(150):
+        page.keyboard.press("Tab")
+        if page.evaluate(STOP):
+            break
+    return list(page.evaluate(MISSED))
+
+
+def test_the_keyboard_alone_goes_through_everything(visit: Any) -> None:
     visitor = visit()
     page = visitor.page
-    page.locator("#prompt textarea").focus()
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        if (
-            visitor.value("document.activeElement.id || document.activeElement.closest('[id]')?.id")
-            == "generate"
-        ):
-            break
-    else:
-        raise AssertionError("tabbing never came to Generate")
-    outline = visitor.value("getComputedStyle(document.activeElement).outlineStyle")
-    assert outline != "none"
-    page.keyboard.press("Enter")
+    for fold in ("More of Foresight", "More settings"):
+        visitor.unfold(fold)
+    page.locator("#generate").press("Enter")
     visitor.see("#generate-status", "Your video is ready")
+    playwright.expect(page.locator("#history button.thumbnail-item")).to_have_count(1)
+    assert _walk(page) == []
+    page.get_by_role("tab", name="Compare").press("Enter")
+    page.locator("#compare").press("Enter")
+    visitor.see("#compare-status", "Both videos are ready")
+    page.locator("#heat vs-heat svg").press("Enter")
+    page.locator("#record-cell").press("Enter")
+    visitor.see("#cell-status", "Recorded")
+    page.locator("#viewer").get_by_role("button", name="Wipe").press("Enter")
+    assert _walk(page) == []
+    page.get_by_role("tab", name="Report").press("Enter")
+    playwright.expect(page.locator("#report")).to_be_visible()
+    assert _walk(page) == []
 
 
 def test_tab_leaves_no_list_open(visit: Any) -> None:

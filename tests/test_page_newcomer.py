@@ -48,6 +48,21 @@ LISTEN = """() => {
   }).observe({ type: "event", durationThreshold: 16 });
 }"""
 
+# milliseconds from the next input until the frame after what the server answers stands there.
+ANSWER = """(area) => {
+  window.answered = 0;
+  let begun;
+  const begin = (event) => { begun ??= event.timeStamp; };
+  for (const kind of ["pointerdown", "keydown"]) {
+    addEventListener(kind, begin, { capture: true, once: true });
+  }
+  new MutationObserver((_, seen) => {
+    if (begun === undefined) return;
+    seen.disconnect();
+    requestAnimationFrame(() => setTimeout(() => { answered = performance.now() - begun; }));
+  }).observe(document.querySelector(area), { subtree: true, childList: true, characterData: true });
+}"""
+
 
 @pytest.fixture(scope="module")
 def url(out: Path) -> Iterator[str]:
@@ -144,6 +159,13 @@ def _interactions(visitor: Visitor) -> dict[str, list[float]]:
             page.wait_for_timeout(500)
             found.setdefault(name, []).append(max(page.evaluate("painted"), default=16))
 
+    def ask(name: str, area: str, times: int, do: Callable[[int], object]) -> None:
+        for place in range(times):
+            page.evaluate(ANSWER, area)
+            do(place)
+            found.setdefault(name, []).append(page.wait_for_function("answered").json_value())
+            page.wait_for_timeout(500)
+
     keys = page.keyboard
     page.locator("#prompt textarea").focus()
     measure("a letter of the prompt", 12, lambda place: keys.type("a small blue"[place]))
@@ -153,8 +175,21 @@ def _interactions(visitor: Visitor) -> dict[str, list[float]]:
     measure(
         "another speed", 6, lambda place: page.get_by_label(speeds[place % 3], exact=True).check()
     )
+    ask(
+        "what another speed stands for",
+        "#speed-facts",
+        6,
+        lambda place: page.get_by_label(speeds[place % 3], exact=True).check(),
+    )
+    ask(
+        "another video of the gallery",
+        "#generate-facts",
+        6,
+        lambda place: page.locator("#history button.thumbnail-item").nth(place % 2).click(),
+    )
     page.locator("#search :is(input, textarea)").focus()
     measure("a letter of the search", 4, lambda place: keys.type("blue"[place]))
+    ask("what a search finds", "#history", 4, lambda _: keys.press("Backspace"))
     tabs = ("Compare", "Report", "Generate")
     measure("another tab", 9, lambda place: visitor.tab(tabs[place % 3]))
     visitor.tab("Compare")

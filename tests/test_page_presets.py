@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -235,4 +236,36 @@ def test_a_blank_number_says_what_the_model_and_the_method_chosen_would_make_of_
     assert blank(first, "dense_steps", "fg_attn_top_p") == ["0.24", "0.8"]
     # words are not numbers: what they say when blank stays.
     assert "placeholder" not in first.get(form.controls["prompt"], {})
+    desk.queue.close()
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        None, "speed", [], {}, 3, {"name": "speed"}, {"name": "speed", "held": ["shapes"]},
+        {"name": "speed", "held": ["shapes", ["fast"]]}, {"name": "speed", "held": [{}, "fast"]},
+        {"name": "model", "held": [["shapes"]]}, {"name": "method", "held": ["shapes", "fg-attn"]},
+        {"name": "method", "held": ["shapes", {}, "", *[None] * 5]},
+        {"name": "preset", "held": ["shapes", "fg-attn", ["small"], *[None] * 5]},
+        {"name": "target", "held": ["none", 33]}, {"name": ["x"], "held": []},
+    ],
+)  # fmt: skip
+def test_a_choice_that_no_page_sends_is_refused_in_one_sentence(
+    chosen: Any, tmp_path: Path
+) -> None:
+    import gradio as gr
+
+    from vidsparse.apps.page.choices import Choices
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.form import Form
+    from vidsparse.apps.page.report_tab import ReportTab
+
+    desk = Desk(host_of(tmp_path), queue_of(), Visits(tmp_path))
+    with gr.Blocks():
+        form = Form(desk.host)
+        choices = Choices(desk, form, ReportTab(desk, form))
+    for sent in (chosen, json.dumps(chosen)):
+        with pytest.raises(gr.Error) as refused:
+            choices.choose(sent)
+        assert len(str(refused.value).splitlines()) == 1
     desk.queue.close()

@@ -34,6 +34,7 @@ from vidsparse.apps.page.sizes import length_choices, size_choices
 from vidsparse.apps.page.speeds import speed_of, speed_text, values_of_speed
 from vidsparse.apps.page.values import check_texts
 from vidsparse.errors import OptionError
+from vidsparse.files import parse_json
 from vidsparse.methods import METHODS
 from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.speed import SPEEDS, quality_of, speed_reaching
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 # what a preset settles beside the method and its options.
 _SETTLED = ("order", "frames", "width", "height")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+# of events that are no business of a client's, and that nobody waits for.
+_QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
 
 class Choices:
@@ -74,55 +77,67 @@ class Choices:
         model, method, preset = (
             self._form.controls[name] for name in ("model", "method", "preset")
         )
-        # not change: what the page itself puts there should not be answered by defaults. Nor
-        # select, which the keyboard does not cause.
-        shared = {
-            "outputs": self.outputs,
-            "show_progress": "hidden",
-            "api_visibility": "private",
-            # a choice made while the one before it is answered counts.
-            "trigger_mode": "always_last",
-        }
-        model.input(self.choose_model, inputs=[model], **shared)
-        self._form.speed.input(self.choose_speed, inputs=[model, self._form.speed], **shared)
-        # not input, which gradio does not tell of what is pasted.
-        self._form.target.change(self.choose_target, inputs=[model, self._form.target], **shared)
+        scheduled = [self._form.controls[name] for name in SCHEDULED]
+        # what was chosen, with what else the form held at that moment. Gradio answers one choice at
+        # a time and reads what waits only then, when the answer before it is shown over it.
+        chosen = gr.Textbox(visible="hidden", show_label=False, elem_id="chosen")
+        for control, name, inputs in (
+            # not change: what the page itself puts there should not be answered by defaults. Nor
+            # select, which the keyboard does not cause.
+            (model.input, "model", [model]),
+            (method.input, "method", [model, method, preset, *scheduled]),
+            (preset.input, "preset", [model, method, preset, *scheduled]),
+            (self._form.speed.input, "speed", [model, self._form.speed]),
+            # not input, which gradio does not tell of what is pasted.
+            (self._form.target.change, "target", [model, self._form.target]),
+        ):
+            # the time makes a choice that is made again another one. A target that is emptied, as
+            # by every answer, is none: it would take the place of one that waits.
+            js = f"""(last, ...held) => '{name}' === 'target' && !held[1]?.trim()
+                ? last : JSON.stringify({{ name: '{name}', held, at: performance.now() }})"""
+            control(None, js=js, inputs=[chosen, *inputs], outputs=[chosen], **_QUIET)
+        chosen.change(
+            self.choose, inputs=[chosen], outputs=self.outputs, trigger_mode="always_last", **_QUIET
+        )
         # numbers written by hand are no named speed any more; the server need not be asked.
         for name in self._by_hand():
             self._form.controls[name].input(
                 None,
                 js="() => ['', '']",
                 outputs=[self._form.speed, self._form.target],
-                show_progress="hidden",
-                api_visibility="private",
+                **_QUIET,
             )
         self._form.controls["prompt"].change(
             None,
             js="(prompt) => { document.querySelector('vs-words')?.look(prompt); }",
             inputs=[self._form.controls["prompt"]],
-            show_progress="hidden",
-            api_visibility="private",
+            **_QUIET,
         )
         self._connect_sizes()
-        triggers = [method.input, preset.input]
         self._keep(page)
 
-        # one event for both, so that their answers cannot overtake each other.
-        def choose(
-            event: gr.EventData, model: Any, method: Any, preset_name: Any, *schedule: Any
-        ) -> Any:
-            held = dict(zip(SCHEDULED, schedule, strict=True))
-            # not by identity: gradio makes every visitor a new control when it changes.
-            if getattr(event.target, "elem_id", None) == preset.elem_id:
-                return self.choose_preset(model, method, preset_name, held)
-            return self.choose_method(model, method, preset_name, held)
-
-        scheduled = [self._form.controls[name] for name in SCHEDULED]
-        gr.on(triggers, choose, inputs=[model, method, preset, *scheduled], **shared)
+    def choose(self, chosen: Any) -> dict[Any, Any]:
+        """Answer a choice, JSON of the control's name and of what the form held at that moment."""
+        try:
+            told = parse_json(chosen)
+            name, held = told["name"], told["held"]
+        except (ValueError, TypeError, KeyError):
+            name, held = None, None
+        match name, held:
+            case "model", [model]:
+                return self.choose_model(model)
+            case "method" | "preset", [model, method, preset, *rest] if len(rest) == len(SCHEDULED):
+                choose = self.choose_method if name == "method" else self.choose_preset
+                return choose(model, method, preset, dict(zip(SCHEDULED, rest, strict=True)))
+            case "speed", [model, str(speed)]:
+                return self.choose_speed(model, speed)
+            case "target", [model, target]:
+                return self.choose_target(model, target)
+        raise toast(OptionError("a choice is the name of a control and what the form holds"))
 
     def _connect_sizes(self) -> None:
         """Named sizes fill the numbers, and other numbers are by hand; the server is not asked."""
-        form, quiet = self._form, {"show_progress": "hidden", "api_visibility": "private"}
+        form = self._form
         sides = [form.controls[name] for name in ("width", "height")]
         frames = [form.controls["frames"]]
         for choice, numbers, split in ((form.size, sides, "x"), (form.length, frames, " ")):
@@ -131,21 +146,19 @@ class Choices:
                 js=f"(chosen, ...now) => chosen ? chosen.split('{split}').map(Number) : now",
                 inputs=[choice, *numbers],
                 outputs=numbers,
-                **quiet,
+                **_QUIET,
             )
             for number in numbers:
-                number.input(None, js="() => ''", outputs=[choice], **quiet)
+                number.input(None, js="() => ''", outputs=[choice], **_QUIET)
         form.dice.click(
             None,
             js="() => Math.floor(Math.random() * 2 ** 31)",
             outputs=[form.controls["seed"]],
-            **quiet,
+            **_QUIET,
         )
 
     def choose_model(self, name: Any) -> dict[Any, Any]:
         """Another model: its own settings, and what it takes."""
-        # not asked for the method: gradio tells of one choice twice, and would hold that method the
-        # second time against choices that the first has taken away.
         model = self._model(name)
         values = self._form.defaults_of(model)
         return {
@@ -169,20 +182,20 @@ class Choices:
         # a dropdown that is merely left says so as well, and should change nothing.
         if made is None or made.preset.method != method:
             made = self._first_preset(model, method)
-        return self._without_echo(model, method, made, method, schedule)
+        return self._chosen(model, method, made, schedule)
 
     def choose_preset(
         self, name: Any, method: Any, preset: Any, schedule: Mapping[str, Any] = _NOTHING
     ) -> dict[Any, Any]:
         """A preset, which brings its method, or none; ``schedule`` as in ``choose_method``."""
-        model, shown = self._model(name), self._method(method)
-        made, method = self._made(preset, model), shown
+        model, method = self._model(name), self._method(method)
+        made = self._made(preset, model)
         if made is not None:
             method = made.preset.method
         elif needs_preset(method):
             # its numbers cannot be written by hand.
             method = first_method(model)
-        return self._without_echo(model, method, made, shown, schedule)
+        return self._chosen(model, method, made, schedule)
 
     def choose_speed(self, name: Any, speed: Any) -> dict[Any, Any]:
         """A named speed: the numbers that it stands for; "by hand" leaves them as they are."""
@@ -196,11 +209,9 @@ class Choices:
         return self.updates(model, values["method"], None, values, speed)
 
     def choose_target(self, name: Any, target: Any) -> dict[Any, Any]:
-        """The fastest speed that was measured to give a PSNR; a blank chooses nothing."""
+        """The fastest speed that was measured to give a PSNR."""
         model = self._model(name)
         text = str(target or "").strip()
-        if not text:
-            return {self._form.target: gr.skip()}
         psnr = quality_of(text) or quality_of(f"{text} dB")
         if psnr is None:
             note = "A quality is a number of dB, such as 33."
@@ -242,16 +253,14 @@ class Choices:
             js=f"(kept, ...values) => window.vidsparseRestored ? {named} : kept",
             inputs=[state, *controls],
             outputs=[state],
-            show_progress="hidden",
-            api_visibility="private",
+            **_QUIET,
         )
         self._form.share.click(
             None,
             js=f"(...values) => vidsparseLink({named})",
             inputs=controls,
             outputs=[self._form.link],
-            show_progress="hidden",
-            api_visibility="private",
+            **_QUIET,
         )
         restored = page.load(
             self.restore,
@@ -263,8 +272,7 @@ class Choices:
             }""",
             inputs=[state],
             outputs=self.outputs,
-            show_progress="hidden",
-            api_visibility="private",
+            **_QUIET,
         )
         # what was typed meanwhile is kept as well.
         restored.then(
@@ -272,8 +280,7 @@ class Choices:
             js=f"(...values) => {{ window.vidsparseRestored = true; return {named}; }}",
             inputs=controls,
             outputs=[state],
-            show_progress="hidden",
-            api_visibility="private",
+            **_QUIET,
         )
 
     def restore(self, request: gr.Request, stored: Any) -> dict[Any, Any]:
@@ -332,22 +339,18 @@ class Choices:
             return None
         return values
 
-    def _without_echo(
+    def _chosen(
         self,
         model: ModelRef,
         method: str,
         made: HostPreset | None,
-        shown: str,
         schedule: Mapping[str, Any],
     ) -> dict[Any, Any]:
-        """The updates, without the method that is shown: by now another may have been chosen."""
+        """The updates once a method or preset was chosen, with the schedule that goes with it."""
         own = {one: self._form.schedule_of(model, one) for one in self._form.groups}
         # numbers that belong to no method were written by hand.
         values = own[method] if schedule in own.values() else {}
-        updates = self.updates(model, method, made, {**values, **self._values(made)})
-        if method == shown:
-            updates[self._form.controls["method"]].pop("value")
-        return updates
+        return self.updates(model, method, made, {**values, **self._values(made)})
 
     def _by_hand(self) -> list[str]:
         """The controls that a speed fills."""

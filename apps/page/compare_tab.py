@@ -190,14 +190,16 @@ class CompareTab:
             api_name="record_cell",
             api_description="Record one attention call of this session's last comparison.",
         )
-        for control in (self.head, self.order):
-            control.change(
-                self.draw_cell,
-                inputs=[self.head, self.order],
-                outputs=[self.cell],
-                show_progress="hidden",
-                api_visibility="private",
-            )
+        # one event for both: answers to two could overtake each other.
+        gr.on(
+            [self.head.change, self.order.change],
+            self.draw_cell,
+            inputs=[self.head, self.order],
+            outputs=[self.cell],
+            trigger_mode="always_last",
+            show_progress="hidden",
+            api_visibility="private",
+        )
 
     async def compare(
         self, request: gr.Request, side_a: Any, side_b: Any, **values: Any

@@ -27,15 +27,9 @@ from vidsparse.apps.runs.report_page import (
     work_tiles,
 )
 from vidsparse.metrics import spread
-from vidsparse.report import (
-    PromptComparison,
-    Report,
-    format_number,
-    format_psnr,
-    format_seconds,
-    format_total,
-)
+from vidsparse.report import PromptComparison, Report
 from vidsparse.speedup import Speedup
+from vidsparse.wording import format_number, format_psnr, format_seconds, format_total
 from vidsparse.work import Work
 
 if TYPE_CHECKING:
@@ -316,6 +310,7 @@ def opening(pair: Pair) -> str:
             str(macros().opening(request.prompt)),
             # the videos first, which say what it is about.
             viewer(pair, f"data:video/mp4;base64,{video}", pair_facts(pair)),
+            str(macros().title("Where attention was sparse")),
             heat(pair),
             note(f"{about}."),
         )

@@ -18,7 +18,7 @@ from vidsparse.errors import VidsparseError
 from vidsparse.pipelines.request import GenerateRequest
 
 # seconds between two looks while there is a line to wait in; else nobody is asked. The first look
-# is when a job that was just asked for is in the line.
+# is when a job that was just asked for is in the line, or one that was called off has stopped.
 LOOK_AGAIN, LOOK_FIRST = 5, 1
 
 # what changes how much there is to compute.
@@ -46,10 +46,11 @@ class Outlook:
             **form.controls, "videos": form.videos, **compare.sides, **report.own,
         }  # fmt: skip
         self._timer = gr.Timer(LOOK_AGAIN, active=False)
-        # not the line itself: the job need not be in the queue yet. Without the server, and before
-        # the tabs' own events: gradio begins a click's next event when the one before has ended.
+        # not the line itself: the job need not be in the queue yet, nor out of it. Without the
+        # server, and before the tabs' own events: gradio begins a click's next event when the one
+        # before has ended.
         gr.on(
-            [tab.run.click for tab in self._tabs],
+            [button.click for tab in self._tabs for button in (tab.run, tab.stop)],
             None,
             js=f"() => ({{ __type__: 'update', value: {LOOK_FIRST}, active: true }})",
             outputs=[self._timer],

@@ -18,7 +18,7 @@ from vidsparse.apps.runs.curve import axis, ticks
 from vidsparse.errors import OptionError
 from vidsparse.files import parse_json
 from vidsparse.pipelines.request import GenerateRequest
-from vidsparse.report import format_number
+from vidsparse.wording import format_number
 
 FILE: Final = Path(__file__).parent / "studies.json"
 

@@ -381,8 +381,11 @@ function showResults() {
   document.querySelector("#tabs").scrollIntoView({ behavior: calm ? "auto" : "smooth" });
 }
 // where the buttons stay in reach at the bottom, what they start shows further down.
+let asked = -Infinity;
 document.addEventListener("click", (event) => {
-  if (event.target.closest(".vs-run button.primary")) showResults();
+  if (!event.target.closest(".vs-run button.primary")) return;
+  asked = event.timeStamp;
+  showResults();
 });
 function ready() {
   // not from under a hand that is writing the next prompt.
@@ -471,8 +474,10 @@ function vidsparseLinked() {
 }
 
 // leaving with a job that runs or waits asks first: it is given up unless the page is opened again.
+// just after a click the server may not have heard of it: while the browser asks, it does.
 addEventListener("beforeunload", (event) => {
-  if (document.querySelector(".vs-status[data-state='running']")) event.preventDefault();
+  const heard = event.timeStamp - asked > 1000;
+  if (!heard || document.querySelector(".vs-status[data-state='running']")) event.preventDefault();
 });
 
 // what the open tab is for, from wherever one types.
@@ -492,6 +497,12 @@ document.addEventListener("focusout", ({ target }) => {
   if (target.getAttribute("role") !== "combobox") return;
   const escape = new KeyboardEvent("keydown", { key: "Escape", bubbles: true });
   setTimeout(() => target.dispatchEvent(escape));
+});
+
+// a list that scrolls is a stop of its own for Tab, which would be gone with the list: from there the
+// focus was nowhere.
+document.addEventListener("keydown", ({ key, target }) => {
+  if (key === "Tab") document.getElementById(target.getAttribute("aria-controls"))?.setAttribute("tabindex", "-1");
 });
 
 customElements.define("vs-words", Words);

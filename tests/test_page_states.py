@@ -1,0 +1,63 @@
+"""Every state of the page in Chromium: it fits, and everybody can use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the ui extra")
+pytest.importorskip("playwright", reason="playwright drives the browser")
+
+from page_browser import MARKS, commanded
+from page_states import looks, states
+from playwright import sync_api as playwright
+
+pytest_plugins = ["page_browser"]
+pytestmark = MARKS
+
+CONTRAST = ("color-contrast", "link-in-text-block")
+
+
+@pytest.fixture(scope="module")
+def url(out: Path) -> Iterator[str]:
+    with commanded(out) as address:
+        yield address
+
+
+def _serious(page: Any, rules: Sequence[str] = ()) -> list[tuple[Any, ...]]:
+    """What axe finds on the page that keeps somebody from using it, by all rules or by these."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    if page.evaluate("'axe' in window"):
+        # half a megabyte, once for each document.
+        axe.axe_script = "0"
+    options: dict[str, Any] = {"resultTypes": ["violations"]}
+    if rules:
+        options["runOnly"] = {"type": "rule", "values": list(rules)}
+    return [
+        (each["id"], node["target"], node.get("failureSummary"))
+        for each in axe.run(page, options=options).response["violations"]
+        if each["impact"] in ("serious", "critical")
+        for node in each["nodes"]
+    ]
+
+
+def test_every_state_fits_and_can_be_used_by_everybody_at_every_width_in_light_and_dark(
+    visit: Any, url: str
+) -> None:
+    visitor = visit(newcomer=True)
+    page, seen = visitor.page, []
+    for state, area in states(visitor, lambda: visit(by_hand=False)):
+        for width, scheme in looks(page, area):
+            where = state, width, scheme
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, where
+            playwright.expect(page.locator(area).first).to_be_in_viewport()
+            # what is no matter of colours is the same in the dark.
+            assert _serious(page, CONTRAST if scheme == "dark" else ()) == [], where
+        seen.append(state)
+    assert len(seen) == 24
+    # and nothing of all that was loaded from elsewhere.
+    here = (url, "data:", "blob:", "about:")
+    assert [each for each in visitor.asked if not each.startswith(here)] == []
