@@ -7,7 +7,7 @@ before. All processes get equally many, so that the exchange stays one of equal 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final
@@ -109,10 +109,13 @@ class Balancer:
 
     Args:
         heads: of every layer.
+        beside: tells other processes, which compute another guidance branch and are to have the
+            same heads, some numbers; returns theirs. None where there are no such.
     """
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, beside: Callable[[Tensor], Tensor] | None = None) -> None:
         self._heads = heads
+        self._beside = beside
         self._deals: dict[tuple[int, int], HeadDeal] = {}
 
     def deal(self, part: int, layer: int) -> HeadDeal | None:
@@ -155,17 +158,21 @@ class Balancer:
         received = [torch.empty_like(told) for _ in range(count)]
         dist.all_gather(received, told, group=group)
         table = torch.stack(received).cpu()
-        if not bool(table[:, -1].all()):
-            return False
         before = dict(self._deals)
         by_layer = table[:, :-1].view(count, layers, -1).transpose(0, 1).flatten(1).tolist()
+        work = torch.zeros(layers, self._heads)
         for layer, given in enumerate(by_layer):
-            if not any(given):
-                # a dense layer.
-                continue
             now = self._deals.get((part, layer))
-            work = [0.0] * self._heads
-            for head, its in zip(now.heads if now else range(self._heads), given, strict=True):
-                work[head] = its
-            self._deals[part, layer] = deal_by_work(work, count)
+            work[layer, [*(now.heads if now else range(self._heads))]] = torch.tensor(given)
+        all_free = table[:, -1].min()
+        if self._beside is not None:
+            theirs = self._beside(torch.cat([work.flatten(), all_free.view(1)]))
+            work += theirs[:-1].view_as(work)
+            all_free = torch.minimum(all_free, theirs[-1])
+        if not all_free:
+            return False
+        for layer, of_heads in enumerate(work.tolist()):
+            # none computed anything in a dense layer.
+            if any(of_heads):
+                self._deals[part, layer] = deal_by_work(of_heads, count)
         return before != self._deals

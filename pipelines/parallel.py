@@ -6,7 +6,8 @@ section 3), so that grids, orders, masks and plans are those of one process.
 
 Text that attends together with video stands whole in every process, since its length is seldom a
 multiple of their number: a process takes its heads of it without an exchange, and the rows that
-attention made of it are gathered. So what it holds is the same everywhere.
+attention made of it are gathered. So what it holds is the same everywhere (``packed.py`` where one
+sequence holds both).
 
 In a ring (``vidsparse/ring.py``) processes keep all heads of what tokens they have. With both,
 processes are a table of R rows and U columns: rows exchange heads, so that each row has a run of
@@ -19,6 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines.balance import HeadDeal, device_of, imbalance
+from vidsparse.pipelines.packed import Packed, deal_packed
 from vidsparse.ring import Ring
 from vidsparse.trace import Balance
 
@@ -40,17 +43,20 @@ class Shares:
     """How a family's sequence is dealt to processes.
 
     Args:
-        plan: diffusers' plan for a transformer: where its tensors are split, and gathered again.
-            It raises ``UnsupportedError`` for a transformer that cannot be dealt so.
+        plan: diffusers' plan for a transformer, of where its tensors are split and gathered again,
+            or ours. It raises ``UnsupportedError`` for a transformer that cannot be dealt so.
         exchanged: matches the names of further attention modules, whose keys are split and whose
             queries are whole (LTX-2's sound that listens to video): the host's own exchange runs
             there. All others attend to what is whole everywhere.
         host: ``enable_parallelism`` may be called in place of ``SparseHandle.parallelize``.
+        apart: transformer classes that pipelines call once for each guidance branch, with all
+            arguments by name, and of which they look at neither prediction before both are there.
     """
 
-    plan: Callable[[Any], Mapping[str, Any]]
+    plan: Callable[[Any], Mapping[str, Any] | Packed]
     exchanged: re.Pattern[str] | None = None
     host: bool = False
+    apart: tuple[str, ...] = ()
 
 
 def own_plan(transformer: Any) -> Mapping[str, Any]:
@@ -91,6 +97,16 @@ def _entry(dim: int, dims: int, *, output: bool) -> Any:
     return ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=output)
 
 
+def own_tokens(whole: Tensor, dim: int, count: int) -> Tensor:
+    """The part along ``dim`` of what belongs to this process's ``count`` tokens of the video.
+
+    For what reaches a processor whole, because no plan can split it: angles in a dictionary.
+    """
+    if whole.shape[dim] == count:
+        return whole
+    return whole.narrow(dim, dist.get_rank() * count, count)
+
+
 def check_parallel(config: Any, shares: Shares | None) -> None:
     """Check a ``_parallel_config`` that the host has set; None passes.
 
@@ -126,17 +142,20 @@ def process_count() -> int:
     return dist.get_world_size() if started else 1
 
 
-def all_processes(heads: int, ring: int | None = None) -> Any:
+def all_processes(heads: int, ring: int | None = None, halves: int = 1) -> Any:
     """diffusers' configuration that deals to every process of ``torch.distributed``; None if one.
+
+    Or to every process of one of as many ``halves``.
 
     Args:
         heads: of an attention layer.
         ring: how many processes keys and values travel round; None for as few as let the others
             share the heads out.
+        halves: in which processes do not share a sequence.
 
     Raises:
         UnsupportedError: ``torch.distributed`` was not started.
-        OptionError: ``ring`` does not divide the processes.
+        OptionError: ``ring`` or ``halves`` does not divide the processes.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise UnsupportedError(
@@ -144,7 +163,12 @@ def all_processes(heads: int, ring: int | None = None) -> Any:
             "Hint: start the script with torchrun, and call "
             "torch.distributed.init_process_group() before."
         )
-    count = dist.get_world_size()
+    count, more = divmod(dist.get_world_size(), halves)
+    if more:
+        raise OptionError(
+            f"two guidance branches cannot be shared out by {dist.get_world_size()} processes. "
+            "Hint: take an even number."
+        )
     if ring is None:
         ring = count // math.gcd(count, heads)
     if type(ring) is not int or ring < 1 or count % ring:
@@ -152,18 +176,21 @@ def all_processes(heads: int, ring: int | None = None) -> Any:
             f"a ring of {ring!r} cannot be made of {count} processes. "
             "Hint: take a number that divides them."
         )
-    return None if count == 1 else _configured(ring, count // ring)
+    return None if count == 1 else _configured(ring, count // ring, halves)
 
 
-def _configured(ring: int, ulysses: int) -> Any:
-    """diffusers' configuration of all processes, ``ring`` rows of ``ulysses``."""
+def _configured(ring: int, ulysses: int, halves: int = 1) -> Any:
+    """diffusers' configuration of all processes of each half, ``ring`` rows of ``ulysses``."""
     from diffusers import ContextParallelConfig
     from diffusers.models._modeling_parallel import ParallelConfig
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = device_of(None).type
     context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
-    mesh = init_device_mesh(kind, context.mesh_shape, mesh_dim_names=context.mesh_dim_names)
+    shape, names = context.mesh_shape, context.mesh_dim_names
+    if halves > 1:
+        shape, names = (halves, *shape), ("half", *names)
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
     config = ParallelConfig(context_parallel_config=context)
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind
     config.setup(dist.get_rank(), ring * ulysses, torch.device(device), mesh=mesh)
@@ -171,9 +198,15 @@ def _configured(ring: int, ulysses: int) -> Any:
 
 
 def deal(
-    transformers: Iterable[nn.Module], shares: Shares | None, config: Any, family: str
+    transformers: Iterable[nn.Module],
+    shares: Shares | None,
+    config: Any,
+    family: str,
+    grid: Callable[[], TokenGrid | None],
 ) -> list[Callable[[], None]]:
     """Deal the transformers' sequences to the processes of ``config``; returns what undoes it.
+
+    ``grid`` says that of the forward that goes on.
 
     Raises:
         UnsupportedError: the family or a transformer cannot be dealt; then none is.
@@ -185,7 +218,7 @@ def deal(
     undone: list[Callable[[], None]] = []
     try:
         for transformer in transformers:
-            undone.append(_deal_one(transformer, shares, config))
+            undone.append(_deal_one(transformer, shares, config, grid))
     except UnsupportedError:
         for undo in undone:
             undo()
@@ -193,7 +226,12 @@ def deal(
     return undone
 
 
-def _deal_one(transformer: nn.Module, shares: Shares, config: Any) -> Callable[[], None]:
+def _deal_one(
+    transformer: nn.Module,
+    shares: Shares,
+    config: Any,
+    grid: Callable[[], TokenGrid | None],
+) -> Callable[[], None]:
     """``deal`` for one transformer.
 
     Not by ``enable_parallelism``: it would have every attention module exchange, those too whose
@@ -216,7 +254,7 @@ def _deal_one(transformer: nn.Module, shares: Shares, config: Any) -> Callable[[
             "holds of the video, which would be a part: processes would leave out other steps. "
             "Hint: call parallelize() first, and put the StepCache on after it."
         )
-    plan = dict(shares.plan(transformer))
+    plan = shares.plan(transformer)
     told: list[tuple[Any, Any]] = [(transformer, config)]
     if shares.exchanged is not None:
         modules = [
@@ -226,12 +264,21 @@ def _deal_one(transformer: nn.Module, shares: Shares, config: Any) -> Callable[[
         ]
         by_heads = _exchange_config(config, modules)
         told += [(module.processor, by_heads) for module in modules]
-    apply_context_parallel(transformer, config.context_parallel_config, plan)
+    undone: list[Callable[[], None]]
+    context = config.context_parallel_config
+    if isinstance(plan, Packed):
+        group = context._flattened_mesh.get_group()
+        undone = deal_packed(transformer, plan, grid, group)
+    else:
+        plan = dict(plan)
+        apply_context_parallel(transformer, context, plan)
+        undone = [partial(remove_context_parallel, transformer, plan)]
     for holder, its in told:
         vars(holder)["_parallel_config"] = its
 
     def undo() -> None:
-        remove_context_parallel(transformer, plan)
+        for remove in undone:
+            remove()
         for holder, _ in told:
             vars(holder)["_parallel_config"] = None
 
@@ -248,11 +295,12 @@ def _exchange_config(config: Any, modules: list[Any]) -> Any:
     if context.ring_degree == 1:
         return config
     count = context.ring_degree * context.ulysses_degree
-    if any(module.heads % count for module in modules):
-        raise UnsupportedError(
-            f"the model's sound listens to the video with {modules[0].heads} heads, which cannot "
-            f"be dealt to {count} processes. Hint: take a number of processes that divides them."
-        )
+    for heads in map(heads_of, modules):
+        if heads % count:
+            raise UnsupportedError(
+                f"the model's sound listens to the video with {heads} heads, which cannot be dealt "
+                f"to {count} processes. Hint: take a number of processes that divides them."
+            )
     return _configured(1, count)
 
 
@@ -299,7 +347,28 @@ def parallel_groups(config: Any) -> Groups | None:
     )
 
 
-def check_tokens(grid: TokenGrid, config: Any) -> None:
+def forget_config(transformer: nn.Module, config: Any) -> None:
+    """Take a parallel configuration that is refused back out of all that the host told of it.
+
+    It tells the transformer and the processors before ours one by one, and what is left there would
+    refuse the next attempt.
+    """
+    modules = list(transformer.modules())
+    processors = [getattr(module, "processor", None) for module in modules]
+    for holder in (*modules, *processors):
+        if getattr(holder, "__dict__", {}).get("_parallel_config") is config:
+            vars(holder)["_parallel_config"] = None
+
+
+def heads_of(module: Any) -> int:
+    """Attention heads of one of the host's modules."""
+    # the hosts' own classes have other names for them.
+    names = ("heads", "num_heads", "num_attention_heads")
+    found: int = next(getattr(module, name) for name in names if hasattr(module, name))
+    return found
+
+
+def check_tokens(grid: TokenGrid, config: Any, plan: Mapping[str, Any] | Packed) -> None:
     """Check that a video's tokens can be dealt in equal shares.
 
     Raises:
@@ -308,10 +377,12 @@ def check_tokens(grid: TokenGrid, config: Any) -> None:
     groups = parallel_groups(config)
     if groups is None:
         return
-    if grid.lead:
+    packed = isinstance(plan, Packed)
+    if grid.lead and (groups.ring is not None or not packed):
+        among = "in a ring" if packed else "to several processes"
+        other = "share all heads out" if packed else "run this pipeline in one process"
         raise UnsupportedError(
-            "tokens on both sides of the video cannot be dealt to several processes. "
-            "Hint: run this pipeline in one process."
+            f"tokens on both sides of the video cannot be dealt {among}. Hint: {other}."
         )
     count = groups.processes
     tokens = grid.tokens - grid.text
@@ -338,8 +409,7 @@ def exchanged(
         UnsupportedError: the sequence was split in another way, or heads cannot be dealt.
     """
     q, k, v = qkv
-    text = 0 if grid is None else grid.text
-    first = grid is not None and grid.text_first
+    text, front = (0, 0) if grid is None else (grid.text, grid.before)
     group, count = groups.heads, groups.sharers
     together = (q.shape[1] - text) * groups.processes + text
     if grid is None or together != grid.tokens:
@@ -351,11 +421,13 @@ def exchanged(
         return attend(q, k, v)
 
     def parts(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Video and text."""
-        return (x[:, text:], x[:, :text]) if first else (x[:, : x.shape[1] - text], x[:, -text:])
+        """The video, and the text before and after it."""
+        video = x.shape[1] - text
+        beside = torch.cat([x[:, :front], x[:, front + video :]], 1)
+        return x[:, front : front + video], beside
 
     def joined(video: Tensor, beside: Tensor) -> Tensor:
-        return torch.cat([beside, video] if first else [video, beside], 1)
+        return torch.cat([beside[:, :front], video, beside[:, front:]], 1)
 
     order = None if deal is None else deal.on(q.device)
     if not text:

@@ -20,6 +20,7 @@ from diffusers import ContextParallelConfig
 from tiny_families import PROMPTS, TINY, latents
 from tiny_pipelines import latents_of, tiny_transformer, tiny_wan
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.methods.fg_attn import FgAttn
@@ -51,6 +52,9 @@ METHODS: dict[str, dict[str, Any]] = {
         "reuse": 2,
         "dense_steps": 0,
     },
+    # plans that the second guidance branch goes by for two steps, or makes for itself.
+    "kept": {"method": "fg-attn", "top_p": 0.2, "tile": "16x16", "reuse": 2, "dense_steps": 0},
+    "own": {"method": "fg-attn", "top_p": 0.2, "tile": "16x16", "plans": "own", "dense_steps": 0},
     "refreshed": {"method": "foresight", "tile": "16x16", "refresh": 1, "dense_steps": 0},
     "sol-attn": {"method": "sol-attn", "tile": "16x16", "dense_steps": 0},
     "xattention": {"method": "xattention", "tile": "16x16", "tau": 0.3, "dense_steps": 0},
@@ -60,7 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def video(name: str, pipe: Any, *, large: bool = False) -> torch.Tensor:
+def video(name: str, pipe: Any, *, large: bool = False, guidance: float = 3.0) -> torch.Tensor:
     """The latents of two tiny videos where that can be, with guidance, from the same noise."""
     tiny = TINY[name]
     frames, height, width = tiny.size
@@ -68,7 +72,7 @@ def video(name: str, pipe: Any, *, large: bool = False) -> torch.Tensor:
     large = large or f"{name}-".startswith(JOINT)
     size = (frames, 2 * height, 2 * width) if large else tiny.size
     prompts = PROMPTS if tiny.batch else PROMPTS[:1]
-    return latents(name, pipe, prompts=prompts, size=size, num_inference_steps=2)
+    return latents(name, pipe, prompts=prompts, size=size, guidance=guidance, num_inference_steps=2)
 
 
 def enable(pipe: Any, *, ring: bool = False) -> None:
@@ -93,17 +97,18 @@ def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
     """The same with each step cache; what is said of ``first-block`` before dealing."""
     found: dict[str, Any] = {}
     # at which some steps are left out, and some are not.
-    least = {"wan": 0.1, "hunyuan": 0.4, "ltx": 0.2}[name]
-    caches = {"taylorseer": None, "first-block": least}
+    least = {"wan": 0.1, "hunyuan": 0.4, "ltx": 0.2}
+    caches = {"taylorseer": None, **({"first-block": least[name]} if name in least else {})}
     alone = {}
     for name_of_cache, threshold in caches.items():
         with StepCache(pipe, name_of_cache, threshold=threshold) as cache:
             alone[name_of_cache] = latents(name, pipe, num_inference_steps=7), cache.blocks_run()
-    with StepCache(pipe, "first-block"):
-        try:
-            handle.parallelize()
-        except UnsupportedError as error:
-            found["before"] = str(error)
+    if name in least:
+        with StepCache(pipe, "first-block"):
+            try:
+                handle.parallelize()
+            except UnsupportedError as error:
+                found["before"] = str(error)
     handle.parallelize()
     for name_of_cache, threshold in caches.items():
         expected, blocks = alone[name_of_cache]
@@ -132,8 +137,13 @@ def balanced(when: str) -> dict[str, Any]:
     pipe = tiny_wan()
     pipe.transformer = tiny_transformer(num_attention_heads=8)
     shares = torch.tensor([0.02, 0.03, 0.04, 0.05, 0.3, 0.5, 0.7, 0.9]).expand(1, 2, 8)
+    apart = when == "apart"
+    if apart:
+        # nearly alike: which head computes most may differ from one guidance branch to the other.
+        shares = torch.full((1, 2, 8), 0.3)
     method = FgAttn(tile=(128, 16), means=None, numbers=Numbers({"top_p": shares}, None))
-    options: dict[str, Any] = {"dense_steps": 1, "reuse": 2 if when == "reuse" else 1}
+    # where branches are apart the first step is sparse: each plans for itself then.
+    options: dict[str, Any] = {"dense_steps": int(not apart), "reuse": 2 if when == "reuse" else 1}
     size = {"height": 128, "width": 128, "num_frames": 33, "num_inference_steps": 5}
     with sparsify(pipe, method, **options) as alone:
         expected = latents_of(pipe, **size)
@@ -141,7 +151,7 @@ def balanced(when: str) -> dict[str, Any]:
     for name in ("on", "off"):
         with sparsify(pipe, method, **options) as handle:
             ring = 2 if when == "both" else 1
-            handle.parallelize(balance=name == "on", ring=ring)
+            handle.parallelize(balance=name == "on", ring=ring, apart=apart)
             actual = latents_of(pipe, **size)
             moved = {cell.step for cell in handle.trace.cells if cell.heads is not None}
             assert handle.gather_trace()
@@ -165,6 +175,32 @@ def balanced(when: str) -> dict[str, Any]:
     return found
 
 
+def longest(*arguments: Any) -> int:
+    """The tokens of the longest sequence among a module's arguments."""
+    return max(one.shape[-2] for one in arguments if isinstance(one, torch.Tensor))
+
+
+def sound_of(output: Any) -> torch.Tensor:
+    """What a transformer gives back beside the video; nothing of most."""
+    _, *beside = (one for one in tree_leaves(output) if isinstance(one, torch.Tensor))
+    return beside[0] if beside else torch.zeros(1)
+
+
+def second_thoughts(pipe: Any, handle: Any) -> list[str]:
+    """What is said of changes to a pipeline whose branches are apart."""
+    said = []
+    for change in (
+        handle.parallelize,
+        lambda: enable(pipe),
+        lambda: StepCache(pipe, "taylorseer"),
+    ):
+        try:
+            change()
+        except UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
 def run(name: str, kind: str, when: str) -> dict[str, Any]:
     """Compare with one process: the largest difference and value, tokens held, the density."""
     if kind == "balanced":
@@ -172,10 +208,17 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     options = METHODS[kind]
     pipe = TINY[name].build()
     # a ring of all processes, or of half as many.
-    ring = {"ring": dist.get_world_size(), "both": dist.get_world_size() // 2}.get(when)
+    half = dist.get_world_size() // 2
+    ring = {"ring": 2 * half, "both": half, "apart-ring": half}.get(when)
     large = ring is not None or when == "host-ring"
+    # of a small video both branches have the same plans.
+    large = large or (when.startswith("apart") and kind != "sparse")
+    guidance = 1.0 if when == "apart-unguided" else 3.0
+    sounds: list[torch.Tensor] = []
+    heard = pipe.transformer.register_forward_hook(lambda *said: sounds.append(sound_of(said[2])))
     with sparsify(pipe, **options) as alone:
-        expected = video(name, pipe, large=large)
+        expected = video(name, pipe, large=large, guidance=guidance)
+        sound_alone = sounds[-1]
         computed_alone = alone.summary().computed
     if when in ("host-after", "host-ring"):
         enable(pipe, ring=when == "host-ring")
@@ -186,7 +229,7 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
         enable(pipe)
     try:
         if not when.startswith("host"):
-            handle.parallelize(ring=ring)
+            handle.parallelize(ring=ring, apart=when.startswith("apart"))
         elif when == "host-refused":
             enable(pipe)
     except UnsupportedError as error:
@@ -202,14 +245,25 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
             one.processor = type(one.processor.stock)()
     module = modules[0]
     watch = module.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append((*args, kwargs.get("hidden_states"))[0].shape[1]),
+        lambda _, args, kwargs: seen.append(longest(*args, kwargs.get("hidden_states"))),
         with_kwargs=True,
     )
-    actual = video(name, pipe, large=large)
+    try:
+        actual = video(name, pipe, large=large, guidance=guidance)
+    except UnsupportedError as error:
+        return {"refused": str(error)}
     watch.remove()
+    heard.remove()
+    calls = len(handle.trace.cells)
     assert handle.gather_trace()
     assert handle.trace.cells[0].pairs == alone.trace.cells[0].pairs
     computed, notes = handle.summary().computed, handle.trace.notes
+    kinds = [
+        [(cell.step, cell.layer, cell.branch, cell.action) for cell in one.trace.cells]
+        for one in (handle, alone)
+    ]
+    again = handle.apart and dist.get_world_size() == 2
+    refused = second_thoughts(pipe, handle) if again else []
     handle.remove()
     stock_error = 0.0
     if kind == "sparse" and not large:
@@ -219,12 +273,18 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     return {
         "error": float((actual - expected).abs().max()),
         "largest": max(noise, float(expected.abs().max())),
+        "sound_error": float((sounds[-1] - sound_alone).abs().max()),
+        "loudest": float(sound_alone.abs().max()),
         "lost": lost(name, expected) if kind == "refreshed" else 0.0,
         "notes": notes,
         "tokens": max(seen),
         "computed": 1.0 if computed is None else float(computed),
         "alone": 1.0 if computed_alone is None else float(computed_alone),
         "stock_error": stock_error,
+        "calls": calls,
+        "calls_alone": len(alone.trace.cells),
+        "same_calls": kinds[0] == kinds[1],
+        "refused": refused,
     }
 
 

@@ -361,7 +361,8 @@ def attend_in_ring(
         stand_ins = None
         if means is not None:
             video = min(length, grid.video - first)
-            stand_ins = key_means(keys, values, part, means, video, by_kernel=route.lists)
+            counts = part.left_out(means, by_kernel=route.lists)
+            stand_ins = key_means(keys, values, counts, means, video, by_kernel=route.lists)
             # nothing stands behind a shorter stretch, so no mean stands for it.
             stand_ins.counts[..., tile_count(length, means) :] = 0
         return kernel(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vidsparse.apps.terminal.console import BAD_INPUT, FAILED, INTERRUPTED, TERMINATED, Terminal
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
@@ -39,11 +39,17 @@ class Team:
         rank: its number from 0; 0 is the first.
         count: how many there are.
         ring: how many keys and values travel round; None leaves it to the model's heads.
+        apart: whether each half of them computes one guidance branch.
     """
 
     rank: int
     count: int
     ring: int | None = None
+    apart: bool = False
+
+    def __str__(self) -> str:
+        ring = "" if self.ring is None else f" in rings of {self.ring}"
+        return f"{self.count} processes{ring}" + (", branches apart" if self.apart else "")
 
     @property
     def first(self) -> bool:
@@ -91,23 +97,25 @@ def _from_the_first(numbers: list[int]) -> list[int]:
     return found
 
 
-def join(terminal: Terminal, gpus: int | None, ring: int | None) -> Team | None:
+def join(
+    terminal: Terminal, gpus: int | None, ring: int | None, apart: bool = False
+) -> Team | None:
     """The team that this process was started into; None where it runs by itself.
 
     Raises:
-        OptionError: another number of processes was asked for than was started, or a ring that
-            they cannot make.
+        OptionError: another number of processes was asked for than was started, or a ring or
+            halves that they cannot make.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    team = Team(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ring)
+    team = Team(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), ring, apart)
     with said_once(team):
         if gpus not in (None, team.count):
             raise OptionError(
                 f"--gpus {gpus} was given to {team.count} processes that torchrun started. "
                 "Hint: leave --gpus out, or start without torchrun."
             )
-        check_ring(ring, team.count)
+        check_ring(ring, team.count, apart)
     if team.count == 1:
         return None
     # every process sees one GPU, so that `cuda` is its own and settings are the same in all.
@@ -155,27 +163,41 @@ def said_once(team: Team | None) -> Iterator[None]:
         raise
 
 
-def check_ring(ring: int | None, count: int) -> None:
-    """Check that ``count`` processes can make rings of ``ring``.
+def check_ring(ring: int | None, count: int, apart: bool = False) -> None:
+    """Check that ``count`` processes can make rings of ``ring``, and perhaps two halves first.
 
     Raises:
         OptionError: they cannot.
     """
-    if ring is not None and count % ring:
+    if apart and count % 2:
         raise OptionError(
-            f"--ring {ring} does not divide the number of GPUs for each video, {count}. "
+            f"--apart shares two guidance branches out, and {count} GPUs for each video are no two "
+            "halves. Hint: --gpus 2, or another even number."
+        )
+    whole = count // 2 if apart else count
+    if ring is not None and whole % ring:
+        of = "GPUs for each guidance branch" if apart else "GPUs for each video"
+        raise OptionError(
+            f"--ring {ring} does not divide the number of {of}, {whole}. "
             "Hint: give a number that does, or leave it out."
         )
 
 
-def check_shared(request: GenerateRequest, count: int) -> None:
+def check_shared(request: GenerateRequest, count: int, apart: bool = False) -> None:
     """Check that ``count`` processes can make a video of ``request`` together.
+
+    With guidance branches ``apart`` where that is so.
 
     Raises:
         OptionError: there are too few GPUs, or one of them was named.
         UnsupportedError: an option does not work on several processes.
     """
-    check_gpus(request, count)
+    check_gpus(request.device, count)
+    if apart and request.cache not in (None, "none"):
+        raise UnsupportedError(
+            f"--apart does not work with the step cache {request.cache} yet. "
+            "Hint: --cache none, or leave --apart out."
+        )
     if request.compile:
         raise UnsupportedError(
             "--compile does not work on several processes yet. "
@@ -183,15 +205,19 @@ def check_shared(request: GenerateRequest, count: int) -> None:
         )
 
 
-def check_gpus(request: GenerateRequest, count: int) -> None:
+def check_gpus(device: str | None, count: int) -> None:
     """Check that this machine has ``count`` GPUs, or cores for so many processes without GPUs.
+
+    Args:
+        device: what was asked for.
+        count: processes.
 
     Raises:
         OptionError: there are too few, or one of them was named.
     """
     import torch
 
-    device = request.device or ""
+    device = device or ""
     if device.startswith("cuda:") and device != "cuda:0":
         raise OptionError(
             f"--device {device} names one GPU, and {count} are to be used. Hint: --device cuda."
@@ -210,13 +236,23 @@ def check_gpus(request: GenerateRequest, count: int) -> None:
         )
 
 
-def launch(terminal: Terminal, request: GenerateRequest, count: int) -> int:
-    """Run this very command in ``count`` processes; the exit code."""
+UNREADABLE: Final = (
+    "standard input cannot be read by several processes. Hint: write the prompts to a file."
+)
+
+KEPT_VIDEOS: Final = "finished videos are kept. Hint: run the same command again to make the rest."
+"""What is said after the death of a process that made videos."""
+
+
+def launch(terminal: Terminal, count: int, kept: str) -> int:
+    """Run this very command in ``count`` processes, which were checked; the exit code.
+
+    Where one of them dies, ``kept`` says what is left.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    check_shared(request, count)
     # its warnings, and its traces of processes that failed; what there is to say is said here.
     for name in tuple(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
@@ -244,10 +280,7 @@ def launch(terminal: Terminal, request: GenerateRequest, count: int) -> int:
             # it has said why.
             return code
         how = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-        terminal.complain(
-            f"process {rank + 1} of {count} died ({how}), which ends the run; finished videos are "
-            "kept. Hint: run the same command again to make the missing ones."
-        )
+        terminal.complain(f"process {rank + 1} of {count} died ({how}), which ends the run; {kept}")
         return FAILED
     return 0
 

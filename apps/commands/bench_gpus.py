@@ -1,0 +1,223 @@
+"""``vidsparse bench gpus``: steps of whole transformers on one GPU and on several together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vidsparse.apps.bench.gpus_rows import COLUMNS, GpusRow, gpus_file, rounded
+from vidsparse.apps.bench.gpus_settings import KINDS, sharings_of
+from vidsparse.apps.bench.machine import described, device_and_dtype, header
+from vidsparse.apps.bench.model import PLAN
+from vidsparse.apps.bench.model_settings import EXACT, Setting, settings_of
+from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
+from vidsparse.apps.bench.shown import show_file, shown_rows
+from vidsparse.apps.runs.team import Team, check_gpus, check_ring, join, launch, said_once
+from vidsparse.apps.terminal.bench_options import json_rows_option, model_run_options
+from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.errors import OptionError
+from vidsparse.masks import parse_tile
+from vidsparse.pipelines.placement import LINEARS, check_linear
+
+if TYPE_CHECKING:
+    import torch
+
+    from vidsparse.apps.results.row_file import RowFile
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  vidsparse bench gpus --gpus 2 --family wan-14b --json rows.json
+  vidsparse bench gpus --gpus 4 --family hunyuanvideo --kind even --linear fp8 --json rows.json
+  torchrun --nproc-per-node 4 -m vidsparse bench gpus --family wan-14b --json rows.json
+  vidsparse bench gpus --gpus 2 --device cpu --family wan-1.3b --size 128x128 --frames 9 --layers 1
+  vidsparse bench gpus --show rows.json
+"""
+)
+@click.option(
+    "--gpus",
+    type=click.IntRange(min=2, max=1024),
+    metavar="N",
+    help="GPUs that make a video together; with --device cpu, processes. Under torchrun, as many "
+    "as it started.",
+)
+@click.option(
+    "--family",
+    "families",
+    multiple=True,
+    default=("wan-14b", "hunyuanvideo"),
+    show_default=True,
+    type=click.Choice(tuple(MODEL_SHAPES)),
+    help="Model to build; repeat for several.",
+)
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    default=KINDS,
+    show_default=True,
+    type=click.Choice(KINDS),
+    help="Even heads, shared out as far as they go; the same with keys in a ring; heads whose "
+    "density rises from 0.05 to 0.6, dealt by work and in order; even heads with guidance branches "
+    "apart, where a model has two. Repeat for several.",
+)
+@click.option(
+    "--ring",
+    type=click.IntRange(min=1),
+    metavar="R",
+    help="GPUs that keys travel round in kind ring.  [default: all]",
+)
+@model_run_options
+@click.option("--tile", metavar="MxN", help="Of FG-Attn.  [default: the model's own]")
+@click.option(
+    "--quantize",
+    default=EXACT,
+    show_default=True,
+    type=click.Choice((EXACT, "int8", "fp8")),
+    help="q·k in 8 bits.",
+)
+@click.option(
+    "--linear",
+    default="none",
+    show_default=True,
+    type=click.Choice(LINEARS),
+    help="Linear layers in 8 bits.",
+)
+@click.option(
+    "--implementation",
+    default="auto",
+    show_default=True,
+    help="Kernel to run; never replaced by another.",
+)
+@click.option(
+    "--repeats",
+    default=3,
+    show_default=True,
+    # a step each, of the 50 that the scheduler has.
+    type=click.IntRange(min=1, max=40),
+    help="Times that each kind of step is measured, in turns with the others; medians count.",
+)
+@click.option("--device", default="cuda", show_default=True, help="cpu or cuda.")
+@click.option("--dtype", default=None, help="bf16 (default on a GPU), fp16 or fp32.")
+@json_rows_option("Also write rows into FILE, whose own rows are kept and not measured again")
+@click.option(
+    "--show",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="Measure nothing: print the rows of FILE; Markdown, where that is not a terminal.",
+)
+@verbosity_options
+@click.pass_obj
+def bench_gpus(
+    terminal: Terminal,
+    /,
+    gpus: int | None,
+    families: tuple[str, ...],
+    kinds: tuple[str, ...],
+    ring: int | None,
+    size: tuple[int, int] | None,
+    frames: int | None,
+    layers: int | None,
+    computed: float | None,
+    warmup: float | None,
+    steps: int,
+    tile: str | None,
+    quantize: str,
+    linear: str,
+    implementation: str,
+    repeats: int,
+    device: str,
+    dtype: str | None,
+    json_path: str | None,
+    show: str | None,
+) -> int:
+    """Time one video's denoising steps on one GPU and on several that make it together.
+
+    Weights are random, as in `bench model`. Every process holds the whole model. Dense and sparse
+    steps are timed on the first GPU alone and on all, in turns; of several processes the slowest
+    counts. The exchange of a step is sent once more with nothing else, and a whole run is put
+    together from the steps. First all processes together are held against one, on few layers and a
+    short video with the same plans; nothing is timed where they differ by more than rounding.
+    """
+    if show is not None:
+        shown = gpus_file(Path(show))
+        show_file(terminal, shown, shown.typed(GpusRow), COLUMNS)
+        return 0
+    team = join(terminal, gpus, ring)
+    with said_once(team):
+        settings = settings_of(
+            tuple(dict.fromkeys(families)),
+            size,
+            frames,
+            layers,
+            computed,
+            warmup,
+            steps=steps,
+            tiles=() if tile is None else (parse_tile(tile),),
+            implementation=implementation,
+            quantize=(quantize,),
+        )
+        where, kind = device_and_dtype(device, dtype)
+        check_linear(linear, device, str(kind).removeprefix("torch."))
+        file = None if json_path is None else gpus_file(Path(json_path))
+        if team is None:
+            if gpus is None:
+                raise OptionError("a video is to be made by several GPUs together. Hint: --gpus 2.")
+            check_ring(ring, gpus)
+            check_gpus(device, gpus)
+            return launch(terminal, gpus, "rows that were written are kept.")
+        team.connect(device)
+        terminal.show(described(where, kind))
+        with shown_rows(terminal, COLUMNS, header(where, "diffusers")) as show_row:
+            for setting in settings:
+                rows = _measured(
+                    terminal, team, setting, kinds, ring, repeats, linear, where, kind, file
+                )
+                if not team.first:
+                    continue
+                for row in rows:
+                    show_row(row)
+                if file is not None and rows:
+                    file.header = {**header(where, "diffusers", "torchao"), "plan": PLAN}
+                    file.add(*(rounded(row) for row in rows))
+    team.leave()
+    return 0
+
+
+def _measured(
+    terminal: Terminal,
+    team: Team,
+    setting: Setting,
+    kinds: Sequence[str],
+    ring: int | None,
+    repeats: int,
+    linear: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    file: RowFile | None,
+) -> list[GpusRow]:
+    """The rows that the file has not, measured by all processes."""
+    from vidsparse.apps.bench.gpus import GpusBench
+
+    sharings = sharings_of(kinds, ring, team.count, setting.model.forwards)
+    if team.first:
+        known = [] if file is None else file.typed(GpusRow)
+        missing = [
+            place
+            for place, sharing in enumerate(sharings)
+            if not any(sharing.covers(row, setting, linear, team.count) for row in known)
+        ]
+        team.tell(missing)
+    else:
+        # the file may be on another machine.
+        missing = team.hear()
+    if not missing:
+        terminal.say(f"{setting.family} {setting.shape}: measured already")
+        return []
+    terminal.say(f"{setting.family} {setting.shape}, one step is {setting.model.step}")
+    bench = GpusBench(device=device, dtype=dtype, repeats=repeats, linear=linear, say=terminal.say)
+    return bench.rows(setting, [sharings[place] for place in missing])
