@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import click
 import pytest
 import torch
 import torch.nn.functional as F
+from bench_models import TINY, shrink
 from click.testing import CliRunner, Result
 from quick import slow_but
 
-from vidsparse.apps.bench import model_rows, model_settings, model_shapes
 from vidsparse.apps.bench.model_forward import (
     Stopwatch,
     first_blocks,
@@ -64,85 +63,11 @@ PUBLISHED = {
     "ratio_stock",
 }
 
-TINY: dict[str, dict[str, Any]] = {
-    "wan-1.3b": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "text_dim": 32,
-        "freq_dim": 32,
-        "ffn_dim": 48,
-        "num_layers": 3,
-    },
-    "hunyuanvideo": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "num_refiner_layers": 1,
-        "mlp_ratio": 2.0,
-        "text_embed_dim": 16,
-        "pooled_projection_dim": 8,
-        "rope_axes_dim": (4, 6, 6),
-    },
-    "mochi": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": 3,
-        "pooled_projection_dim": 16,
-        "text_embed_dim": 16,
-        "time_embed_dim": 8,
-        "max_sequence_length": 112,
-    },
-    "cogvideox-5b": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "time_embed_dim": 8,
-        "text_embed_dim": 16,
-        "num_layers": 3,
-        "max_text_seq_length": 20,
-    },
-    "ltx-2": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "cross_attention_dim": 32,
-        "audio_num_attention_heads": 2,
-        "audio_attention_head_dim": 8,
-        "audio_cross_attention_dim": 16,
-        "num_layers": 3,
-        "caption_channels": 16,
-        "in_channels": 8,
-        "out_channels": 8,
-        "audio_in_channels": 8,
-        "audio_out_channels": 8,
-    },
-    "minimax-h3": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "hidden_size": 24,
-        "num_layers": 3,
-        "num_refiner_layers": 1,
-        "ffn_dim": 32,
-        "in_channels": 4,
-        "audio_in_channels": 8,
-        "text_dim": 16,
-        "freq_dim": 16,
-        "time_embed_hidden_dim": 16,
-        "time_embed_dim": 16,
-        "rope_freq_dim": 2,
-    },
-}
-
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The published models, shrunk."""
-    shapes = {
-        name: replace(shape, config=MappingProxyType({**shape.config, **TINY[name]}))
-        for name, shape in MODEL_SHAPES.items()
-        if name in TINY
-    }
-    for module in (model_shapes, model_settings, model_rows):
-        monkeypatch.setattr(module, "MODEL_SHAPES", MappingProxyType(shapes))
+    shrink(monkeypatch)
 
 
 def bench(*arguments: str) -> Result:
@@ -495,7 +420,11 @@ def test_only_the_first_blocks_run_and_all_come_back() -> None:
     model.blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(5))
     whole = model.blocks
     with first_blocks(model, {"blocks": "num_layers"}, 2):
-        assert len(model.blocks) == 2
+        assert [*model.blocks] == [*whole][:2]
+    with first_blocks(model, {"blocks": "num_layers"}, 2, last=True):
+        assert [*model.blocks] == [whole[0], whole[1], whole[4]]
+    with first_blocks(model, {"blocks": "num_layers"}, 5, last=True):
+        assert [*model.blocks] == [*whole]
     assert model.blocks is whole
 
 

@@ -15,9 +15,10 @@ from test_attention import GRID, site
 from torch import Tensor
 
 import vidsparse
+from vidsparse import room
 from vidsparse.engine import AttentionEngine
 from vidsparse.methods import make_method
-from vidsparse.remainder import Remainder, likeness, remainder_bytes
+from vidsparse.remainder import Keeping, Remainder, choose_keeping, likeness
 from vidsparse.schedule import Action, Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,6 +97,18 @@ def test_there_are_as_many_refreshes_as_asked_for_or_as_fit(
         assert schedule.plan_step(step, steps) == schedule.refresh_before(step, steps)
 
 
+@pytest.mark.parametrize("name", ["refresh", "dense_steps"])
+def test_a_count_of_one_is_not_a_share_of_one_in_the_same_process(name: str) -> None:
+    # the two are equal numbers, and so are schedules that hold them.
+    amounts: dict[str, Any] = {"dense_steps": 2, "refresh": 2}
+    one = Schedule(**{**amounts, name: 1})
+    whole = Schedule(**{**amounts, name: 1.0})
+    assert one == whole
+    assert len(one.refresh_steps(10)) == (1 if name == "refresh" else 2)
+    assert len(whole.refresh_steps(10)) == (9 if name == "refresh" else 0)
+    assert len(one.refresh_steps(10)) == (1 if name == "refresh" else 2)
+
+
 @pytest.mark.parametrize("bad", [-1, 1.5, True, "2"])
 def test_a_bad_number_of_refreshes_is_refused_by_name(bad: Any) -> None:
     with pytest.raises(vidsparse.OptionError, match="refresh"):
@@ -105,32 +118,77 @@ def test_a_bad_number_of_refreshes_is_refused_by_name(bad: Any) -> None:
 # ---- what is kept
 
 
+@pytest.mark.parametrize("head_dim", [64, 75])
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_adding_what_was_kept_gives_the_dense_output_to_half_a_step(dtype: torch.dtype) -> None:
+def test_adding_what_was_kept_gives_the_dense_output_to_half_a_step(
+    dtype: torch.dtype, bits: int, head_dim: int
+) -> None:
     torch.manual_seed(0)
-    dense = torch.randn(2, 3, 50, 64).to(dtype)
-    sparse = (dense + 0.2 * torch.randn(2, 3, 50, 64).to(dtype)).to(dtype)
-    kept = Remainder.of(dense, sparse)
-    assert kept.values.dtype == torch.int8
-    # a step of 8 bits, and what the dtype rounds: the difference, the scale, the sum.
-    step = (dense - sparse).abs().amax(-1, keepdim=True).double() / 127
+    dense = torch.randn(2, 3, 50, head_dim).to(dtype)
+    sparse = (dense + 0.2 * torch.randn(2, 3, 50, head_dim).to(dtype)).to(dtype)
+    keeping = Keeping(bits)
+    kept = Remainder.of(dense, sparse, keeping)
+    # a step, and what the dtype rounds: the difference, the scale, the sum.
+    most = 2 ** (bits - 1) - 1
+    step = (dense - sparse).abs().amax(-1, keepdim=True).double() / most
     rounding = 4 * torch.finfo(dtype).eps * dense.double().abs().amax()
     error = (kept.add_to(sparse.clone()).double() - dense.double()).abs()
     assert bool((error <= 0.5 * step + rounding).all())
-    assert remainder_bytes(dense) == kept.values.nbytes + kept.scale.nbytes
+    assert keeping.bytes_for(dense) == kept.values.nbytes + kept.scale.nbytes
 
 
-def test_a_row_that_lacks_nothing_stays_as_it_is() -> None:
+def test_half_of_it_is_half_in_any_form() -> None:
+    dense, sparse, _ = operands()
+    for keeping in (Keeping(8), Keeping(4), Keeping(4, on_host=True)):
+        kept = Remainder.of(dense, sparse, keeping)
+        whole, half = (kept.add_to(torch.zeros_like(dense), factor) for factor in (1.0, 0.5))
+        assert torch.allclose(0.5 * whole, half, rtol=1e-6, atol=0)
+        assert bool(half.any())
+
+
+def test_in_the_machine_s_memory_the_same_is_kept() -> None:
+    dense, sparse, _ = operands()
+    here, there = (Remainder.of(dense, sparse, Keeping(4, on_host=host)) for host in (False, True))
+    assert torch.equal(here.add_to(sparse.clone()), there.add_to(sparse.clone()))
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "calls", "on_gpu", "on_host", "expected"),
+    [
+        # a small model, whatever the machine has.
+        (2304, 6, 16, 4 * GIB, 0, Keeping(8)),
+        # Wan 14B at 720p with guidance on large and small GPUs.
+        (75_600, 40, 80, 100 * GIB, 0, Keeping(4)),
+        (75_600, 40, 80, 14 * GIB, 64 * GIB, Keeping(4, on_host=True)),
+        (75_600, 40, 80, 14 * GIB, 14 * GIB, None),
+        (2304, 6, 16, 0, 0, None),
+    ],
+)
+def test_what_is_kept_goes_where_there_is_room(
+    tokens: int, heads: int, calls: int, on_gpu: int, on_host: int, expected: Keeping | None
+) -> None:
+    # of its shape and dtype alone.
+    q = torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16, device="meta")
+    assert choose_keeping(q, calls, on_gpu, on_host) == expected
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_that_lacks_nothing_stays_as_it_is(bits: int) -> None:
     dense, *_ = operands()
-    out = Remainder.of(dense, dense.clone()).add_to(dense.clone())
+    out = Remainder.of(dense, dense.clone(), Keeping(bits)).add_to(dense.clone())
     assert torch.equal(out, dense)
 
 
-def test_a_row_with_nan_shows_it_and_no_other_does() -> None:
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_with_nan_shows_it_and_no_other_does(bits: int) -> None:
     dense, *_ = operands()
     broken = dense.clone()
     broken[0, 0, 7, 3] = torch.nan
-    out = Remainder.of(broken, dense).add_to(dense.clone())
+    out = Remainder.of(broken, dense, Keeping(bits)).add_to(dense.clone())
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 7]]
 
 
@@ -274,13 +332,29 @@ def test_work_counts_a_refresh_whole_and_the_plan_beside_it() -> None:
 
 
 @pytest.mark.gpu
-def test_without_room_nothing_is_kept_and_the_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", [True, False])
+def test_without_room_it_waits_in_the_machine_s_memory_or_nothing_is_kept(
+    host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     total = torch.cuda.mem_get_info()[1]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, total))
-    engine = engine_of()
     q, k, v = (x.cuda().bfloat16() for x in operands())
+    held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (-held, total))
+    if not host:
+        monkeypatch.setattr(room, "_free_of_machine", lambda: 0)
+    engine = engine_of()
     engine.begin_run(STEPS)
-    for step in range(STEPS):
-        engine.attend(q, k, v, site(step))
-    assert {cell.action for cell in engine.trace.cells} == {"dense", "replan"}
-    assert any("nothing was kept" in note for note in engine.trace.summary().notes)
+    outputs = [engine.attend(q, k, v, site(step)) for step in range(STEPS)]
+    notes = engine.trace.summary().notes
+    actions = {cell.action for cell in engine.trace.cells}
+    if not host:
+        assert actions == {"dense", "replan"}
+        assert any("nothing was kept" in note for note in notes)
+        return
+    assert actions == {"dense", "refresh", "reuse"}
+    assert any("in the machine's memory" in note for note in notes)
+    dense = F.scaled_dot_product_attention(q, k, v)
+    plain = engine_of(refresh=0)
+    plain.begin_run(STEPS)
+    without = [plain.attend(q, k, v, site(step)) for step in range(STEPS)]
+    assert float((outputs[3] - dense).norm()) < 0.3 * float((without[3] - dense).norm())

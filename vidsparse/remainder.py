@@ -6,44 +6,131 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from torch import Tensor
 
-_LARGEST: Final = 127
+_LARGEST: Final = {8: 127, 4: 7}
 _FADING: Final = 0.6
+
+# what all remainders of a run may take in 8 bits; beyond it 4 bits are worth what they cost.
+_SMALL: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How remainders are kept.
+
+    Args:
+        bits: of a value, 8 or 4. Eight err by about one percent of the remainder, which is itself
+            a small part of the output; four err by about a tenth (``docs/experiments.md``).
+        on_host: whether they wait in the machine's memory and not in the GPU's.
+    """
+
+    bits: int = 8
+    on_host: bool = False
+
+    def bytes_for(self, q: Tensor) -> int:
+        """Bytes of the ``Remainder`` of a call with queries ``q`` ``[B, H, S, D]``."""
+        rows, scales = q[..., 0].numel(), 8 // self.bits
+        return rows * (math.ceil(q.shape[-1] * self.bits / 8) + scales * q.element_size())
+
+
+def choose_keeping(q: Tensor, calls: int, room: int, host_room: int) -> Keeping | None:
+    """How to keep what ``calls`` calls with queries like ``q`` ``[B, H, S, D]`` lack.
+
+    Eight bits while that is little memory, then four, then four in the machine's memory.
+
+    Args:
+        q: queries of one call.
+        calls: of all layers and guidance branches.
+        room: bytes there are for it on the GPU.
+        host_room: bytes there are for it in the machine's memory.
+
+    Returns:
+        None where nothing fits.
+    """
+    if Keeping().bytes_for(q) * calls <= min(room, _SMALL):
+        return Keeping()
+    needed = Keeping(4).bytes_for(q) * calls
+    if needed <= room:
+        return Keeping(4)
+    return Keeping(4, on_host=True) if needed <= host_room else None
 
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """Dense minus sparse output of one call, ``[B, H, S, D]``, in 8 bits with a scale a row.
+    """Dense minus sparse output of one call, ``[B, H, S, D]``, in 8 or 4 bits.
 
     From one denoising step to the next it changes far less than its size: most of what a sparse
     call lacks can be added from an earlier step. DiTFastAttn (arXiv 2406.08552, section 3.1)
     shares such a remainder between the steps of window attention.
 
-    Rounding to 8 bits errs by about one percent of the remainder, which is itself a small part of
-    the output, and takes half the memory of 16 bits.
-
     Args:
-        values: int8 ``[B, H, S, D]``, at most 127 in size.
-        scale: what a step of ``values`` stands for, ``[B, H, S, 1]``, in the dtype of the output.
+        values: int8 ``[B, H, S, D]``, at most 127 in size; or, of 4 bits, uint8
+            ``[B, H, S, ceil(D / 2)]``: a byte holds a channel of the first half of the head below,
+            and one of the second half above, both plus 8.
+        scale: what a step of ``values`` stands for, in the dtype of the output: ``[B, H, S, 1]``,
+            or, of 4 bits, ``[B, H, S, 2]``, one for each half.
+        bits: of a value.
     """
 
     values: Tensor
     scale: Tensor
+    bits: int = 8
 
     @classmethod
-    def of(cls, dense: Tensor, sparse: Tensor) -> Remainder:
-        """What ``sparse`` lacks of ``dense``, both ``[B, H, S, D]``."""
+    def of(cls, dense: Tensor, sparse: Tensor, how: Keeping | None = None) -> Remainder:
+        """What ``sparse`` lacks of ``dense``, both ``[B, H, S, D]``; in 8 bits unless told."""
+        how = how or Keeping()
         lacking = dense - sparse
-        scale = lacking.abs().amax(-1, keepdim=True) / _LARGEST
-        # a row that lacks nothing has no scale to divide by.
-        steps = lacking.div_(scale.masked_fill(scale == 0, 1)).round_()
-        return cls(steps.clamp_(-_LARGEST, _LARGEST).char(), scale)
+        if how.bits == 8:
+            scale, steps = _rounded(lacking, 8)
+            values = steps.char()
+        else:
+            half = -(-lacking.shape[-1] // 2)
+            (low, first), (high, second) = (
+                _rounded(part, 4) for part in (lacking[..., :half], lacking[..., half:])
+            )
+            scale, values = torch.cat([low, high], -1), _packed(first, second)
+        if how.on_host:
+            values, scale = _to_host(values), _to_host(scale)
+        return cls(values, scale, how.bits)
 
     def add_to(self, out: Tensor, factor: float = 1.0) -> Tensor:
         """Add it, ``factor`` times, to ``out`` ``[B, H, S, D]``, in place; returns ``out``."""
-        scale = self.scale.to(out.dtype)
-        return out.addcmul_(self.values.to(out.dtype), scale, value=factor)
+        # of memory that the GPU reads by itself, so that nobody waits.
+        values, scale = (x.to(out.device, non_blocking=True) for x in (self.values, self.scale))
+        scale = scale.to(out.dtype)
+        if self.bits == 8:
+            return out.addcmul_(values.to(out.dtype), scale, value=factor)
+        half = values.shape[-1]
+        for place, (part, four) in enumerate(
+            ((out[..., :half], values & 15), (out[..., half:], values >> 4))
+        ):
+            steps = four[..., : part.shape[-1]].to(out.dtype).sub_(8)
+            part.addcmul_(steps, scale[..., place : place + 1], value=factor)
+        return out
+
+
+def _rounded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """A scale for each row of ``x`` ``[..., D]``, and whole numbers in its place."""
+    most = _LARGEST[bits]
+    scale = x.abs().amax(-1, keepdim=True) / most
+    # a row that lacks nothing has no scale to divide by.
+    return scale, x.div_(scale.masked_fill(scale == 0, 1)).round_().clamp_(-most, most)
+
+
+def _packed(first: Tensor, second: Tensor) -> Tensor:
+    """Whole numbers from -7 to 7, two in a byte; ``second`` may be one narrower than ``first``."""
+    # what is no number has a scale that is none either.
+    low, high = (part.nan_to_num_(0.0).add_(8).to(torch.uint8) for part in (first, second))
+    low[..., : high.shape[-1]] |= high << 4
+    return low
+
+
+def _to_host(x: Tensor) -> Tensor:
+    home = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return home.copy_(x, non_blocking=True)
 
 
 def likeness(age: int, steps: int) -> float:
@@ -52,8 +139,3 @@ def likeness(age: int, steps: int) -> float:
     The best factor falls from step to step, by about 3 % in a run of 20 (``docs/experiments.md``).
     """
     return math.exp(-_FADING * age / steps)
-
-
-def remainder_bytes(q: Tensor) -> int:
-    """Bytes of the ``Remainder`` of a call with queries ``q`` ``[B, H, S, D]``."""
-    return q.numel() + q[..., 0].numel() * q.element_size()

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vidsparse.errors import OptionError, OutputError
+from vidsparse.apps.results.figures import save_figure
+from vidsparse.errors import OptionError
 
 if TYPE_CHECKING:
     from vidsparse.apps.bench.attention_rows import AttentionRow
@@ -54,11 +55,4 @@ def draw_ratios(rows: Sequence[AttentionRow], path: Path) -> None:
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour[name]) for name in names]
     # above the panel: inside, it would hide the last bars.
     figure.legend(handles, names, fontsize=8, loc="outside upper center", ncols=min(3, len(names)))
-    try:
-        figure.savefig(path, dpi=140)
-    except ValueError as error:
-        raise OptionError(f"no plot can be written to {path}: {error}") from None
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        plt.close(figure)
+    save_figure(figure, path)

@@ -65,7 +65,8 @@ def method_of(case: str) -> SparseMethod:
     Raises:
         OptionError: no sparse method, an option without a value, or one that it does not take.
     """
-    name, *settings = case.split()
+    # of nothing but spaces, a method without a name.
+    name, *settings = case.split() or [""]
     if name not in METHODS:
         make_method(name)
     fields = {field.name: field for field in METHODS[name].option_fields()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -16,16 +17,14 @@ def device_and_dtype(device: str, dtype: str | None) -> tuple[torch.device, torc
     torch's own names (``bfloat16``) are taken too.
 
     Raises:
-        OptionError: PyTorch sees no GPU, or knows no such dtype.
+        OptionError: no such device here, or no such dtype.
     """
     import torch
 
     from vidsparse.errors import OptionError
-    from vidsparse.pipelines.placement import DTYPES
+    from vidsparse.pipelines.placement import DTYPES, check_device
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise OptionError("CUDA was asked for, but PyTorch sees no GPU. Hint: --device cpu.")
-    where = torch.device(device)
+    where = torch.device(check_device(device))
     name = dtype or ("bf16" if where.type == "cuda" else "fp32")
     torch_name = DTYPES.get(name, name)
     if torch_name not in DTYPES.values():
@@ -39,6 +38,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
     torch_name = str(dtype).removeprefix("torch.")
     return next(name for name, known in DTYPES.items() if known == torch_name)
+
+
+def let_go(device: torch.device) -> None:
+    """Give back the memory of a model that nothing holds any more."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def described(device: torch.device, dtype: torch.dtype) -> str:
@@ -61,11 +69,16 @@ def versions(*others: str) -> dict[str, str]:
     """Versions of what a measurement rests on, as far as installed; ``others`` are packages too."""
     from importlib.metadata import PackageNotFoundError, version
 
+    import torch
+
     from vidsparse._version import __version__
 
-    found = {"vidsparse": __version__, "python": platform.python_version()}
+    found = {
+        "vidsparse": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
     for name in (
-        "torch",
         "triton",
         "flash-attn-4",
         "flashinfer-python",

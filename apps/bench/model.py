@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.bench.exactness import error_budget
-from vidsparse.apps.bench.machine import header
+from vidsparse.apps.bench.machine import header, let_go
 from vidsparse.apps.bench.model_readings import projected_ratio
 from vidsparse.apps.bench.model_rows import ModelRow, rounded
 from vidsparse.apps.bench.model_settings import Setting, Variant
-from vidsparse.apps.bench.model_shapes import ModelShape
+from vidsparse.apps.bench.model_shapes import Latent
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +58,7 @@ class ModelBench:
         torch.manual_seed(0)
         with torch.no_grad():
             wrong = self._check(setting)
-            self._free()
+            let_go(self.device)
             right = tuple(one for one in setting.sparse if one not in wrong)
             if right:
                 model = setting.model.build(setting.layers, self.dtype, self.device)
@@ -67,16 +66,9 @@ class ModelBench:
                     yield from self._rows(replace(setting, sparse=right), model)
                 finally:
                     del model
-                    self._free()
+                    let_go(self.device)
         if wrong:
             raise UnsupportedError(next(iter(wrong.values())))
-
-    def _free(self) -> None:
-        import torch
-
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _random(self, *shape: int) -> Tensor:
         import torch
@@ -89,20 +81,11 @@ class ModelBench:
         On a few layers and frames; errors, against fp32 (fp64 where the model is fp32), are of the
         model's output.
         """
-        import torch
-
-        shape = setting.model
-        frames = min(setting.latent.latent_frames, CHECKED_LATENT_FRAMES)
-        latent = shape.latent(setting.latent.width, setting.latent.height, shape.frames_of(frames))
-        layers = min(CHECKED_LAYERS, setting.layers or CHECKED_LAYERS)
+        shape, (layers, latent) = setting.model, to_check(setting)
         model = shape.build(layers, self.dtype, self.device)
         pipe = shape.pipe(model)
         inputs = shape.inputs(pipe, model, latent, self._random)
-        high = torch.float64 if self.dtype == torch.float32 else torch.float32
-        # not the model's own .to(), which warns that some of its parts belong in fp32.
-        exact_model = torch.nn.Module.to(copy.deepcopy(model), high)
-        exact = exact_model(**_cast(inputs, high), return_dict=False)[0].double()
-        del exact_model
+        exact = exact_output(model, inputs, self.dtype)
 
         def off(out: Tensor) -> float:
             return float((out.double() - exact).norm() / exact.norm())
@@ -148,11 +131,11 @@ class ModelBench:
             ),
         ):
             out: Tensor = model(**inputs, return_dict=False)[0]
-        _refuse_dense_calls(handle.trace.cells)
+        refuse_dense_calls(handle.trace.cells)
         return out
 
     def _rows(self, setting: Setting, model: Any) -> Iterator[ModelRow]:
-        from vidsparse.apps.bench.attention_peers import flash_attention_4
+        from vidsparse.apps.bench.model_dense import CUDNN, FA4, STOCK, DenseSteps
 
         shape = setting.model
         pipe = shape.pipe(model)
@@ -161,53 +144,19 @@ class ModelBench:
         def run() -> list[Tensor]:
             return [model(**inputs, return_dict=False)[0] for _ in range(shape.forwards)]
 
-        tokens = _video_tokens(setting)
-        dense = partial(self._dense, model, pipe, shape, run, tokens)
-        stock = dense("stock", as_stock=True)
-        cudnn = dense("cuDNN", cudnn=True) if self.device.type == "cuda" else stock
-        fa4 = None
-        if self.device.type == "cuda":
-            try:
-                fa4 = dense("FlashAttention-4", cudnn=True, attention=flash_attention_4)
-            except ImportError as error:
-                self.say(f"  without FlashAttention-4: not installed ({error.name or error})")
-            except Exception as error:  # a foreign kernel may fail in any way it likes.
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                self.say(f"  without FlashAttention-4: {reason[:160]}")
-        for variant in setting.sparse:
-            yield self._sparse(setting, model, pipe, run, (cudnn, fa4, stock), variant)
-
-    def _dense(
-        self,
-        model: Any,
-        pipe: Any,
-        shape: ModelShape,
-        run: Callable[[], list[Tensor]],
-        tokens: int,
-        name: str,
-        *,
-        as_stock: bool = False,
-        cudnn: bool = False,
-        attention: Any = None,
-    ) -> Timing:
-        from vidsparse.apps.bench.model_forward import (
-            Stopwatch,
-            first_blocks,
-            time_step,
-            watched_attention,
+        steps = DenseSteps(
+            model=model,
+            pipe=pipe,
+            shape=shape,
+            latent=setting.latent,
+            device=self.device,
+            say=self.say,
         )
-        from vidsparse.pipelines import sparsify
-
-        watch = Stopwatch(self.device)
-        # stock attention with a mask is kept for `stock`; the others get what our adapter gives.
-        ours = sparsify(pipe, "dense") if shape.masked and not as_stock else nullcontext()
-        with ours, _cudnn_first(cudnn), watched_attention(watch, tokens, attention):
-            with first_blocks(model, shape.blocks, CHECKED_LAYERS):
-                run()
-            timing, out = time_step(run, watch, self.device)
-        _refuse_non_finite(out, name)
-        self.say(f"  {name}: {timing.ms:.0f} ms, attention {timing.attention_ms:.0f} ms")
-        return timing
+        found = steps.timings(run)
+        stock = found[STOCK]
+        dense = found.get(CUDNN, stock), found.get(FA4), stock
+        for variant in setting.sparse:
+            yield self._sparse(setting, model, pipe, run, dense, variant)
 
     def _sparse(
         self,
@@ -220,6 +169,7 @@ class ModelBench:
     ) -> ModelRow:
         import torch
 
+        from vidsparse.apps.bench.model_dense import cudnn_first, refuse_non_finite
         from vidsparse.apps.bench.model_forward import (
             Stopwatch,
             first_blocks,
@@ -245,7 +195,7 @@ class ModelBench:
                 skew=SKEW,
                 quantize=variant.quantize,
             ) as seen,
-            _cudnn_first(self.device.type == "cuda"),
+            cudnn_first(self.device.type == "cuda"),
         ):
             with first_blocks(model, shape.blocks, CHECKED_LAYERS):
                 run()
@@ -254,8 +204,8 @@ class ModelBench:
             handle.trace.resolve()
             cells = handle.trace.cells[before:]
         name = seen.implementation + ("" if variant.quantize is None else f" {variant.quantize}")
-        _refuse_dense_calls(cells)
-        _refuse_non_finite(out, name)
+        refuse_dense_calls(cells)
+        refuse_non_finite(out, name)
         calls = sum(cell.seconds or 0.0 for cell in cells) * 1e3
         real = torch.stack([x.mean() for x in seen.real]).mean().item()
         cudnn, fa4, stock = dense
@@ -295,11 +245,23 @@ class ModelBench:
         )
 
 
-def _video_tokens(setting: Setting) -> int:
-    """At most as many as the video has: what tells its attention from that to text."""
-    latent = setting.latent
-    # every family cuts patches of at most 2x2 latent pixels.
-    return latent.latent_frames * (latent.latent_height // 2) * (latent.latent_width // 2)
+def to_check(setting: Setting) -> tuple[int, Latent]:
+    """Layers and latent of what is checked before ``setting`` is timed: few, and short."""
+    shape, whole = setting.model, setting.latent
+    frames = shape.frames_of(min(whole.latent_frames, CHECKED_LATENT_FRAMES))
+    latent = shape.latent(whole.width, whole.height, frames)
+    return min(CHECKED_LAYERS, setting.layers or CHECKED_LAYERS), latent
+
+
+def exact_output(model: Any, inputs: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    """What a model of ``dtype`` should give: by fp32, or by fp64 where it is in fp32."""
+    import torch
+
+    high = torch.float64 if dtype == torch.float32 else torch.float32
+    # not the model's own .to(), which warns that some of its parts belong in fp32.
+    exact_model = torch.nn.Module.to(copy.deepcopy(model), high)
+    out: Tensor = exact_model(**_cast(inputs, high), return_dict=False)[0]
+    return out.double()
 
 
 def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -314,35 +276,14 @@ def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {name: convert(value) for name, value in inputs.items()}
 
 
-def _cudnn_first(wanted: bool) -> AbstractContextManager[None]:
-    """cuDNN attention wherever it can run, PyTorch's own choice where it cannot."""
-    if not wanted:
-        return nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    return sdpa_kernel(order, set_priority=True)
-
-
-def _refuse_dense_calls(cells: Sequence[Any]) -> None:
+def refuse_dense_calls(cells: Sequence[Any]) -> None:
+    """Raise an ``UnsupportedError`` where a call of a sparse step was dense."""
     from vidsparse.errors import UnsupportedError
 
     for cell in cells:
         # a guidance branch may go by the plan of the one before it.
         if cell.action not in ("replan", "reuse"):
             raise UnsupportedError(f"an attention call that should be sparse was {cell.action}")
-
-
-def _refuse_non_finite(out: Sequence[Tensor], name: str) -> None:
-    from vidsparse.errors import UnsupportedError
-
-    if not all(bool(x.isfinite().all()) for x in out):
-        raise UnsupportedError(f"{name} gave NaN or Inf; no speed is reported for it")
 
 
 def measure_models(
@@ -365,40 +306,67 @@ def measure_models(
         OptionError: the file holds something else.
         OutputError: it cannot be written.
     """
+    known = [] if file is None else file.typed(ModelRow)
+
+    def rows_of(setting: Setting) -> Iterator[ModelRow] | None:
+        missing = tuple(
+            one for one in setting.sparse if not any(setting.covers(row, one) for row in known)
+        )
+        return bench.rows(replace(setting, sparse=missing)) if missing else None
+
+    def take(row: ModelRow) -> None:
+        show(row)
+        if file is not None:
+            file.header = {**header(bench.device, "diffusers"), "plan": PLAN}
+            file.add(rounded(row))
+
+    measure_each(settings, rows_of, take, bench.say)
+
+
+def measure_each(
+    settings: Sequence[Setting],
+    rows_of: Callable[[Setting], Iterator[Any] | None],
+    take: Callable[[Any], None],
+    say: Callable[[str], None],
+) -> None:
+    """Measure one model after the other; one that fails does not keep the others from it.
+
+    Args:
+        settings: at least one.
+        rows_of: measures as it is gone through; None where nothing is missing.
+        take: given each row as soon as it is there.
+        say: where notes go.
+
+    Raises:
+        UnsupportedError: a model cannot run or is not right. Where there are others, their rows
+            come first.
+    """
     from vidsparse.errors import UnsupportedError
 
-    rows = [] if file is None else file.typed(ModelRow)
     failed: list[str] = []
     for setting in settings:
-        missing = tuple(
-            one for one in setting.sparse if not any(setting.covers(row, one) for row in rows)
-        )
-        if not missing:
-            bench.say(f"{setting.family} {setting.shape}: measured already")
+        rows = rows_of(setting)
+        if rows is None:
+            say(f"{setting.family} {setting.shape}: measured already")
             continue
-        bench.say(f"{setting.family} {setting.shape}, one step is {setting.model.step}")
+        say(f"{setting.family} {setting.shape}, one step is {setting.model.step}")
         try:
-            with _memory_hint(setting):
-                for row in bench.rows(replace(setting, sparse=missing)):
-                    show(row)
-                    if file is not None:
-                        file.header = {
-                            **header(bench.device, "diffusers"),
-                            "plan": PLAN,
-                        }
-                        file.add(rounded(row))
+            with memory_hint(setting):
+                for row in rows:
+                    take(row)
         except UnsupportedError as error:
             if len(settings) == 1:
                 raise
             # the others are still worth having; the command fails at the end.
             failed.append(f"{setting.family}: {error}")
-            bench.say(failed[-1])
+            say(failed[-1])
     if failed:
         raise UnsupportedError(f"{len(failed)} of {len(settings)} models failed: {failed[0]}")
 
 
 @contextmanager
-def _memory_hint(setting: Setting) -> Iterator[None]:
+def memory_hint(setting: Setting) -> Iterator[None]:
+    """Turn what torch says where memory is short into a sentence with a hint."""
     import torch
 
     from vidsparse.errors import UnsupportedError

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +29,7 @@ from vidsparse.plan import SparsePlan, make_plan
 if TYPE_CHECKING:
     from vidsparse.engine import AttentionEngine
     from vidsparse.route import Route
+    from vidsparse.site import CallSite
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -131,12 +132,18 @@ def time_step(
 
 
 @contextmanager
-def first_blocks(model: nn.Module, names: Mapping[str, str], count: int) -> Iterator[None]:
-    """Run only the first blocks of each list: enough to compile and choose every kernel."""
+def first_blocks(
+    model: nn.Module, names: Mapping[str, str], count: int, *, last: bool = False
+) -> Iterator[None]:
+    """Run only the first blocks of each list: enough to compile and choose every kernel.
+
+    And the ``last`` one, where that is not like the others.
+    """
     whole = {name: getattr(model, name) for name in names}
     try:
         for name, blocks in whole.items():
-            setattr(model, name, blocks[:count])
+            few = [*blocks[:count], *([blocks[-1]] if last and len(blocks) > count else [])]
+            setattr(model, name, nn.ModuleList(few))
         yield
     finally:
         for name, blocks in whole.items():
@@ -163,7 +170,7 @@ def planned_to_order(
     engine: AttentionEngine,
     watch: Stopwatch,
     *,
-    density: float,
+    density: float | Sequence[float],
     skew: float,
     quantize: str | None,
 ) -> Iterator[PlanToOrder]:
@@ -172,7 +179,8 @@ def planned_to_order(
     Args:
         engine: the engine of a sparse pipeline; as it was when the block has ended.
         watch: counts the kernel alone, and rounding to 8 bits where planning has not done it.
-        density: share of query-key pairs that the kernel computes.
+        density: share of query-key pairs that the kernel computes; or one for each head of a layer,
+            whose random lists are then the same in every process that has it.
         skew: lists are from ``density * (1 - skew)`` to ``density * (1 + skew)`` long.
         quantize: 8-bit format of q·k, or None.
     """
@@ -186,9 +194,14 @@ def planned_to_order(
         method: Any, q: Tensor, k: Tensor, site: Any, order: Any, route: Route, v: Tensor
     ) -> Any:
         made = planner(method, q, k, site, order, route, v)
-        key = (tuple(q.shape), site.grid)
+        heads = _heads_of(site, q.shape[1])
+        key = (tuple(q.shape), site.grid, None if isinstance(density, float) else heads)
         if key not in plans:
-            plans[key] = random_plan(q, site.grid.video, method.tile, density, skew)
+            ask = partial(random_plan, video=site.grid.video, tile=method.tile, skew=skew)
+            if isinstance(density, float):
+                plans[key] = ask(q, density=density)
+            else:
+                plans[key] = _plan_by_head(q, heads, density, ask)
         seen.real.append(made.plan.computed)
         seen.tokens = max(seen.tokens, q.shape[2])
         return replace(made, plan=plans[key])
@@ -204,6 +217,38 @@ def planned_to_order(
         yield seen
     finally:
         engine.router, engine.planner, engine.kernel = router, planner, kernel
+
+
+def _heads_of(site: CallSite, count: int) -> tuple[int, ...]:
+    """The numbers, in their layer, of the ``count`` heads of a call."""
+    own = range(site.first_head, site.first_head + count)
+    return tuple(own) if site.heads is None else tuple(site.heads[place] for place in own)
+
+
+def _plan_by_head(
+    q: Tensor,
+    heads: tuple[int, ...],
+    densities: Sequence[float],
+    ask: Callable[..., SparsePlan],
+) -> SparsePlan:
+    """The plans of ``heads`` by ``ask`` beside each other, each made of its head's number alone."""
+    made = []
+    with torch.random.fork_rng([q.device] if q.is_cuda else []):
+        for place, head in enumerate(heads):
+            torch.manual_seed(head)
+            made.append(ask(q[:, place : place + 1], density=densities[head]))
+
+    def beside(name: str) -> Tensor:
+        return torch.cat([getattr(one, name) for one in made], 1)
+
+    return replace(
+        made[0],
+        q_tiles=beside("q_tiles"),
+        kv_count=beside("kv_count"),
+        kv_bits=beside("kv_bits"),
+        selected=beside("selected"),
+        computed=beside("computed"),
+    )
 
 
 def random_plan(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vidsparse.apps.bench.model_readings import merged_share, projected_ratio, projected_step
-from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
+from vidsparse.apps.bench.model_shapes import model_text
 from vidsparse.apps.results.row_file import RowFile
 from vidsparse.apps.results.tables import Columns, number
 
@@ -111,13 +111,8 @@ def rounded(row: ModelRow) -> dict[str, Any]:
     }
 
 
-def _family(row: ModelRow) -> str:
-    whole = row.layers == MODEL_SHAPES[row.family].full_layers()
-    return row.family if whole else f"{row.family} ({row.layers} layers)"
-
-
 COLUMNS: Final[Columns[ModelRow]] = {
-    "model": _family,
+    "model": lambda row: model_text(row.family, row.layers),
     "shape": lambda row: row.shape,
     "tokens": lambda row: str(row.tokens),
     "tile": lambda row: row.tile,

@@ -471,3 +471,9 @@ MODEL_SHAPES: Final[Mapping[str, ModelShape]] = MappingProxyType(
     }
 )
 """The models by the name that ``--family`` takes."""
+
+
+def model_text(family: str, layers: int) -> str:
+    """A table's word for a model: its name in ``MODEL_SHAPES``, and its layers if not all."""
+    whole = layers == MODEL_SHAPES[family].full_layers()
+    return family if whole else f"{family} ({layers} layers)"

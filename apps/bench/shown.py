@@ -12,13 +12,13 @@ from vidsparse.apps.results.tables import Columns, cells, markdown
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.apps.terminal.tables import growing_table, print_markdown, print_table
 
-Row = TypeVar("Row")
+RowT = TypeVar("RowT")
 
 
 @contextmanager
 def shown_rows(
-    terminal: Terminal, columns: Columns[Row], header: Mapping[str, Any]
-) -> Iterator[Callable[[Row], None]]:
+    terminal: Terminal, columns: Columns[RowT], header: Mapping[str, Any]
+) -> Iterator[Callable[[RowT], None]]:
     """Show each row that the value of the block is given.
 
     Args:
@@ -26,7 +26,7 @@ def shown_rows(
         columns: of the table.
         header: what the answer says of all rows: hardware, versions and date.
     """
-    rows: list[Row] = []
+    rows: list[RowT] = []
     if terminal.json:
         yield rows.append
         _answer(terminal, header, rows)
@@ -36,7 +36,7 @@ def shown_rows(
 
 
 def show_all(
-    terminal: Terminal, rows: Sequence[Row], columns: Columns[Row], header: Mapping[str, Any]
+    terminal: Terminal, rows: Sequence[RowT], columns: Columns[RowT], header: Mapping[str, Any]
 ) -> None:
     """As ``shown_rows``, where all rows are there."""
     if terminal.json:
@@ -46,7 +46,7 @@ def show_all(
 
 
 def show_file(
-    terminal: Terminal, file: RowFile, rows: Iterable[Row], columns: Columns[Row]
+    terminal: Terminal, file: RowFile, rows: Iterable[RowT], columns: Columns[RowT]
 ) -> None:
     """Show rows that were measured before.
 

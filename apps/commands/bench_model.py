@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.model import ModelBench, measure_models
 from vidsparse.apps.bench.model_rows import COLUMNS, ModelRow, model_file
-from vidsparse.apps.bench.model_settings import EXACT, settings_of
+from vidsparse.apps.bench.model_settings import EXACT, Setting, check_speeds, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.shown import show_file, shown_rows
-from vidsparse.apps.terminal.bench_options import json_rows_option
+from vidsparse.apps.bench.speed_plot import draw_runs
+from vidsparse.apps.bench.speed_rows import COLUMNS as SPEED_COLUMNS
+from vidsparse.apps.bench.speed_rows import SpeedRow, is_speed_file, speed_file
+from vidsparse.apps.terminal.bench_options import json_rows_option, model_run_options
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
-from vidsparse.apps.terminal.options import pixel_size
+from vidsparse.apps.terminal.options import amount
+from vidsparse.errors import OptionError
 from vidsparse.masks import parse_tile
+from vidsparse.methods import SPARSE_METHODS
+from vidsparse.pipelines.speed import SPEEDS
+
+if TYPE_CHECKING:
+    import torch
 
 
 @click.command(
@@ -24,6 +35,7 @@ Examples:
   vidsparse bench model --family wan-14b --size 1280x720 --frames 81
   vidsparse bench model --family wan-14b --quantize none --quantize int8 --json rows.json
   vidsparse bench model --family wan-1.3b --device cpu --size 128x128 --frames 9 --layers 1
+  vidsparse bench model --family wan-14b --speed exact --speed balanced --json speeds.json
   vidsparse bench model --show docs/benchmarks/models-h200.json --tile 32x32
 """
 )
@@ -34,35 +46,7 @@ Examples:
     type=click.Choice(tuple(MODEL_SHAPES)),
     help="Model to build; repeat for several.  [default: all]",
 )
-@click.option(
-    "--size",
-    metavar="WIDTHxHEIGHT",
-    callback=lambda context, parameter, value: None if value is None else pixel_size(value),
-    help="Pixels.  [default: as published]",
-)
-@click.option("--frames", type=click.IntRange(min=1), help="Video frames.  [default: as published]")
-@click.option(
-    "--layers",
-    type=click.IntRange(min=1),
-    help="Fewer transformer layers, where memory or time asks for it.  [default: all]",
-)
-@click.option(
-    "--computed",
-    type=click.FloatRange(0, 1, min_open=True),
-    help="Density that sparse steps compute.  [default: the model's own]",
-)
-@click.option(
-    "--warmup",
-    type=click.FloatRange(0, 1),
-    help="Share of steps that stay dense.  [default: the model's own]",
-)
-@click.option(
-    "--steps",
-    default=50,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Steps of the run that ratios are projected to.",
-)
+@model_run_options
 @click.option(
     "--tile",
     "tiles",
@@ -84,6 +68,39 @@ Examples:
     show_default=True,
     help="Kernel to run; never replaced by another.",
 )
+@click.option(
+    "--speed",
+    "speeds",
+    multiple=True,
+    type=click.Choice(SPEEDS),
+    help="Measure whole runs at this --speed of `generate` instead: every kind of step that its "
+    "bundle has. Repeat for several.",
+)
+@click.option(
+    "--method",
+    type=click.Choice(tuple(SPARSE_METHODS)),
+    help="With --speed: run this method at the speeds that leave something out.  [default: the "
+    "speed's own]",
+)
+@click.option(
+    "--refresh",
+    type=amount,
+    metavar="N|SHARE",
+    help="With --speed: steps that compute everything and keep what their plan lacks.  [default: "
+    "the method's own]",
+)
+@click.option(
+    "--whole",
+    is_flag=True,
+    help="With --speed: also run all steps one after the other, and say what the projected run is "
+    "off by.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="With --speed or its rows: draw what runs are made of.",
+)
 @click.option("--device", default="cuda", show_default=True, help="cpu, cuda or cuda:N.")
 @click.option("--dtype", default=None, help="bf16 (default on a GPU), fp16 or fp32.")
 @json_rows_option("Also write rows into FILE, whose own rows are kept and not measured again")
@@ -91,8 +108,8 @@ Examples:
     "--show",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE",
-    help="Measure nothing: print the rows of FILE, or those of --family and --tile; Markdown, "
-    "where that is not a terminal.",
+    help="Measure nothing: print the rows of FILE, or those of --family and --tile or --speed; "
+    "Markdown, where that is not a terminal.",
 )
 @verbosity_options
 @click.pass_obj
@@ -109,6 +126,11 @@ def bench_model(
     tiles: tuple[str, ...],
     quantize: tuple[str, ...],
     implementation: str,
+    speeds: tuple[str, ...],
+    method: str | None,
+    refresh: int | float | None,
+    whole: bool,
+    plot: str | None,
     device: str,
     dtype: str | None,
     json_path: str | None,
@@ -127,16 +149,20 @@ def bench_model(
     not say whether a density counts what is selected or what is computed after merging, so each
     row has both readings; where it counts what is selected, the step is projected too, its kernel's
     time in proportion to what it computes.
+
+    With --speed a run is what `vidsparse generate --speed` makes of it: compiled blocks, 8-bit
+    layers, our kernel in dense steps too, a step cache. Each kind of step is measured as the bundle
+    runs it, and a run is put together from as many of each as it has; --whole holds that against
+    all steps run one after the other. Stock steps with cuDNN are eager. Their outputs are checked
+    against each other on a few blocks at the size of the video.
     """
     if show is not None:
-        shown = model_file(Path(show))
-        rows = [
-            row
-            for row in shown.typed(ModelRow)
-            if row.family in (families or MODEL_SHAPES) and row.tile in (tiles or (row.tile,))
-        ]
-        show_file(terminal, shown, rows, COLUMNS)
+        _show(terminal, Path(show), families or tuple(MODEL_SHAPES), tiles, speeds, plot)
         return
+    alone = {"--method": method, "--refresh": refresh, "--whole": whole or None, "--plot": plot}
+    without = [name for name, value in alone.items() if value is not None]
+    if not speeds and without:
+        raise OptionError(f"{without[0]} was given without a speed. Hint: add --speed fast.")
     settings = settings_of(
         families or tuple(MODEL_SHAPES),
         size,
@@ -150,8 +176,77 @@ def bench_model(
         quantize=tuple(dict.fromkeys(quantize)),
     )
     where, kind = device_and_dtype(device, dtype)
+    if speeds:
+        given = {"whole": whole, "method": method, "refresh": refresh}
+        _measure_speeds(terminal, settings, speeds, given, where, kind, json_path, plot)
+        return
     terminal.show(described(where, kind))
     file = None if json_path is None else model_file(Path(json_path))
     bench = ModelBench(where, kind, terminal.say)
     with shown_rows(terminal, COLUMNS, header(where, "diffusers")) as show_row:
         measure_models(bench, settings, show_row, file)
+
+
+def _measure_speeds(
+    terminal: Terminal,
+    settings: Sequence[Setting],
+    speeds: Sequence[str],
+    given: Mapping[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    json_path: str | None,
+    plot: str | None,
+) -> None:
+    for setting in settings:
+        check_speeds(setting)
+    from vidsparse.apps.bench.speeds import SpeedBench, measure_speeds
+
+    terminal.show(described(device, dtype))
+    file = None if json_path is None else speed_file(Path(json_path))
+    benches = [
+        SpeedBench(setting=setting, device=device, dtype=dtype, say=terminal.say, **given)
+        for setting in settings
+    ]
+    drawn: list[SpeedRow] = [] if file is None else file.typed(SpeedRow)
+    with shown_rows(terminal, SPEED_COLUMNS, header(device, "diffusers", "torchao")) as show_row:
+
+        def take(row: SpeedRow) -> None:
+            drawn.append(row)
+            show_row(row)
+
+        measure_speeds(benches, [speed for speed in SPEEDS if speed in speeds], take, file)
+    if plot is not None:
+        draw_runs(drawn, Path(plot))
+
+
+def _show(
+    terminal: Terminal,
+    path: Path,
+    families: Sequence[str],
+    tiles: Sequence[str],
+    speeds: Sequence[str],
+    plot: str | None,
+) -> None:
+    """Print the rows of either kind of file."""
+    if is_speed_file(path):
+        runs = speed_file(path)
+        chosen = [
+            row
+            for row in runs.typed(SpeedRow)
+            if row.family in families and row.speed in (speeds or SPEEDS)
+        ]
+        if plot is not None:
+            draw_runs(chosen, Path(plot))
+        show_file(terminal, runs, chosen, SPEED_COLUMNS)
+        return
+    file = model_file(path)
+    if speeds or plot:
+        raise OptionError(
+            f"{path} holds steps and no runs at a speed. Hint: docs/benchmarks/speeds-h200.json."
+        )
+    rows = [
+        row
+        for row in file.typed(ModelRow)
+        if row.family in families and row.tile in (tiles or (row.tile,))
+    ]
+    show_file(terminal, file, rows, COLUMNS)

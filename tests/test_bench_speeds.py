@@ -1,0 +1,220 @@
+"""``vidsparse bench model --speed``: whole runs of each speed, put together from measured steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_models import TINY, shrink
+from click.testing import CliRunner, Result
+from quick import slow_but
+
+from vidsparse.apps.bench.model_readings import merged_share
+from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
+from vidsparse.apps.bench.speed_plot import draw_runs
+from vidsparse.apps.bench.speed_rows import COLUMNS, SpeedRow, speed_file
+from vidsparse.apps.cli import main
+from vidsparse.errors import OptionError
+from vidsparse.kernels import dispatch
+from vidsparse.pipelines.speed import SPEEDS
+
+PUBLISHED = Path(__file__).parents[1] / "docs" / "benchmarks" / "speeds-h200.json"
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published models, shrunk."""
+    shrink(monkeypatch)
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bench", "model", *arguments])
+
+
+def measured(file: Path, family: str, *arguments: str) -> list[SpeedRow]:
+    shape = MODEL_SHAPES[family]
+    small = ["--size", "256x192", "--frames", str(2 * shape.frame_factor + shape.frame_rest)]
+    where = ["--device", "cpu", "--steps", "12", "--json", str(file)]
+    result = bench("--family", family, *small, *where, *arguments)
+    assert result.exit_code == 0, result.output
+    return speed_file(file).typed(SpeedRow)
+
+
+@pytest.mark.parametrize("family", slow_but(["wan-1.3b"], TINY))
+@pytest.mark.usefixtures("tiny")
+def test_every_kind_of_step_of_a_speed_is_measured(family: str, tmp_path: Path) -> None:
+    asked = ("--speed", "fast", "--speed", "exact", "--whole")
+    exact, fast = measured(tmp_path / "rows.json", family, *asked)
+    assert (exact.speed, fast.speed) == ("exact", "fast")
+    assert (exact.dense_steps, exact.sparse_steps, exact.cached_steps) == (12, 0, 0)
+    assert exact.sparse_ms is exact.computed is exact.cached_ms is None
+    dense = -(-MODEL_SHAPES[family].warmup * 12 // 1)
+    assert fast.dense_steps == dense
+    # a step cache that diffusers has for the family leaves a third out.
+    cached = 0 if family in ("ltx-2", "minimax-h3") else 4
+    assert (fast.sparse_steps, fast.cached_steps) == (12 - dense - cached, cached)
+    assert fast.computed == pytest.approx(MODEL_SHAPES[family].computed, abs=0.1)
+    assert fast.sparse_ms is not None
+    assert fast.kernel_ms is not None
+    assert fast.mask_plan_ms is not None
+    assert 0 < fast.kernel_ms + fast.mask_plan_ms < fast.sparse_ms
+    for row in (exact, fast):
+        assert row.dense_attention_ms is not None
+        assert 0 < row.dense_attention_ms < row.dense_ms
+        assert row.error < 1e-6
+        assert row.whole_s is not None
+        assert row.whole_reference_s is not None
+    # what is left out runs no block.
+    assert not cached or (fast.cached_ms or 0) < fast.dense_ms / 2
+
+
+@pytest.mark.usefixtures("tiny")
+def test_another_method_and_its_refreshes_are_measured_in_the_place_of_the_speeds_own(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "rows.json"
+    (own,) = measured(file, "wan-1.3b", "--speed", "balanced")
+    given = ("--speed", "balanced", "--method", "foresight", "--refresh", "3")
+    both = measured(file, "wan-1.3b", *given, "--whole", "--computed", "0.2", "--warmup", "0.16")
+    assert both[0] == own
+    row = both[1]
+    # the first refresh is the last dense step.
+    assert (row.dense_steps, row.refresh_steps, row.sparse_steps) == (1, 3, 8)
+    assert row.refresh_ms is not None
+    assert row.refresh_attention_ms is not None
+    assert row.sparse_ms is not None
+    assert row.refresh_ms > row.sparse_ms
+    assert 0 < row.refresh_attention_ms < row.refresh_ms
+    seconds = row.dense_ms + 3 * row.refresh_ms + 8 * row.sparse_ms
+    assert row.run_s == pytest.approx(seconds / 1e3)
+    assert row.error < 1e-6
+    again = measured(file, "wan-1.3b", *given, "--whole", "--computed", "0.2", "--warmup", "0.16")
+    assert again == both
+
+
+@pytest.mark.usefixtures("tiny")
+def test_rows_are_kept_and_only_missing_speeds_measured(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    (first,) = measured(file, "wan-1.3b", "--speed", "exact")
+    again = measured(file, "wan-1.3b", "--speed", "exact", "--speed", "high")
+    assert again[0] == first
+    assert [row.speed for row in again] == ["exact", "high"]
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right = dispatch.sparse_attention
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out, lse = right(*args, **kwargs)
+        return out * 1.5, lse
+
+    monkeypatch.setattr("vidsparse.engine.sparse_attention", wrong)
+    asked = ["--device", "cpu", "--steps", "12", "--size", "128x128", "--frames", "5"]
+    result = bench("--family", "wan-1.3b", *asked, "--speed", "high")
+    assert result.exit_code == 2
+    assert "no speed is reported for a wrong result" in result.output
+
+
+def a_row(**changes: Any) -> SpeedRow:
+    row = speed_file(PUBLISHED).typed(SpeedRow)[1]
+    return replace(row, **changes)
+
+
+def test_a_run_is_its_steps_of_each_kind() -> None:
+    row = a_row(
+        steps=10,
+        dense_steps=2,
+        sparse_steps=5,
+        cached_steps=3,
+        dense_ms=1000.0,
+        sparse_ms=400.0,
+        cached_ms=10.0,
+        whole_s=4.0,
+    )
+    assert row.run_s == pytest.approx(4.03)
+    assert row.ratio(1500.0) == pytest.approx(15 / 4.03)
+    assert row.ratio(None) is None
+    assert row.whole_error == pytest.approx(0.0075)
+
+
+def test_the_parts_of_a_run_add_up_to_it() -> None:
+    for row in speed_file(PUBLISHED).typed(SpeedRow):
+        shares, reference = row.shares(), row.reference_shares()
+        assert reference is not None
+        assert row.cudnn_ms is not None
+        assert sum(reference.values()) == pytest.approx(row.steps * row.cudnn_ms / 1e3)
+        if shares is not None:
+            assert sum(shares.values()) == pytest.approx(row.run_s)
+            assert min(shares.values()) >= 0
+
+
+def test_a_selected_density_makes_the_run_slower_by_its_kernel_alone() -> None:
+    row = a_row()
+    share = merged_share("16x16", row.asked or 0)
+    assert share is not None
+    assert row.kernel_ms is not None
+    assert row.computed is not None
+    more = row.kernel_ms * (share - (row.asked or 0)) / row.computed
+    run_s = row.run_s + row.sparse_steps * more / 1e3
+    assert row.ratio_if_selected(row.stock_ms) == pytest.approx(
+        row.steps * row.stock_ms / 1e3 / run_s
+    )
+    exact = a_row(tile=None, asked=None)
+    assert exact.ratio_if_selected(exact.stock_ms) == exact.ratio(exact.stock_ms)
+
+
+def test_published_rows_are_of_whole_models_and_right() -> None:
+    rows = speed_file(PUBLISHED).typed(SpeedRow)
+    assert {row.speed for row in rows} <= set(SPEEDS)
+    for row in rows:
+        shape = MODEL_SHAPES[row.family]
+        assert row.layers == shape.full_layers()
+        assert row.shape == f"{shape.width}x{shape.height}x{shape.frames}"
+        assert row.dense_steps + row.sparse_steps + row.cached_steps == row.steps == 50
+        assert row.error < 0.01
+        # at most a third of a run is left out.
+        assert row.cached_steps <= row.steps // 3
+        assert row.whole_error is None or abs(row.whole_error) < 0.01
+
+
+def test_published_rows_are_shown_and_drawn(tmp_path: Path) -> None:
+    picture = tmp_path / "runs.png"
+    shown = bench("--show", str(PUBLISHED), "--speed", "fast", "--plot", str(picture))
+    assert shown.exit_code == 0, shown.output
+    table = [line for line in shown.output.splitlines() if line.startswith("|")]
+    fast = [row for row in speed_file(PUBLISHED).typed(SpeedRow) if row.speed == "fast"]
+    assert len(table) == 2 + len(fast)
+    assert all(line.count("|") == len(COLUMNS) + 1 for line in table)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_rows_without_parts_are_not_drawn(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="not told apart"):
+        draw_runs([a_row(reference_linear_ms=None)], tmp_path / "runs.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--whole"], "--whole was given without a speed"),
+        (["--plot", "runs.png"], "--plot was given without a speed"),
+        (["--refresh", "2"], "--refresh was given without a speed"),
+        (["--speed", "fast", "--steps", "3", "--family", "wan-1.3b"], "3 steps of which 0.24"),
+        (["--speed", "fast", "--warmup", "0", "--family", "mochi"], "one dense and three sparse"),
+        (["--speed", "quick"], "quick"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], said: str) -> None:
+    result = bench(*arguments, "--device", "cpu")
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+def test_files_of_steps_hold_no_speeds() -> None:
+    steps = PUBLISHED.with_name("models-h200.json")
+    result = bench("--show", str(steps), "--speed", "fast")
+    assert result.exit_code == 2
+    assert "holds steps and no runs" in " ".join(result.output.split())

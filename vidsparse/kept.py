@@ -1,0 +1,81 @@
+"""What an engine keeps of a call for the steps and branches after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from vidsparse.plan import SparsePlan
+from vidsparse.planning import share_with_means
+from vidsparse.remainder import Remainder
+
+_SMALL: Final = 8 << 20
+"""Bytes of a plan's lists up to which they are kept with it. Those of long videos take a quarter of
+a gigabyte a layer, and making them anew takes nothing beside the call; those of short ones take
+little, and every launch counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """What a call by a plan is given of it: the same for every call that it serves.
+
+    Args:
+        kv_index: its lists.
+        counts: the tokens that each block leaves out, where means stand for them.
+        computed: its share of pairs, with means.
+    """
+
+    kv_index: Tensor
+    counts: Tensor | None
+    computed: Tensor
+
+    @classmethod
+    def of(cls, plan: SparsePlan, size: int | None, *, by_kernel: bool) -> Lists:
+        """Those of ``plan`` with means of ``size`` tokens, or without."""
+        counts = None if size is None else plan.left_out(size, by_kernel=by_kernel)
+        kv_index = plan.list_keys(by_kernel=by_kernel)
+        return cls(kv_index, counts, share_with_means(plan, size))
+
+    @property
+    def small(self) -> bool:
+        """Whether they may be kept."""
+        counts = 0 if self.counts is None else self.counts.nbytes
+        return self.kv_index.nbytes + counts <= _SMALL
+
+
+@dataclass(slots=True)
+class KeptPlan:
+    """A plan, the step and branch that made it, the last step it served, how many it has served."""
+
+    plan: SparsePlan
+    made: int
+    by: str
+    last: int
+    served: int = 1
+    lists: Lists | None = None
+
+    def serves(self, step: int, branch: str, reuse: int) -> bool:
+        """Whether it may serve ``step``: it ages by steps that are run, not by those left out.
+
+        In its own step it serves the branches that did not make it.
+        """
+        if step == self.made:
+            return branch != self.by
+        return step > self.made and (step == self.last or self.served < reuse)
+
+    def use(self, step: int) -> SparsePlan:
+        """Take it for ``step``."""
+        self.served += step != self.last
+        self.last = step
+        return self.plan
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """What a plan lacked of the dense output in ``step``, and the step that had made the plan."""
+
+    step: int
+    planned: int
+    remainder: Remainder
