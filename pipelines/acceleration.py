@@ -60,6 +60,7 @@ def accelerate(
     steps: int | None = None,
     method: str | None = None,
     dense_steps: int | float | None = None,
+    refresh: int | float | None = None,
     linear: str | None = None,
     compile: bool | None = None,
     cache: str | None = None,
@@ -73,6 +74,7 @@ def accelerate(
         steps: denoising steps that it will take; the family's own where None.
         method: as ``sparsify``.
         dense_steps: as ``sparsify``.
+        refresh: as ``sparsify``.
         linear: ``none``, ``fp8`` or ``int8``; rounds weights for good.
         compile: whether blocks are compiled, for good.
         cache: ``none``, ``first-block`` or ``taylorseer``.
@@ -90,7 +92,8 @@ def accelerate(
         raise OptionError(f"steps must be a whole number from 1, got {steps!r}")
     device, dtype = str(pipe.device), str(pipe.dtype).removeprefix("torch.")
     own = bundle_for(speed, family.defaults, steps=steps, device=device, dtype=dtype, method=method)
-    given = {} if dense_steps is None else {"dense_steps": dense_steps}
+    asked = {"dense_steps": dense_steps, "refresh": refresh}
+    given = {name: value for name, value in asked.items() if value is not None}
     bundle = replace(
         own,
         method_options={**own.method_options, **method_options},

@@ -16,7 +16,6 @@ removal takes all of it back. A session lives as long as the processors that poi
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import re
 import weakref
@@ -35,6 +34,8 @@ from vidsparse.grid import TokenGrid
 from vidsparse.order import wants_gradient
 from vidsparse.pipelines.backends import chooses_backend, stock_attention, swapped
 from vidsparse.pipelines.balance import Balancer
+from vidsparse.pipelines.branches import BRANCHES_ARE_APART, Halves, check_apart
+from vidsparse.pipelines.copies import PROCESSOR_COPIED, refuse_copies
 from vidsparse.pipelines.family import Family
 from vidsparse.pipelines.layout import Layout
 from vidsparse.pipelines.operators import SESSIONS, dense_video_attention, video_attention
@@ -45,9 +46,16 @@ from vidsparse.pipelines.parallel import (
     check_tokens,
     deal,
     exchanged,
+    forget_config,
+    heads_of,
     parallel_groups,
 )
-from vidsparse.pipelines.position import denoising_position, step_count
+from vidsparse.pipelines.position import (
+    denoising_position,
+    guided,
+    named_arguments,
+    step_count,
+)
 from vidsparse.ring import Ring
 from vidsparse.site import CallSite
 
@@ -73,6 +81,7 @@ class Adapter:
             is batched or distilled. Used where the pipeline does not name the branch itself.
         shares: how the sequence is dealt to several processes; None where it cannot be.
         tiled: a step may be more forwards than there are branches, each for a part of the video.
+        outputs: the transformer's last modules, one for the video and one for each thing beside it.
     """
 
     family: Family
@@ -84,6 +93,7 @@ class Adapter:
     branches: tuple[str, ...] = ("conditional",)
     shares: Shares | None = None
     tiled: bool = False
+    outputs: tuple[str, ...] = ("proj_out",)
 
 
 NO_VIDEO: Final = "the arguments of this forward are not those of a video"
@@ -157,6 +167,8 @@ class Session:
         # whether heads that differ in work are dealt to processes by it.
         self.balance = True
         self._balancer: Balancer | None = None
+        # how guidance branches are shared out, where they are.
+        self.halves: Halves | None = None
         # of the configuration that was asked last: every attention call asks.
         self._grouped: tuple[Any, Groups | None] = (None, None)
         SESSIONS[self.id] = self
@@ -192,7 +204,7 @@ class Session:
         hook = transformer.register_forward_pre_hook(eager, with_kwargs=True)
         self._watches.append(hook.remove)
         self._watch_context(transformer)
-        self._refuse_copies(transformer)
+        self._watches.append(refuse_copies(transformer))
         self._modules.update({(part, layer): module for layer, module in modules.items()})
         self._install(part)
 
@@ -224,24 +236,50 @@ class Session:
         for engine in self.engines:
             engine.forget()
         self._site = self._layout = self._dense_because = None
+        self.halves = self._balancer = None
 
     def parallelize(self, config: Any) -> None:
         """Deal the sequences of all transformers to the processes of ``config``, until detached."""
-        family = self.adapter.family.name
-        self._watches += deal(self._living(), self.adapter.shares, config, family)
+        family, shares = self.adapter.family.name, self.adapter.shares
+
+        def grid() -> TokenGrid | None:
+            return None if self._layout is None else self._layout.grid
+
+        self._watches += deal(self._living(), shares, config, family, grid)
+
+    def check_apart(self) -> None:
+        """Check that guidance branches can be computed apart from each other.
+
+        Raises:
+            UnsupportedError: pipelines do not call a transformer once for each, or look at what the
+                first call gave too early; it has a step cache, or is dealt to processes already.
+        """
+        shares = self.adapter.shares
+        check_apart(self._living(), () if shares is None else shares.apart)
+        if any(engine.dense_fallback for engine in self.engines):
+            raise UnsupportedError(
+                "dense_fallback does not work where guidance branches are shared out to "
+                "processes, which plan together. Hint: leave one of them out."
+            )
+
+    def split_branches(self) -> None:
+        """Have each half of the processes compute one guidance branch, until detached."""
+        self.halves = halves = Halves(self.adapter.branches)
+        # taken back before what deals tokens.
+        self._watches += [halves.attach(one, self._guided_at) for one in self._living()]
+        self._watches += [halves.share_plans(engine) for engine in self.engines]
+
+    def _guided_at(self) -> tuple[int, str] | None:
+        """Step and branch of the forward that begins; None where the run has no guidance."""
+        pipe, site = self._pipe(), self._site
+        if pipe is None or site is None or not guided(pipe):
+            return None
+        return site.step, site.branch
 
     def undo_parallel(self, config: Any) -> None:
-        """Take back what the host has set of a parallel configuration that is refused.
-
-        It tells the transformer and the processors before ours one by one, and what is left there
-        would refuse the next attempt.
-        """
+        """Take back what the host has set of a parallel configuration that is refused."""
         for transformer in self._living():
-            modules = list(transformer.modules())
-            processors = [getattr(module, "processor", None) for module in modules]
-            for holder in (*modules, *processors):
-                if getattr(holder, "__dict__", {}).get("_parallel_config") is config:
-                    vars(holder)["_parallel_config"] = None
+            forget_config(transformer, config)
 
     def _living(self) -> list[nn.Module]:
         return [one for reference in self._transformers if (one := reference()) is not None]
@@ -270,25 +308,6 @@ class Session:
         vars(transformer)["cache_context"] = cache_context
         self._watches.append(forget)
 
-    def _refuse_copies(self, transformer: nn.Module) -> None:
-        """Say no to copies and to saving the module whole, which would take this session along."""
-        own, reference = vars(transformer), weakref.ref(transformer)
-
-        def refuse(protocol: int) -> None:
-            raise UnsupportedError(
-                "a sparse pipeline cannot be copied or saved whole, because the copy would share "
-                "its state. Hint: remove() the handle first; state_dict() and save_pretrained() "
-                "work all the same."
-            )
-
-        def forget() -> None:
-            if (module := reference()) is not None:
-                vars(module).pop("__reduce_ex__", None)
-
-        # both look on the object itself before they look at its class.
-        own["__reduce_ex__"] = refuse
-        self._watches.append(forget)
-
     def _observe(
         self, part: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
@@ -305,7 +324,9 @@ class Session:
         self._dense_because = None if isinstance(layout, Layout) else layout or NO_VIDEO
         grid = _NO_GRID if self._layout is None else self._layout.grid
         if self._layout is not None:
-            check_tokens(grid, getattr(module, "_parallel_config", None))
+            config, shares = getattr(module, "_parallel_config", None), self.adapter.shares
+            if config is not None and shares is not None:
+                check_tokens(grid, config, shares.plan(module))
         step, steps, timesteps = denoising_position(pipe, arguments)
         last = self._site.step if self._site is not None else -1
         # every pipeline call sets new timesteps; a step that goes back covers loops that do not.
@@ -337,10 +358,13 @@ class Session:
             return
         if self._site is not None and self._site.part == part and before < step:
             if self._balancer is None:
-                self._balancer = Balancer(self.heads)
+                beside = None if self.halves is None else self.halves.tell
+                self._balancer = Balancer(self.heads, beside)
             self._balancer.between_steps(part, engine, before, step, groups.heads)
 
     def _begin_run(self, steps: int, timesteps: Any, count: int) -> None:
+        if self.halves is not None:
+            self.halves.begin_run()
         self._timesteps = timesteps
         self._timestep_values = timesteps.tolist()[:count]
         self._forwards_in_step = 0
@@ -478,30 +502,6 @@ class Session:
         return out
 
 
-def named_arguments(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """The arguments of ``module.forward``, by name; pipelines pass all by name already."""
-    if not args:
-        return kwargs
-    return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-
-
-def heads_of(module: Any) -> int:
-    """Attention heads of one of the host's modules."""
-    # the hosts' own classes have other names for them.
-    names = ("heads", "num_heads", "num_attention_heads")
-    found: int = next(getattr(module, name) for name in names if hasattr(module, name))
-    return found
-
-
-def guided(pipe: Any) -> bool:
-    """Whether the run that goes on has guidance, as its pipeline says."""
-    said = getattr(pipe, "do_classifier_free_guidance", None)
-    # some keep the number alone.
-    return (getattr(pipe, "_guidance_scale", None) or 0) > 1 if said is None else bool(said)
-
-
 def is_stock(processor: Any, adapter: Adapter) -> bool:
     """Whether ``processor`` is one of the host's that the adapter stands in for."""
     return type(processor).__name__ in adapter.stock_processors
@@ -552,6 +552,8 @@ class SparseProcessor:
     def _parallel_config(self, config: Any) -> None:
         try:
             check_parallel(config, self.session.adapter.shares)
+            if config is not None and self.session.halves is not None:
+                raise UnsupportedError(BRANCHES_ARE_APART)
         except UnsupportedError:
             self.session.undo_parallel(config)
             raise
@@ -586,7 +588,4 @@ class SparseProcessor:
 
     # copies and files of a block, or of a processor alone.
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UnsupportedError(
-            "a sparse processor cannot be copied or saved, because the copy would share its "
-            "pipeline's state. Hint: remove() the handle first, and sparsify() again afterwards."
-        )
+        raise UnsupportedError(PROCESSOR_COPIED)

@@ -15,6 +15,7 @@ from torch import Tensor
 from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import ALLEGRO
 from vidsparse.pipelines.layout import Layout, latent_grid
+from vidsparse.pipelines.parallel import Shares, gathered, own_tokens, split_input
 from vidsparse.pipelines.wan import WanSparseProcessor
 
 
@@ -25,8 +26,9 @@ class AllegroSparseProcessor(WanSparseProcessor):
         """By tables ``[T, D / 3]`` of time, height and width, and each token's place in them."""
         parts = []
         for part, tables, at in zip(x.chunk(3, -1), *rotary, strict=True):
+            places = own_tokens(at[0], 0, x.shape[1])
             # an angle stands there for a channel of either half; rounded as the stock products are.
-            cos, sin = (table.chunk(2, -1)[0][at[0], None] for table in tables)
+            cos, sin = (table.chunk(2, -1)[0][places, None] for table in tables)
             first, second = part.chunk(2, -1)
             parts += [first * cos - second * sin, second * cos + first * sin]
         return torch.cat(parts, -1).type_as(x)
@@ -53,10 +55,19 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return None if grid is None else Layout(grid)
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """Split before the blocks."""
+    return {
+        "transformer_blocks.0": {"hidden_states": split_input(1, 3)},
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=ALLEGRO,
     attention=re.compile(r"transformer_blocks\.\d+\.attn1"),
     stock_processors=("AllegroAttnProcessor2_0",),
     processor=AllegroSparseProcessor,
     layout=_layout,
+    shares=Shares(plan=_plan),
 )

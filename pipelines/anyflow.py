@@ -14,6 +14,7 @@ from torch import Tensor
 from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import ANYFLOW
 from vidsparse.pipelines.layout import Layout, latent_grid
+from vidsparse.pipelines.parallel import Shares, gathered, own_tokens, split_input
 from vidsparse.pipelines.projection import rotate
 from vidsparse.pipelines.wan import WanSparseProcessor
 
@@ -23,7 +24,7 @@ class AnyFlowSparseProcessor(WanSparseProcessor):
 
     def rotated(self, x: Tensor, rotary: dict[str, Tensor]) -> Tensor:
         """By ``[1, 1, S, D / 2]``, the same for queries and keys."""
-        angles = rotary["query"].transpose(1, 2)
+        angles = own_tokens(rotary["query"].transpose(1, 2), 1, x.shape[1])
         return rotate(x, angles.real, angles.imag)
 
 
@@ -36,10 +37,20 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return None if grid is None else Layout(grid)
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """Split for the blocks alone; a frame's timestep is given to every token of it."""
+    return {
+        "blocks.0": {"hidden_states": split_input(1, 3)},
+        "blocks.*": {"temb": split_input(1, 4)},
+        f"blocks.{len(transformer.blocks) - 1}": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=ANYFLOW,
     attention=re.compile(r"blocks\.\d+\.attn1"),
     stock_processors=("AnyFlowAttnProcessor",),
     processor=AnyFlowSparseProcessor,
     layout=_layout,
+    shares=Shares(plan=_plan),
 )

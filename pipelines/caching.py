@@ -8,6 +8,8 @@ attention stands inside the blocks and sees the same: a plan ages by the steps t
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +32,12 @@ CACHES: Final[Mapping[str, float | None]] = {"none": None, "first-block": 0.05, 
 this share since it was last computed. ``taylorseer`` runs one of so many steps, and
 extrapolates the output to the others; not in a run whose outputs swing.
 """
+
+_BLOCK_LISTS: Final = r"[^.]*block[^.]*\.[^.]+"
+"""Names of blocks in a transformer, as the host's own ``taylorseer`` finds them."""
+
+_UNKNOWN: Final = "not registered"
+"""What the host says of blocks that ``first-block`` does not know."""
 
 _EARLY: Final = 3
 """Steps that ``taylorseer`` always runs: its slope takes two, and the first says little."""
@@ -87,12 +95,14 @@ def cache_warmup(dense_steps: int | float, steps: int) -> int:
 class _Forward:
     """One forward of a transformer: its step, its blocks, and how many of them were run.
 
-    ``branch`` counts the forwards of one step: guidance makes two or more.
+    ``branch`` counts the forwards of one step: guidance makes two or more. ``name`` is what its
+    pipeline calls it, if anything.
     """
 
     step: int
     blocks: int
     branch: int
+    name: str
     run: int = 0
 
 
@@ -196,18 +206,58 @@ def _decide_together(transformer: Any, blocks: Sequence[Any]) -> None:
     hook._should_compute_remaining_blocks = torch.compiler.disable(changed)  # type: ignore[no-untyped-call]
 
 
-def _taylorseer_hooks(transformer: Any) -> list[Any]:
-    """The host's hooks, which hold what they were told: the cache itself cannot be taken off and
-    put on again within a run."""
-    from diffusers.hooks.taylorseer_cache import TaylorSeerCacheHook
-
+def _cache_hooks(transformer: Any) -> list[Any]:
+    """The host's hooks that keep something from one step to the next, and hold what they were told:
+    the cache itself cannot be taken off and put on again within a run."""
     return [
         hook
         for module in transformer.modules()
         if hasattr(module, "_diffusers_hook")
-        for hook in module._diffusers_hook.hooks.values()
-        if isinstance(hook, TaylorSeerCacheHook)
+        for name, hook in module._diffusers_hook.hooks.items()
+        if name in ("taylorseer_cache", "fbc_leader_block_hook")
     ]
+
+
+class _Memory:
+    """What the host's cache keeps of a transformer, apart for each of a step's forwards.
+
+    The host leaves it to pipelines to say which forward is next, and when a run is over. Some say
+    nothing, some call several parts of a video the same, and some make one section of a video
+    after the other: so it is said here, by what the pipeline says and the place within a step.
+
+    Args:
+        managers: those of the states of the cache's hooks.
+    """
+
+    def __init__(self, managers: Sequence[Any]) -> None:
+        self._managers = managers
+        self._told: Any = None
+        self._shapes: dict[str, Any] = {}
+
+    @property
+    def announced(self) -> str:
+        """What the pipeline calls the forward to come; empty where it says nothing."""
+        context = self._managers[0]._context
+        return "" if context is None or context is self._told else str(context.name)
+
+    def tell(self, name: str, shape: Any) -> None:
+        """That the forward ``name`` is next, of a latent of such a shape."""
+        from diffusers.hooks.hooks import CacheContext
+
+        if self._shapes.setdefault(name, shape) != shape:
+            # ChronoEdit drops frames in the middle of a run.
+            self._shapes[name] = shape
+            for manager in self._managers:
+                manager._state_cache.pop(name, None)
+        self._told = CacheContext(name)
+        for manager in self._managers:
+            manager.set_context(self._told)
+
+    def forget(self) -> None:
+        """Everything: another run begins."""
+        self._shapes.clear()
+        for manager in self._managers:
+            manager._state_cache.clear()
 
 
 def _norms(values: Tensor) -> Tensor:
@@ -253,14 +303,22 @@ class StepCache(AbstractContextManager["StepCache"]):
         self._forwards: list[_Forward] = []
         self._swings: dict[int, _Swing] = {}
         self._hooks: list[tuple[Any, int]] = []
+        self._memories: dict[int, _Memory] = {}
         self.swung = False
         self._undo: list[Callable[[], object]] = []
         try:
             for transformer in transformers_of(pipe, adapter):
                 self._attach(transformer, adapter, warmup)
         except ValueError as error:
-            # the host's word for a cache that is there already.
             self.remove()
+            if _UNKNOWN in str(error):
+                # relatives whose blocks have the family's make, and classes of their own.
+                others = [one for one in adapter.family.caches if one != cache]
+                raise UnsupportedError(
+                    f"diffusers' cache {cache} does not know the blocks of {type(pipe).__name__}. "
+                    f"Hint: use {listed(others)}."
+                ) from None
+            # the host's word for a cache that is there already.
             raise UnsupportedError(f"{cache} cannot be put on this pipeline: {error}") from None
 
     def blocks_run(self) -> dict[int, float]:
@@ -284,7 +342,9 @@ class StepCache(AbstractContextManager["StepCache"]):
         import torch
 
         from vidsparse.pipelines.adapter import transformer_blocks
+        from vidsparse.pipelines.branches import check_whole
 
+        check_whole(transformer)
         blocks = transformer_blocks(transformer, adapter)
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -297,9 +357,10 @@ class StepCache(AbstractContextManager["StepCache"]):
         self._undo.append(transformer.register_forward_pre_hook(eager, with_kwargs=True).remove)
         for block in blocks:
             self._count(block)
-        config = self._config(warmup)
-        transformer.enable_cache(config)
-        self._undo.append(transformer.disable_cache)
+        config = self._config(warmup, transformer, adapter)
+        self._put_on(transformer, config)
+        managers = {id(one.state_manager): one.state_manager for one in _cache_hooks(transformer)}
+        self._memories[id(transformer)] = _Memory(list(managers.values()))
         if self.cache == "first-block" and getattr(transformer, "_parallel_config", None):
             _decide_together(transformer, blocks)
         splits.put_back()
@@ -310,20 +371,27 @@ class StepCache(AbstractContextManager["StepCache"]):
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: int
     ) -> None:
-        from vidsparse.pipelines.adapter import named_arguments
-        from vidsparse.pipelines.position import denoising_position
+        from vidsparse.pipelines.position import denoising_position, named_arguments
 
-        step, _, _ = denoising_position(self._pipe(), named_arguments(module, args, kwargs))
+        arguments = named_arguments(module, args, kwargs)
+        step, _, _ = denoising_position(self._pipe(), arguments)
         last = self._forwards[-1] if self._forwards else None
         if last is None or step < last.step:
             self._begin_run()
         branch = last.branch + 1 if last is not None and step == last.step else 0
-        self._forwards.append(_Forward(step, blocks, branch))
+        memory = self._memories[id(module)]
+        name = memory.announced
+        before = itertools.takewhile(lambda one: one.step == step, reversed(self._forwards))
+        place = sum(one.name == name for one in before)
+        memory.tell(f"{name} {place}", getattr(arguments.get("hidden_states"), "shape", None))
+        self._forwards.append(_Forward(step, blocks, branch, name))
 
     def _begin_run(self) -> None:
         self._forwards.clear()
         self._swings.clear()
         self.swung = False
+        for memory in self._memories.values():
+            memory.forget()
         for hook, warmup in self._hooks:
             hook.disable_cache_before_step = warmup
 
@@ -331,11 +399,13 @@ class StepCache(AbstractContextManager["StepCache"]):
         """Have every step run for the rest of each run in which the outputs swing."""
         import torch
 
-        self._hooks += [(hook, warmup) for hook in _taylorseer_hooks(transformer)]
+        self._hooks += [(hook, warmup) for hook in _cache_hooks(transformer)]
 
         def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             swing = self._swings.setdefault(id(transformer), _Swing(warmup))
             video = output[0] if isinstance(output, tuple) else output.sample
+            # Cosmos 3 gives back a list of videos.
+            video = video[0] if isinstance(video, list) else video
             if swing.found(self._forwards[-1].branch, video):
                 self.swung = True
                 for hook, _ in self._hooks:
@@ -366,17 +436,40 @@ class StepCache(AbstractContextManager["StepCache"]):
         block.forward = counted
         self._undo.append(forget)
 
-    def _config(self, warmup: int) -> Any:
+    def _put_on(self, transformer: Any, config: Any) -> None:
+        """Put the host's cache on, also where the host's class does not offer it."""
+        from diffusers.hooks import HookRegistry, apply_taylorseer_cache
+
+        if hasattr(transformer, "enable_cache"):
+            transformer.enable_cache(config)
+            self._undo.append(transformer.disable_cache)
+            return
+        registry = HookRegistry.check_if_exists_or_initialize(transformer)
+        if self.cache != "taylorseer":
+            raise ValueError(_UNKNOWN)
+        if _cache_hooks(transformer):
+            raise ValueError("it has one already")
+        apply_taylorseer_cache(transformer, config)
+        registry.invalidate_child_registries_cache()
+        self._undo.append(registry.invalidate_child_registries_cache)
+        self._undo.append(lambda: registry.remove_hook("taylorseer_cache", recurse=True))
+
+    def _config(self, warmup: int, transformer: Any, adapter: Any) -> Any:
         import diffusers
+
+        from vidsparse.pipelines.adapter import transformer_blocks
 
         if self.cache == "first-block":
             return diffusers.FirstBlockCacheConfig(threshold=self.threshold)
         assert self.threshold is not None
-        # lite: the last projection alone is extrapolated. all blocks' outputs would take more
-        # memory than the model.
+        # the last projections alone are extrapolated: all blocks' outputs would take more memory
+        # than the model. blocks come to nothing meanwhile, those of text as well.
+        blocks = {id(block) for block in transformer_blocks(transformer, adapter)}
+        names = [name for name, one in transformer.named_modules() if id(one) in blocks]
         return diffusers.TaylorSeerCacheConfig(
             cache_interval=int(self.threshold),
             disable_cache_before_step=max(_EARLY, warmup),
             taylor_factors_dtype=None,
-            use_lite_mode=True,
+            skip_predict_identifiers=[_BLOCK_LISTS, *map(re.escape, names)],
+            cache_identifiers=[re.escape(name) for name in adapter.outputs],
         )

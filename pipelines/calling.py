@@ -91,23 +91,28 @@ _SHARED_IMAGE: Final = (
     "SkyReelsV2ImageToVideoPipeline",
     "HunyuanVideo15ImageToVideoPipeline",
     "LTX2ImageToVideoPipeline",
+    "LTX2ConditionPipeline",
 )
 """Pipelines that take one image for all prompts; the others want one for each."""
 
-ONE_PROMPT: Final = ("LTX2ImageToVideoPipeline",)
+ONE_PROMPT: Final = ("LTX2ImageToVideoPipeline", "LTX2ConditionPipeline")
 """Pipelines that take an image for one prompt only."""
 
 
 def image_arguments(pipe: Any, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
-    """The first and the last frame, at the video's size."""
+    """The first and the last frame, and those between, at the video's size."""
     first = requests[0]
     assert first.width is not None
     assert first.height is not None
-    given: dict[str, Any] = {}
-    for name in ("image", "last_image"):
-        if (path := getattr(first, name)) is None:
-            continue
-        image = fit_image(read_image(path), first.width, first.height)
-        shared = type(pipe).__name__ in _SHARED_IMAGE
-        given[name] = image if shared else [image] * len(requests)
-    return given
+    size = first.width, first.height
+    images = {name: fit_image(read_image(path), *size) for name, path in first.images().items()}
+    if "conditions" in inspect.signature(pipe.__call__).parameters:
+        from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+
+        # frames of the latent: the first is one of the video, others are several.
+        factor = pipe.vae_temporal_compression_ratio
+        places = {"image": 0, "last_image": -1}
+        places |= {f"keyframe {at}": (at - 1) // factor + 1 for at in first.keyframes}
+        return {"conditions": [LTX2VideoCondition(images[n], places[n]) for n in images]}
+    shared = type(pipe).__name__ in _SHARED_IMAGE
+    return {name: one if shared else [one] * len(requests) for name, one in images.items()}

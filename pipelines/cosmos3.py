@@ -20,6 +20,8 @@ from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.backends import stock_attention, swapped
 from vidsparse.pipelines.families import COSMOS_3
 from vidsparse.pipelines.layout import Layout
+from vidsparse.pipelines.packed import Packed
+from vidsparse.pipelines.parallel import Shares
 from vidsparse.pipelines.projection import rotate
 
 
@@ -70,7 +72,20 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | str:
         return f"{len(shapes)} videos or images stand in one sequence"
     frames, height, width = shapes[0]
     beside = arguments["sequence_length"] - frames * height * width
+    if beside == text:
+        return Layout(TokenGrid(frames, height, width, text, text_first=True))
     return Layout(TokenGrid(frames, height, width, text=beside, lead=text))
+
+
+def _plan(transformer: Any) -> Packed:
+    """What is generated is apart from the text, and so are its angles."""
+    return Packed(
+        blocks=("layers",),
+        carried="gen_seq",
+        every={"rotary_emb": (None, None, 0, 0)},
+        dim=0,
+        output=1,
+    )
 
 
 ADAPTER: Final = Adapter(
@@ -80,4 +95,6 @@ ADAPTER: Final = Adapter(
     processor=Cosmos3SparseProcessor,
     layout=_layout,
     branches=("conditional", "unconditional"),
+    outputs=("proj_out", "audio_proj_out", "action_proj_out"),
+    shares=Shares(plan=_plan),
 )

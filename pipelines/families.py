@@ -92,8 +92,7 @@ ANYFLOW: Final = Family(
     text_to_video=("AnyFlowPipeline",),
     refused={"AnyFlowFARPipeline": "makes frames in turn, of which none attends to later ones"},
     vae_fp32=True,
-    # diffusers offers it none.
-    caches=(),
+    caches=("taylorseer",),
     # the call defaults of diffusers' AnyFlowPipeline, whose guidance is distilled, and Wan's rate.
     defaults=Defaults(
         family="AnyFlow",
@@ -170,8 +169,7 @@ HELIOS: Final = Family(
         "HeliosPyramidDistilledModularPipeline",
     ),
     vae_fp32=True,
-    # diffusers' know none of its blocks, or would go on from one section to the next.
-    caches=(),
+    caches=("taylorseer",),
     # the call defaults of diffusers' HeliosPipeline, and the frame rate of its examples.
     defaults=Defaults(
         family="Helios",
@@ -242,8 +240,7 @@ ALLEGRO: Final = Family(
     text_to_video=("AllegroPipeline",),
     # it decodes by tiles alone.
     vae_tiling=True,
-    # its pipeline does not tell them of its forwards.
-    caches=(),
+    caches=("taylorseer",),
     # the call defaults of diffusers' AllegroPipeline, save that its 88 frames are 22 of the latent
     # as 85 are.
     defaults=Defaults(
@@ -268,8 +265,7 @@ EASYANIMATE: Final = Family(
     # EasyAnimateControlPipeline calls its own encode_prompt wrongly in diffusers 0.42.
     other=("EasyAnimateInpaintPipeline",),
     vae_tiling=True,
-    # diffusers offers it none.
-    caches=(),
+    caches=("taylorseer",),
     # the call defaults of diffusers' EasyAnimatePipeline.
     defaults=Defaults(
         family="EasyAnimate",
@@ -313,11 +309,13 @@ LTX_2: Final = Family(
     name="LTX-2",
     adapter="ltx2",
     text_to_video=("LTX2Pipeline",),
-    image_to_video=("LTX2ImageToVideoPipeline",),
-    image_twin="LTX2ImageToVideoPipeline",
+    image_to_video=("LTX2ConditionPipeline", "LTX2ImageToVideoPipeline"),
+    # of a first frame alone both make the same, each from noise in an order of its own.
+    image_twin="LTX2ConditionPipeline",
+    last_image="LTX2ConditionPipeline",
+    keyframes="LTX2ConditionPipeline",
     # LTX-2.5 has the same transformer.
     other=(
-        "LTX2ConditionPipeline",
         "LTX2InContextPipeline",
         "LTX2HDRPipeline",
         "LTX2DFRPipeline",
@@ -331,8 +329,8 @@ LTX_2: Final = Family(
     },
     libraries=("ltx2",),
     vae_tiling=True,
-    # taylorseer would extrapolate the video and leave the audio at nothing.
-    caches=(),
+    caches=("taylorseer",),
+    sound=True,
     # the call defaults of diffusers' LTX2Pipeline.
     defaults=Defaults(
         family="LTX-2",
@@ -361,8 +359,7 @@ COSMOS: Final = Family(
         "Cosmos2_5_PredictBasePipeline",
     ),
     refused={"Cosmos2_5_TransferPipeline": "has half of its attention in a network for control"},
-    # diffusers offers it none.
-    caches=(),
+    caches=("taylorseer",),
     # the call defaults of diffusers' Cosmos2_5_PredictBasePipeline, and the frame rate of its
     # examples.
     defaults=Defaults(
@@ -390,8 +387,8 @@ COSMOS_3: Final = Family(
         "Cosmos3OmniModularPipeline",
         "Cosmos3DistilledModularPipeline",
     ),
-    # diffusers' know none of its blocks, which give text back too.
-    caches=(),
+    caches=("taylorseer",),
+    sound=True,
     # the call defaults of diffusers' Cosmos3OmniPipeline.
     defaults=Defaults(
         family="Cosmos 3",
@@ -414,8 +411,7 @@ KANDINSKY_5: Final = Family(
     text_to_video=("Kandinsky5T2VPipeline",),
     image_to_video=("Kandinsky5I2VPipeline",),
     vae_tiling=True,
-    # its pipelines do not tell them of their forwards.
-    caches=(),
+    caches=("taylorseer",),
     # the call defaults of diffusers' Kandinsky5T2VPipeline, and the frame rate of its example.
     defaults=Defaults(
         family="Kandinsky 5",
@@ -443,8 +439,8 @@ KANDINSKY_6: Final = Family(
         "trained for (NABLA)"
     },
     vae_tiling=True,
-    # taylorseer would extrapolate the video and leave the audio at nothing.
-    caches=(),
+    caches=("taylorseer",),
+    sound=True,
     # the call defaults of diffusers' Kandinsky6TI2VAPipeline.
     defaults=Defaults(
         family="Kandinsky 6",
@@ -490,8 +486,8 @@ MINIMAX_H3: Final = Family(
     text_to_video=(),
     other=("MiniMaxH3ModularPipeline",),
     vae_tiling=True,
-    # taylorseer would extrapolate the video and leave the audio at nothing.
-    caches=(),
+    caches=("taylorseer",),
+    sound=True,
     # the call defaults of diffusers' MiniMaxH3ModularPipeline. guidance is distilled.
     defaults=Defaults(
         family="MiniMax-H3",

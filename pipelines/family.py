@@ -88,12 +88,14 @@ class Family:
         image_twin: the one of those that the weights of a text-to-video model serve as well.
         image_twin_if: entry of ``model_index.json`` that must be true for that, if any.
         last_image: the one of those that takes the last frame too.
+        keyframes: the one of those that takes frames between them too.
         other: further pipeline classes around the same transformer; ``sparsify`` takes these too.
         refused: those whose attention is another one, each with what it is.
         libraries: modules of diffusers' pipelines that its models take components from.
         vae_fp32: its VAE decodes visibly worse in 16 bits.
         vae_tiling: decoding a whole video at once takes more memory than denoising it.
-        caches: diffusers' step caches that know its blocks.
+        caches: step caches that go with it: ``first-block`` where diffusers knows its blocks.
+        sound: it makes sound beside the video.
         defaults: settings of a model that brings none of its own.
     """
 
@@ -104,12 +106,14 @@ class Family:
     image_twin: str | None = None
     image_twin_if: str | None = None
     last_image: str | None = None
+    keyframes: str | None = None
     other: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
     vae_fp32: bool = False
     vae_tiling: bool = False
     caches: tuple[str, ...] = ("first-block", "taylorseer")
+    sound: bool = False
     defaults: Defaults
 
     @property

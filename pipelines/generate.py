@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +23,7 @@ from vidsparse.finite import FiniteGuard
 from vidsparse.kernels import support
 from vidsparse.pipelines.caching import StepCache, cache_warmup
 from vidsparse.pipelines.calling import ONE_PROMPT, called_as, image_arguments
+from vidsparse.pipelines.clock import Clock, remove_all
 from vidsparse.pipelines.compilation import compilations
 from vidsparse.pipelines.handle import SparseHandle, is_sparse, sparsify, transformer_configs
 from vidsparse.pipelines.models import LoadedPipeline, check_takes, memory_hint, unknown_words
@@ -68,6 +68,7 @@ def generate(
     cancel: Cancel | None = None,
     attach: Attach | None = None,
     ring: int | None = None,
+    apart: bool = False,
 ) -> Generated:
     """Generate one video.
 
@@ -86,6 +87,7 @@ def generate(
         attach: given the handle of a sparse run, for its trace or a probe.
         ring: of several processes, how many keys and values travel round; None leaves it to
             ``SparseHandle.parallelize``.
+        apart: whether halves of the processes compute one guidance branch each, as there.
 
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
@@ -95,7 +97,7 @@ def generate(
         NonFiniteError: a step, or the VAE, came to NaN or infinity.
         GenerationCancelled: ``cancel`` returned True.
     """
-    return generate_batch(loaded, [request], progress, cancel, attach, ring)[0]
+    return generate_batch(loaded, [request], progress, cancel, attach, ring, apart)[0]
 
 
 def generate_batch(
@@ -105,6 +107,7 @@ def generate_batch(
     cancel: Cancel | None = None,
     attach: Attach | None = None,
     ring: int | None = None,
+    apart: bool = False,
 ) -> list[Generated]:
     """Generate a video for each request in one pipeline call.
 
@@ -135,12 +138,12 @@ def generate_batch(
             "Hint: generate them one after the other."
         )
     began = datetime.now(UTC)
-    clock = _Clock(loaded.device)
+    clock = Clock(loaded.device)
     with (
         quiet_hosts(),
         _memory_hint(loaded, first, len(settings)),
         _on_device(loaded.device),
-        _maybe_sparse(loaded, first, ring) as handle,
+        _maybe_sparse(loaded, first, ring, apart) as handle,
         _maybe_cached(loaded, first) as cache,
         compilations() if loaded.compile else nullcontext() as compiling,
     ):
@@ -161,6 +164,8 @@ def generate_batch(
             record["processes"] = processes
             if handle is not None and handle.ring > 1:
                 record["ring"] = handle.ring
+            if handle is not None and handle.apart:
+                record["apart"] = True
             if handle is not None and handle.trace.balance is not None:
                 record["balance"] = asdict(handle.trace.balance)
             if not whole:
@@ -221,7 +226,7 @@ def denoise(
         _on_device(loaded.device),
         suppress(GenerationCancelled),
     ):
-        _run(loaded, [settings], _Clock(loaded.device), count, lambda: done > last_step)
+        _run(loaded, [settings], Clock(loaded.device), count, lambda: done > last_step)
 
 
 def decoded(
@@ -237,7 +242,7 @@ def decoded(
     """
     settings = _fit(request, loaded)
     with quiet_hosts(), _memory_hint(loaded, settings), _on_device(loaded.device):
-        ((frames, _),) = _run(loaded, [settings], _Clock(loaded.device), progress, None)
+        ((frames, _),) = _run(loaded, [settings], Clock(loaded.device), progress, None)
     return frames
 
 
@@ -285,44 +290,6 @@ def _on_device(device: str) -> Iterator[None]:
         yield
 
 
-class _Clock:
-    """Seconds since the start, with the device waited for at the phases' ends and nowhere else."""
-
-    def __init__(self, device: str) -> None:
-        self._cuda = device.startswith("cuda")
-        self.denoise_began = 0.0
-        self.denoise_ended = 0.0
-        self.step_began = 0.0
-        self._zero = 0.0
-        self._zero = self.now()
-
-    def now(self, *, wait: bool = True) -> float:
-        if wait and self._cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - self._zero
-
-    @contextmanager
-    def first_forward_of(self, transformers: Sequence[Any]) -> Iterator[None]:
-        """Take the first forward of any of ``transformers`` as the start of denoising."""
-        hooks: list[Any] = []
-
-        def begin(module: object, args: object) -> None:
-            self.denoise_began = self.step_began = self.now()
-            _remove_all(hooks)
-
-        eager = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
-        hooks += [transformer.register_forward_pre_hook(eager) for transformer in transformers]
-        try:
-            yield
-        finally:
-            _remove_all(hooks)
-
-
-def _remove_all(hooks: list[Any]) -> None:
-    while hooks:
-        hooks.pop().remove()
-
-
 def _fit(request: GenerateRequest, loaded: LoadedPipeline) -> GenerateRequest:
     """The request as it will run: resolved, and saying what was loaded."""
     for name in ("device", "dtype"):
@@ -338,7 +305,12 @@ def _fit(request: GenerateRequest, loaded: LoadedPipeline) -> GenerateRequest:
             f"a video from {asked} was asked for, but the model was loaded to make them from "
             f"{made}. Hint: load the model again with image={request.image is not None}."
         )
-    check_takes(loaded.ref, image=loaded.takes_image, last_image=request.last_image is not None)
+    check_takes(
+        loaded.ref,
+        image=loaded.takes_image,
+        last_image=request.last_image is not None,
+        keyframes=bool(request.keyframes),
+    )
     if loaded.takes_image and request.last_image is None and loaded.ref.needs_last_image:
         raise OptionError(
             f"{loaded.ref.name} makes videos between two images. Hint: add --last-image FILE."
@@ -368,7 +340,7 @@ def check_preset(loaded: LoadedPipeline, request: GenerateRequest) -> Preset | N
 
 @contextmanager
 def _maybe_sparse(
-    loaded: LoadedPipeline, request: GenerateRequest, ring: int | None
+    loaded: LoadedPipeline, request: GenerateRequest, ring: int | None, apart: bool
 ) -> Iterator[SparseHandle | None]:
     several = process_count() > 1
     if request.method == "dense":
@@ -404,7 +376,7 @@ def _maybe_sparse(
         **request.method_options,
     ) as handle:
         if several:
-            handle.parallelize(ring=ring)
+            handle.parallelize(ring=ring, apart=apart)
         yield handle
 
 
@@ -423,7 +395,7 @@ def _maybe_cached(
 def _run(
     loaded: LoadedPipeline,
     requests: Sequence[GenerateRequest],
-    clock: _Clock,
+    clock: Clock,
     progress: Progress | None,
     cancel: Cancel | None,
     guard: FiniteGuard | None = None,
@@ -514,7 +486,7 @@ def _cancellable_blocks(pipe: Any, cancel: Cancel | None) -> Iterator[None]:
                 part.clear_cache()
         raise
     finally:
-        _remove_all(hooks)
+        remove_all(hooks)
 
 
 def _transformers(pipe: Any) -> list[Any]:

@@ -18,12 +18,18 @@ from vidsparse.pipelines.adapter import (
     Session,
     SparseProcessor,
     attention_modules,
-    heads_of,
     is_stock,
     transformers_of,
 )
+from vidsparse.pipelines.branches import BRANCHES_ARE_APART, HALVES
 from vidsparse.pipelines.lookup import find_adapter
-from vidsparse.pipelines.parallel import all_processes, check_parallel, gather_heads
+from vidsparse.pipelines.parallel import (
+    all_processes,
+    check_parallel,
+    gather_heads,
+    heads_of,
+    process_count,
+)
 from vidsparse.presets import Preset, load_preset
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
@@ -74,7 +80,9 @@ class SparseHandle:
         for engine in self._session.engines:
             engine.probe = probe
 
-    def parallelize(self, *, ring: int | None = None, balance: bool = True) -> None:
+    def parallelize(
+        self, *, ring: int | None = None, balance: bool = True, apart: bool = False
+    ) -> None:
         """Denoise each video over all processes of ``torch.distributed``, until ``remove()``.
 
         Every process makes the same pipeline, and calls it with the same arguments and seeds; each
@@ -88,16 +96,33 @@ class SparseHandle:
                 as few as make the heads a multiple of that; 1 is Ulysses alone.
             balance: deal heads that differ in work so that all processes have equally much of it,
                 by what each head computed a step before. Outputs do not change.
+            apart: share the two guidance branches of a step out, where the pipeline calls its
+                transformer once for each (Wan): one half of the processes computes the one, the
+                other half the other, and the above is meant of a half.
 
         Raises:
             UnsupportedError: ``torch.distributed`` was not started, the pipeline's transformer
                 cannot be dealt to processes, or runs under context parallelism already.
-            OptionError: ``ring`` does not divide the processes.
+            OptionError: ``ring`` does not divide the processes, or ``apart`` asks for an even
+                number of them.
         """
-        config = all_processes(self._session.heads, ring)
-        self._session.balance = balance
+        session = self._session
+        if session.halves is not None:
+            raise UnsupportedError(BRANCHES_ARE_APART)
+        apart = apart and process_count() > 1
+        if apart:
+            session.check_apart()
+        config = all_processes(session.heads, ring, HALVES if apart else 1)
+        session.balance = balance
         if config is not None:
-            self._session.parallelize(config)
+            session.parallelize(config)
+        if apart:
+            session.split_branches()
+
+    @property
+    def apart(self) -> bool:
+        """Whether guidance branches are shared out to processes."""
+        return self._session.halves is not None
 
     @property
     def ring(self) -> int:
@@ -111,8 +136,10 @@ class SparseHandle:
         All processes must call it, once after a run; seconds stay this process's. Returns whether
         it could be done: not where a call of one process became dense by itself.
         """
-        groups = self._session.groups()
-        return groups is None or gather_heads(self.trace, groups)
+        groups, halves = self._session.groups(), self._session.halves
+        whole = groups is None or gather_heads(self.trace, groups)
+        # all processes ask, or none.
+        return (halves is None or halves.gather(self.trace, self.engine)) and whole
 
     def remove(self) -> None:
         """Restore the pipeline: the same processor objects, no hooks. Harmless when repeated."""

@@ -21,6 +21,7 @@ from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import HUNYUAN_VIDEO
 from vidsparse.pipelines.joint import JointSparseProcessor
 from vidsparse.pipelines.layout import Layout, latent_grid, valid_text, with_history
+from vidsparse.pipelines.packed import Packed
 from vidsparse.pipelines.parallel import Shares, gathered, split_outputs
 
 
@@ -47,12 +48,16 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return Layout(grid, tuple(grid.lead + image + count for count in counts))
 
 
-def _plan(transformer: Any) -> Mapping[str, Any]:
+def _plan(transformer: Any) -> Mapping[str, Any] | Packed:
     """Split after the patches and the angles, since the forward asks the latent for its size."""
     if hasattr(transformer, "clean_x_embedder"):
-        raise UnsupportedError(
-            "FramePack's frames of the past stand in front of the video at other scales, and "
-            "cannot be dealt to several processes. Hint: run it in one process."
+        # FramePack: frames of the past at other scales, in front of the video, stay whole.
+        return Packed(
+            blocks=("transformer_blocks", "single_transformer_blocks"),
+            carried="hidden_states",
+            every={"freqs_cis": 0, "image_rotary_emb": 0},
+            output=0,
+            text_apart=True,
         )
     if getattr(transformer.config, "image_condition_type", None) == "token_replace":
         raise UnsupportedError(

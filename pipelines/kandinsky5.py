@@ -92,5 +92,6 @@ ADAPTER: Final = Adapter(
     processor=Kandinsky5SparseProcessor,
     layout=_layout,
     branches=("conditional", "unconditional"),
+    outputs=("out_layer",),
     shares=Shares(plan=_plan),
 )

@@ -14,6 +14,8 @@ from torch import Tensor
 from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import KANDINSKY_6
 from vidsparse.pipelines.kandinsky5 import channels_last_layout
+from vidsparse.pipelines.packed import Packed
+from vidsparse.pipelines.parallel import Shares
 from vidsparse.pipelines.projection import project_heads, rotate
 
 
@@ -43,6 +45,13 @@ class Kandinsky6SparseProcessor(SparseProcessor):
         return projected
 
 
+def _plan(transformer: Any) -> Packed:
+    """Sound stays whole, and attends to the video by the host's own exchange."""
+    return Packed(
+        blocks=("visual_transformer_blocks",), carried="vis", every={"vis_rope": 0}, output=0
+    )
+
+
 ADAPTER: Final = Adapter(
     family=KANDINSKY_6,
     attention=re.compile(
@@ -52,4 +61,9 @@ ADAPTER: Final = Adapter(
     processor=Kandinsky6SparseProcessor,
     layout=channels_last_layout,
     branches=("conditional", "unconditional"),
+    outputs=("out_layer", "audio_out_layer"),
+    shares=Shares(
+        plan=_plan,
+        exchanged=re.compile(r"visual_transformer_blocks\.\d+\.av_cross_attention"),
+    ),
 )

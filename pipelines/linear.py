@@ -9,11 +9,12 @@ as they are, and so does everything around the blocks.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from vidsparse.errors import UnsupportedError
+from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.logs import logger
 from vidsparse.pipelines.placement import check_linear
 
@@ -27,6 +28,9 @@ SMALLEST: Final = 256
 
 EDGES: Final = 1
 """Blocks left as they are at either end: all others, or the output, meet what they err by."""
+
+_ROUNDED: Final[weakref.WeakKeyDictionary[Any, str]] = weakref.WeakKeyDictionary()
+"""The format of each layer that is in 8 bits."""
 
 _UNIT: Final = 16
 """8-bit products on a GPU want both sides of a weight in multiples of it."""
@@ -72,7 +76,8 @@ def quantize_linear(
 ) -> LinearFacts:
     """Put the large linear layers of a pipeline's transformers into 8 bits, for good.
 
-    A LoRA must be fused before, or it stays beside in its own format.
+    A LoRA must be fused before, or it stays beside in its own format. What is in that format
+    already stays as it is.
 
     Args:
         pipe: a pipeline of a supported class, in the number format that it is to run in.
@@ -85,7 +90,8 @@ def quantize_linear(
     Raises:
         UnsupportedError: the pipeline's class is not supported, torchao is missing, the device
             cannot do it, or no layer is large enough.
-        OptionError: another format, or one that weights of this type cannot be put into.
+        OptionError: another format than layers are in already, or one that weights of this type
+            cannot be put into.
     """
     from vidsparse.pipelines.adapter import transformers_of
     from vidsparse.pipelines.lookup import find_adapter
@@ -103,6 +109,12 @@ def quantize_linear(
             f"its last block, so none would run in {linear}. Hint: leave --linear out."
         )
     check_linear(linear, device, str(chosen[0].weight.dtype).removeprefix("torch."))
+    other = {_ROUNDED.get(module, linear) for module in chosen} - {linear}
+    if other:
+        raise OptionError(
+            f"this model's linear layers are in {other.pop()} already, so they cannot be put into "
+            f"{linear}. Hint: load the model anew."
+        )
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         Int8DynamicActivationInt8WeightConfig,
@@ -118,8 +130,11 @@ def quantize_linear(
     )
     before = _bytes_of(transformers)
     for module in chosen:
+        if module in _ROUNDED:
+            continue
         # one by one, so that a GPU never holds more than one of them in 16 bits.
         quantize_(module, config, device=device)
+        _ROUNDED[module] = linear
         if rest is not None:
             module.to(rest)
     facts = LinearFacts(

@@ -132,6 +132,7 @@ ADAPTER: Final = Adapter(
     processor=LTX2SparseProcessor,
     layout=_layout,
     tiled=True,
+    outputs=("proj_out", "audio_proj_out"),
     shares=Shares(
         plan=_plan,
         exchanged=re.compile(r"transformer_blocks\.\d+\.video_to_audio_attn"),

@@ -18,6 +18,8 @@ from vidsparse.grid import TokenGrid
 from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import MINIMAX_H3
 from vidsparse.pipelines.layout import Layout
+from vidsparse.pipelines.packed import Packed
+from vidsparse.pipelines.parallel import Shares
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -86,6 +88,14 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | str:
     return Layout(TokenGrid(frames, height, width, text, text_first=True))
 
 
+def _plan(transformer: Any) -> Packed:
+    return Packed(
+        blocks=("transformer_blocks",),
+        carried="hidden_states",
+        every={"adaln_indices": 0, "rotary_emb": 0},
+    )
+
+
 ADAPTER: Final = Adapter(
     family=MINIMAX_H3,
     transformers=("transformer", "transformer_ref"),
@@ -93,4 +103,6 @@ ADAPTER: Final = Adapter(
     stock_processors=("MiniMaxH3AttnProcessor",),
     processor=MiniMaxH3SparseProcessor,
     layout=_layout,
+    outputs=("proj_out", "audio_proj_out"),
+    shares=Shares(plan=_plan),
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from vidsparse.errors import ModelError, OptionError, UnsupportedError
+from vidsparse.errors import ModelError, OptionError, UnsupportedError, listed
 from vidsparse.files import file_hash
 from vidsparse.logs import logger
 from vidsparse.pipelines.cards import CARD, GUIDER, PRESETS, checked_defaults, read_card, read_json
@@ -59,6 +59,7 @@ class ModelRef:
         text_class: the class that makes videos from text alone, None if none does.
         image_class: the class that makes videos from an image, None if none does.
         takes_last_image: whether that class takes the last frame too.
+        takes_keyframes: whether it takes frames between them too.
         family: its family.
         defaults: settings for requests that leave them open, and its units.
         transformers: what the ``config.json`` of each of its transformers says.
@@ -75,6 +76,7 @@ class ModelRef:
     text_class: str | None
     image_class: str | None
     takes_last_image: bool
+    takes_keyframes: bool
     family: Family
     defaults: Defaults
     transformers: tuple[Mapping[str, Any], ...] = ()
@@ -274,8 +276,10 @@ def load(
     return loaded
 
 
-def check_takes(ref: ModelRef, *, image: bool, last_image: bool = False) -> str:
-    """The pipeline class of ``ref`` for videos from an image (and a last one), or from text alone.
+def check_takes(
+    ref: ModelRef, *, image: bool, last_image: bool = False, keyframes: bool = False
+) -> str:
+    """The pipeline class of ``ref`` for videos from an image (and others), or from text alone.
 
     Raises:
         OptionError: the model makes no such videos.
@@ -291,8 +295,12 @@ def check_takes(ref: ModelRef, *, image: bool, last_image: bool = False) -> str:
         )
     if last_image and not ref.takes_last_image:
         raise OptionError(
-            f"{ref.name} takes no last image. Hint: choose a first-last-frame model of Wan."
+            f"{ref.name} takes no last image. "
+            "Hint: choose a first-last-frame model of Wan, or LTX-2."
         )
+    if keyframes and not ref.takes_keyframes:
+        able = listed([family.name for family in FAMILIES if family.keyframes])
+        raise OptionError(f"{ref.name} takes no keyframes. Hint: choose a model of {able}.")
     name = ref.image_class if image else ref.text_class
     assert name is not None
     return name
@@ -302,12 +310,15 @@ _NO_MEMORY: Final = re.compile(r"can't allocate memory|not enough memory|bad_all
 
 
 @contextmanager
-def memory_hint(what: str = "this model", smaller: str = "") -> Iterator[None]:
+def memory_hint(
+    what: str = "this model", smaller: str = "", *, offloads: bool = True
+) -> Iterator[None]:
     """Turn memory that has run out, a GPU's or this machine's, into a sentence with a hint.
 
     Args:
         what: did not fit.
         smaller: what would take less.
+        offloads: whether a part of it could be kept off the GPU.
 
     Raises:
         UnsupportedError: memory ran out.
@@ -318,7 +329,8 @@ def memory_hint(what: str = "this model", smaller: str = "") -> Iterator[None]:
         yield
         return
     except torch.OutOfMemoryError:
-        whose, hints = "the GPU's memory", ["use --offload model or group", smaller]
+        offload = "use --offload model or group" if offloads else ""
+        whose, hints = "the GPU's memory", [offload, smaller]
     except MemoryError:
         whose, hints = "the memory of this machine", [smaller]
     except RuntimeError as error:
@@ -400,6 +412,7 @@ def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
         takes_last_image=image_class is not None
         and image_class == family.last_image
         and not per_token,
+        takes_keyframes=image_class is not None and image_class == family.keyframes,
         family=family,
         defaults=checked_defaults(family, folder, index, card),
         transformers=tuple(

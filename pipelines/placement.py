@@ -99,7 +99,7 @@ def check_device_name(device: object) -> None:
     """Raise an ``OptionError`` unless ``device`` reads like a device, or is None."""
     if device is None:
         return
-    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,4})?", device):
         raise OptionError(f"unknown device {device!r}. Hint: use cpu, cuda or cuda:N.")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vidsparse.errors import UnsupportedError
 
@@ -64,3 +65,19 @@ def _no_step(scheduler: Any) -> UnsupportedError:
         "the timestep given to the transformer is not in its list of timesteps. "
         "Hint: use the scheduler that the model came with."
     )
+
+
+def named_arguments(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The arguments of ``module.forward``, by name; pipelines pass all by name already."""
+    if not args:
+        return kwargs
+    return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+
+
+def guided(pipe: Any) -> bool:
+    """Whether the run that goes on has guidance, as its pipeline says."""
+    said = getattr(pipe, "do_classifier_free_guidance", None)
+    # some keep the number alone.
+    return (getattr(pipe, "_guidance_scale", None) or 0) > 1 if said is None else bool(said)

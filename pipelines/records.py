@@ -22,7 +22,7 @@ from vidsparse.pipelines.request import GenerateRequest
 from vidsparse.presets import load_preset
 from vidsparse.work import Work
 
-_PACKAGES: Final = ("torch", "diffusers", "transformers", "triton", "torchao")
+_PACKAGES: Final = ("diffusers", "transformers", "triton", "torchao")
 
 
 def shared_record(
@@ -42,11 +42,7 @@ def shared_record(
         "seed": request.seed,
         "options": request.options(),
         "preset": None if request.preset is None else load_preset(request.preset).digest,
-        "images": {
-            name: image_hash(path)
-            for name in ("image", "last_image")
-            if (path := getattr(request, name)) is not None
-        },
+        "images": {name: image_hash(path) for name, path in request.images().items()},
         **provenance(loaded),
         "linear": None if loaded.linear_facts is None else asdict(loaded.linear_facts),
         "total": work.total if work else None,
@@ -108,7 +104,12 @@ def provenance(loaded: LoadedPipeline) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"vidsparse": __version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {
+        "vidsparse": __version__,
+        "python": platform.python_version(),
+        # what was built for which CUDA; the package's own version does not always tell.
+        "torch": str(torch.__version__),
+    }
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)

@@ -59,6 +59,8 @@ class GenerateRequest:
         negative_prompt: what to avoid; used when guidance is on.
         image: file of the video's first frame, for image-to-video.
         last_image: file of its last frame, where the model takes one.
+        keyframes: files of frames between them by their numbers, counted from 0, where the model
+            takes some.
         model: a bundled model's name, a diffusers folder, or a hub id.
         method: a name from ``vidsparse.METHODS``; ``dense`` skips nothing. Left empty it becomes
             the preset's, the model's own, or the one whose options are given.
@@ -103,6 +105,7 @@ class GenerateRequest:
     negative_prompt: str = ""
     image: str | None = None
     last_image: str | None = None
+    keyframes: Mapping[int, str] = field(default_factory=dict)
     model: str = "shapes"
     method: str = ""
     method_options: Mapping[str, Any] = field(default_factory=dict)
@@ -149,9 +152,12 @@ class GenerateRequest:
         check_cache(self.cache, self.cache_threshold)
         if self.last_image is not None and self.image is None:
             raise OptionError("last_image needs image, the first frame. Hint: give both.")
-        for path in (self.image, self.last_image):
-            if path is not None:
-                check_image(path)
+        if any(type(at) is not int for at in self.keyframes):
+            raise OptionError("keyframes must be files by whole numbers of frames")
+        if self.keyframes and self.image is None:
+            raise OptionError("keyframes need image, the first frame. Hint: give both.")
+        for path in self.images().values():
+            check_image(path)
         self._check_attention()
 
     def _check_attention(self) -> None:
@@ -200,6 +206,12 @@ class GenerateRequest:
             object.__setattr__(self, name, value)
         preset.check_video(**{name: getattr(self, name) for name in preset.video})
         return preset.make_method(**self.method_options)
+
+    def images(self) -> dict[str, str]:
+        """The files of its images, by what each is."""
+        named = {"image": self.image, "last_image": self.last_image}
+        between = {f"keyframe {at}": self.keyframes[at] for at in sorted(self.keyframes)}
+        return {name: path for name, path in (named | between).items() if path is not None}
 
     def options(self) -> dict[str, Any]:
         """Every option except the prompt, as JSON values."""
@@ -314,6 +326,7 @@ def resolve(
     }
     values["width"], values["height"] = _size(request, defaults)
     _check_frames(values["frames"], defaults)
+    _check_keyframes(request, values["frames"], defaults)
     for name in ("width", "height"):
         _check_size(name, values[name], defaults)
     device = values["device"] = check_device(request.device)
@@ -394,9 +407,9 @@ def settings_hash(request: GenerateRequest) -> str:
     resolved = resolve(request, ref.defaults)
     settings = resolved.options()
     settings["model"] = f"{ref.source}:{ref.location}"
-    for name in ("image", "last_image"):
-        if (path := getattr(request, name)) is not None:
-            settings[name] = image_hash(path)
+    settings |= {name: image_hash(path) for name, path in request.images().items()}
+    # each is there by itself now.
+    del settings["keyframes"]
     if request.lora is not None and os.path.exists(request.lora):
         settings["lora"] = os.path.realpath(request.lora)
     if resolved.preset is not None:
@@ -482,6 +495,23 @@ def _check_frames(frames: int, defaults: Defaults) -> None:
             f"frames must be {factor}k+{rest} for {defaults.family}, got {frames}. "
             f"Hint: use {nearest}."
         )
+
+
+def _check_keyframes(request: GenerateRequest, frames: int, defaults: Defaults) -> None:
+    """A keyframe stands where a frame of the latent begins; what has an option of its own aside."""
+    factor = defaults.frame_factor
+    last = frames - factor
+    for at in request.keyframes:
+        if at % factor != 1 or not 0 < at <= last:
+            if last < 1:
+                raise OptionError(f"a video of {frames} frames has no room for keyframes")
+            nearest = min(max(0, round((at - 1) / factor)) * factor + 1, last)
+            raise OptionError(
+                f"keyframes of {defaults.family} must be {factor}k+1, counted from 0, and at most "
+                f"{last} in {frames} frames, got {at}. Hint: use {nearest}."
+            )
+        if at == last and request.last_image is not None:
+            raise OptionError(f"keyframe {at} is where last_image stands. Hint: leave one out.")
 
 
 def _check_size(name: str, pixels: int, defaults: Defaults) -> None:

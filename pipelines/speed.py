@@ -73,8 +73,9 @@ def bundle_for(
     if quick and "method_options" not in own and method == own_method == DEFAULT_METHOD:
         top_p = defaults.method_options.get(method, {}).get("top_p", _default_top_p())
         options["top_p"] = round(top_p - _LESS, 4)
-    caches = next(family.caches for family in FAMILIES if family.name == defaults.family)
-    cached = speed == "fast" and not few and "taylorseer" in caches
+    family = next(family for family in FAMILIES if family.name == defaults.family)
+    # nobody has heard what is left of a sound whose steps were left out.
+    cached = speed == "fast" and not few and "taylorseer" in family.caches and not family.sound
     schedule = dict(own.get("schedule", {}))
     if few and speed != "exact":
         schedule["dense_steps"] = 1

@@ -9,7 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -233,17 +233,22 @@ def read_video(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
 
     Raises:
         OutputError: it cannot be read.
+        UnsupportedError: there is no ffmpeg to read it with.
     """
-    import imageio_ffmpeg
-
-    reader = imageio_ffmpeg.read_frames(os.fspath(path), pix_fmt="rgb24")
-    try:
-        with closing(reader):
-            width, height = next(reader)["size"]
-            data = b"".join(reader)
-    except (OSError, RuntimeError, StopIteration) as error:
-        raise OutputError(f"the video {path} cannot be read: {error}") from None
-    return np.frombuffer(data, np.uint8).reshape(-1, height, width, 3)
+    # not by imageio's reader: where ffmpeg ends before it does, it leaves ffmpeg's pipes open.
+    command = [_encoder(), "-v", "error", "-i", os.fspath(path), "-f", "image2pipe", "-c:v", "ppm"]
+    done = subprocess.run(
+        [*command, "-"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    if done.returncode or not done.stdout:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = _ended(done.returncode) if done.returncode else "it holds no frame"
+        raise OutputError(f"the video {path} cannot be read: {said or reason}")
+    # each frame is a picture with a head of its own, all of one length: P6, width height, 255.
+    head = b"\n".join([*done.stdout.split(b"\n", 3)[:3], b""])
+    width, height = map(int, head.split()[1:3])
+    pictures = np.frombuffer(done.stdout, np.uint8).reshape(-1, len(head) + height * width * 3)
+    return np.ascontiguousarray(pictures[:, len(head) :]).reshape(-1, height, width, 3)
 
 
 def _count_frames(path: Path) -> int:

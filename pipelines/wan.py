@@ -17,7 +17,13 @@ from torch import Tensor
 from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import WAN
 from vidsparse.pipelines.layout import Layout, latent_grid
-from vidsparse.pipelines.parallel import Shares, own_plan
+from vidsparse.pipelines.parallel import (
+    Shares,
+    gathered,
+    own_plan,
+    split_input,
+    split_outputs,
+)
 from vidsparse.pipelines.projection import rotate
 
 
@@ -72,6 +78,23 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return None if grid is None else Layout(grid)
 
 
+def _plan(transformer: Any) -> Mapping[str, Any]:
+    """diffusers' own; it has none for VACE, whose control stands beside the video token by token.
+
+    Raises:
+        UnsupportedError: Wan-Animate, which looks at faces frame by frame.
+    """
+    if type(transformer).__name__ != "WanVACETransformer3DModel":
+        return own_plan(transformer)
+    return {
+        "rope": split_outputs(1, 4, 2),
+        "vace_blocks.*": {"hidden_states": split_input(1, 3)},
+        "vace_blocks.0": {"control_hidden_states": split_input(1, 3)},
+        "blocks.0": {"hidden_states": split_input(1, 3)},
+        "proj_out": gathered(),
+    }
+
+
 ADAPTER: Final = Adapter(
     family=WAN,
     transformers=("transformer", "transformer_2"),
@@ -80,5 +103,13 @@ ADAPTER: Final = Adapter(
     processor=WanSparseProcessor,
     layout=_layout,
     branches=("conditional", "unconditional"),
-    shares=Shares(plan=own_plan, host=True),
+    shares=Shares(
+        plan=_plan,
+        host=True,
+        apart=(
+            "WanTransformer3DModel",
+            "WanVACETransformer3DModel",
+            "ChronoEditTransformer3DModel",
+        ),
+    ),
 )

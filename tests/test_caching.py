@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from click.testing import CliRunner
 from counting_backend import CountingBackend
 from support_matrix import LIMITS, VARIANTS
 from tiny_families import TINY, latents
+from tiny_parts import IMAGE
 from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
+from torch.utils._pytree import tree_leaves
 
 from vidsparse.apps.cli import main
 from vidsparse.apps.runs.report_page import schedule_cells, schedule_text
@@ -50,13 +53,46 @@ def blocks_of(pipe: Any) -> list[Any]:
     return transformer_blocks(pipe.transformer, find_adapter(pipe))
 
 
+class Outputs:
+    """What a pipeline's transformer gives back, of video and sound, forward by forward."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._all: list[list[torch.Tensor]] = []
+        self._hook = pipe.transformer.register_forward_hook(self._take)
+
+    def _take(self, module: Any, args: Any, output: Any) -> None:
+        leaves = tree_leaves(output)
+        self._all.append([one.clone() for one in leaves if isinstance(one, torch.Tensor)])
+
+    def check_extrapolated(self, branches: int) -> None:
+        """That steps 3 and 5 are on the line through the two that were run before."""
+        self._hook.remove()
+        # of a video's last section.
+        last_run = self._all[-STEPS * branches :]
+        for branch in range(branches):
+            each = last_run[branch::branches]
+            for left_out, last, before in ((3, 2, 1), (5, 4, 2)):
+                for made, new, old in zip(each[left_out], each[last], each[before], strict=True):
+                    line = new + (new - old) * (left_out - last) / (last - before)
+                    torch.testing.assert_close(made, line, rtol=1e-4, atol=1e-4)
+
+
+def check_equal(name: str, ours: torch.Tensor, stock: torch.Tensor) -> None:
+    # Kandinsky 5 rounds queries and keys to 16 bits on the way.
+    unit = torch.finfo(torch.bfloat16).eps if name.startswith("kandinsky5") else 1e-4
+    torch.testing.assert_close(ours, stock, rtol=unit, atol=unit * float(stock.abs().max()))
+
+
 @pytest.mark.parametrize(("cache", "name"), CELLS)
 def test_what_a_cache_leaves_out_is_what_was_not_run(cache: str, name: str) -> None:
     pipe = TINY[name].build()
-    expected = latents(name, pipe, num_inference_steps=STEPS)
+    expected = latents(name, pipe)
     blocks = blocks_of(pipe)
-    with sparsify(pipe, top_p=0.5, dense_steps=1) as handle:
+    with StepCache(pipe, cache, threshold=THRESHOLDS[cache]):
+        stock = latents(name, pipe, num_inference_steps=STEPS)
+    with sparsify(pipe, top_p=1.0, dense_steps=1) as handle:
         cached = StepCache(pipe, cache, threshold=THRESHOLDS[cache])
+        outputs = Outputs(pipe)
         ours = latents(name, pipe, num_inference_steps=STEPS)
         # the attention of a block that is left out is not called.
         called = [
@@ -66,7 +102,7 @@ def test_what_a_cache_leaves_out_is_what_was_not_run(cache: str, name: str) -> N
         ]
         shares = cached.blocks_run()
         cached.remove()
-    assert bool(ours.isfinite().all())
+    check_equal(name, ours, stock)
     assert list(shares) == list(range(STEPS))
     assert [(step, share) for step, share in shares.items() if share] == called
     if cache == "first-block":
@@ -74,9 +110,63 @@ def test_what_a_cache_leaves_out_is_what_was_not_run(cache: str, name: str) -> N
     else:
         # the first three, and from then on every other one.
         assert shares == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 1.0, 5: 0.0, 6: 1.0}
+        outputs.check_extrapolated(len(TINY[name].branches))
     # nothing of it stays.
     assert not [block for block in blocks if "forward" in vars(block)]
-    assert torch.equal(latents(name, pipe, num_inference_steps=STEPS), expected)
+    assert torch.equal(latents(name, pipe), expected)
+
+
+# whose pipelines say nothing of their forwards, or whose blocks have classes of their own.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cache", "name"),
+    [
+        ("taylorseer", "chronoedit"),
+        ("taylorseer", "consisid"),
+        ("taylorseer", "wan-animate"),
+        ("first-block", "hunyuan-image"),
+        ("first-block", "skyreels"),
+        ("taylorseer", "framepack"),
+    ],
+)
+def test_relatives_of_a_family_have_its_caches_too(cache: str, name: str) -> None:
+    pipe = TINY[name].build()
+    made = []
+    for sparse in (False, True):
+        with StepCache(pipe, cache, threshold=THRESHOLDS[cache]) as cached:
+            with sparsify(pipe, top_p=1.0, dense_steps=1) if sparse else nullcontext():
+                made.append(latents(name, pipe, num_inference_steps=STEPS))
+            assert min(cached.blocks_run().values()) < 1
+    check_equal(name, made[1], made[0])
+
+
+@pytest.mark.parametrize("name", ["chronoedit", "consisid"])
+def test_relatives_whose_blocks_first_block_does_not_know_are_refused(name: str) -> None:
+    pipe = TINY[name].build()
+    expected = latents(name, pipe)
+    with pytest.raises(UnsupportedError, match=r"know the blocks of \w+Pipeline. Hint: use taylor"):
+        StepCache(pipe, "first-block")
+    assert torch.equal(latents(name, pipe), expected)
+
+
+def test_a_cache_starts_anew_with_every_section_of_a_video() -> None:
+    pipe = TINY["wan-animate"].build()
+    more: dict[str, Any] = {"pose_video": [IMAGE] * 17, "face_video": [IMAGE] * 17}
+    with StepCache(pipe, "taylorseer") as cached:
+        latents("wan-animate", pipe, num_inference_steps=STEPS, **more)
+        shares = cached.blocks_run()
+    # of the last section.
+    assert shares == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 1.0, 5: 0.0, 6: 1.0}
+
+
+def test_a_cache_starts_anew_where_the_video_becomes_another_size() -> None:
+    pipe = TINY["chronoedit"].build()
+    more: dict[str, Any] = {"enable_temporal_reasoning": True, "num_temporal_reasoning_steps": 3}
+    with StepCache(pipe, "taylorseer") as cached:
+        assert bool(latents("chronoedit", pipe, num_inference_steps=STEPS, **more).isfinite().all())
+        shares = cached.blocks_run()
+    # without its middle frames from step 3 on, of which three are run again.
+    assert shares == {**dict.fromkeys(range(6), 1.0), 6: 0.0}
 
 
 @pytest.mark.parametrize("cache", list(THRESHOLDS))
@@ -332,7 +422,7 @@ def test_a_command_refuses_a_cache_that_does_not_know_the_family(tmp_path: Path)
     assert result.exit_code == 2
     words = " ".join(result.output.split())
     assert "diffusers' cache first-block does not know the blocks of LTX-2" in words
-    assert "Hint: leave --cache out" in words
+    assert "Hint: use taylorseer" in words
 
 
 @pytest.mark.parametrize(

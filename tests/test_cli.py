@@ -63,7 +63,12 @@ class _Machine:
         return SimpleNamespace(ref=ref, compile=False)
 
     def generate(
-        self, loaded: Any, request: Any, progress: Any = None, ring: int | None = None
+        self,
+        loaded: Any,
+        request: Any,
+        progress: Any = None,
+        ring: int | None = None,
+        apart: bool = False,
     ) -> Generated:
         if self.fail_on and self.fail_on in request.prompt:
             raise RuntimeError("the kernel\nfell over")
@@ -134,6 +139,27 @@ def test_no_more_processes_are_started_than_a_machine_has_room_for(
     (tmp_path / "p.txt").write_text("a red circle\n", encoding="utf-8")
     given = ["generate", str(tmp_path / "p.txt"), "--device", "cpu", "--gpus", count]
     done = CliRunner().invoke(main, [*given, "--out", str(tmp_path / "o")])
+    assert done.exit_code == 2
+    assert said in done.output
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--gpus", "2", "--ring", "2"], "GPUs for each guidance branch, 1"),
+        (["--gpus", "3"], "3 GPUs for each video are no two halves"),
+        ([], "1 GPUs for each video are no two halves"),
+        (["--gpus", "4", "--gpus-per-video", "2"], "leave --gpus-per-video and --engine out"),
+        (["--gpus", "2", "--cache", "taylorseer"], "does not work with the step cache taylorseer"),
+    ],
+)
+def test_what_guidance_branches_apart_cannot_do_is_said(
+    given: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "p.txt").write_text("a red circle\n", encoding="utf-8")
+    words = ["generate", str(tmp_path / "p.txt"), "--device", "cpu", "--apart", *given]
+    done = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "o")])
     assert done.exit_code == 2
     assert said in done.output
     assert not (tmp_path / "o").exists()
@@ -476,6 +502,31 @@ def test_ten_thousand_prompts_are_looked_at_in_seconds(
     machine.before = first
     assert generate().exit_code == 130
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends signals")
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_that_a_library_turns_into_an_error_still_ends_the_run(
+    signum: signal.Signals, status: int, generate: Run, machine: _Machine, out: Path
+) -> None:
+    def second(text: str) -> None:
+        if "square" in text:
+            try:
+                signal.raise_signal(signum)
+            except KeyboardInterrupt:
+                raise OSError("cannot read the weights") from None
+
+    machine.before = second
+    before = signal.getsignal(signum)
+    signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    try:
+        done = generate()
+    finally:
+        signal.signal(signum, before)
+    assert done.exit_code == status, done.output
+    assert done.stderr.rstrip().endswith("Interrupted; finished videos are kept.")
+    assert "weights" not in done.stderr
+    assert _videos(out) == ["0001-a-red-circle-that-moves-right.mp4"]
 
 
 def test_an_edited_line_is_made_under_its_new_name_and_the_old_file_stays(

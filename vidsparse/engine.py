@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -13,13 +13,20 @@ from torch import Tensor
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.finite import FiniteGuard
 from vidsparse.grid import TokenGrid
+from vidsparse.kept import KeptPlan, Lacking, Lists
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
 from vidsparse.masks import tile_count
 from vidsparse.methods import METHODS, Method, SparseMethod
 from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
 from vidsparse.plan import SparsePlan
-from vidsparse.planning import Ordered, key_means, order_and_plan, share_with_means
-from vidsparse.remainder import Remainder, likeness, remainder_bytes
+from vidsparse.planning import (
+    Ordered,
+    key_means,
+    order_and_average,
+    order_and_plan,
+    share_with_means,
+)
+from vidsparse.remainder import Keeping, Remainder, choose_keeping, likeness
 from vidsparse.ring import (
     Ring,
     attend_densely,
@@ -29,7 +36,7 @@ from vidsparse.ring import (
     plan_in_ring,
     stretch_step,
 )
-from vidsparse.room import check_room, free_bytes
+from vidsparse.room import check_room, free_bytes, lockable_bytes
 from vidsparse.route import (
     Route,
     check_dense_kernel,
@@ -65,41 +72,6 @@ Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
 # layer, branch (none where branches share a plan), and all else that a plan depends on: window,
 # grid, batch, heads, device.
 PlanKey = tuple[int, str | None, int, TokenGrid, int, int, tuple[int, ...] | None, torch.device]
-
-
-@dataclass(slots=True)
-class _Kept:
-    """A plan, the step and branch that made it, the last step it served, how many it has served."""
-
-    plan: SparsePlan
-    made: int
-    by: str
-    last: int
-    served: int = 1
-
-    def serves(self, step: int, branch: str, reuse: int) -> bool:
-        """Whether it may serve ``step``: it ages by steps that are run, not by those left out.
-
-        In its own step it serves the branches that did not make it.
-        """
-        if step == self.made:
-            return branch != self.by
-        return step > self.made and (step == self.last or self.served < reuse)
-
-    def use(self, step: int) -> SparsePlan:
-        """Take it for ``step``."""
-        self.served += step != self.last
-        self.last = step
-        return self.plan
-
-
-@dataclass(frozen=True, slots=True)
-class _Lacking:
-    """What a plan lacked of the dense output in ``step``, and the step that had made the plan."""
-
-    step: int
-    planned: int
-    remainder: Remainder
 
 
 class AttentionEngine:
@@ -168,11 +140,12 @@ class AttentionEngine:
         self.planner: Callable[..., Ordered] = order_and_plan
         self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
         self.probe: CellProbe | None = None
-        self._plans: dict[PlanKey, _Kept] = {}
-        self._lacking: dict[tuple[str, PlanKey], _Lacking] = {}
+        self._plans: dict[PlanKey, KeptPlan] = {}
+        self._lacking: dict[tuple[str, PlanKey], Lacking] = {}
         # of the run: the engines of a pipeline's transformers have one set, as they have one trace.
         self.branches: set[str] = set()
-        # the schedule without refreshes, where there is no room for what they keep.
+        # how what refreshes keep is kept, and where there is no room for it the schedule without.
+        self._keeping: Keeping | None = None
         self._plain: Schedule | None = None
         self._routes: dict[tuple[Hashable, ...], Route] = {}
         self._dense: dict[tuple[Hashable, ...], bool] = {}
@@ -186,7 +159,7 @@ class AttentionEngine:
         self.trace = Trace()
         self.forget()
         self.branches = set()
-        self._plain = None
+        self._keeping = self._plain = None
         self._routes.clear()
         self._dense.clear()
         self._costs.clear()
@@ -274,8 +247,11 @@ class AttentionEngine:
                 else:
                     out = self._dense_in_ring(q, k, v, site, ring)
             if action == Action.REFRESH.value:
+                # its memory serves the one that takes its place.
+                self._lacking.pop((site.branch, key), None)
                 planned = self._sparse(q, k, v, site, cell, key, ring)
-                lacking = _Lacking(site.step, self._plans[key].made, Remainder.of(out, planned))
+                remainder = Remainder.of(out, planned, self._keeping)
+                lacking = Lacking(site.step, self._plans[key].made, remainder)
                 self._lacking[site.branch, key] = lacking
         if self.guard is not None:
             self.guard.watch(out, site, f"{cell.action}, {cell.implementation}")
@@ -408,24 +384,30 @@ class AttentionEngine:
         if ring is not None:
             return self._sparse_in_ring(q, k, v, site, cell, key, ring, route).to(asked)
         order = token_order(self.order, site.grid, q.device)
-        layout = q
+        layout, size, video = q, self.method.means, site.grid.video
         plan = self._take_kept(site, cell, key)
+        mean = None
         if plan is None:
             made = self._planned(q, k, v, site, order, route)
             plan = self._keep(made.plan, site, cell, key)
             cell.selection = self._selection_cost(q, q.shape[2])
         else:
-            q, k = (order.apply(x, by_kernel=route.reorders) for x in (q, k))
+            q = order.apply(q, by_kernel=route.reorders)
+            k, mean = order_and_average(k, order, size, video, route)
             made = Ordered(q, k, plan)
         q, k = made.q, made.k
-        v = order.apply(v, by_kernel=route.reorders) if made.v is None else made.v
-        means, size = None, self.method.means
+        averages: tuple[Tensor | None, Tensor | None] = made.means or (mean, None)
+        if made.v is None:
+            v, of_values = order_and_average(v, order, size, video, route)
+            averages = (averages[0], of_values)
+        else:
+            v = made.v
+        lists = self._lists(plan, key, size, route)
+        kv_index, means = lists.kv_index, None
         if size is not None:
+            assert lists.counts is not None
             # of this very step, also where the plan is not.
-            means = key_means(
-                k, v, plan, size, site.grid.video, by_kernel=route.lists, made=made.means
-            )
-        kv_index = plan.list_keys(by_kernel=route.lists)
+            means = key_means(k, v, lists.counts, size, video, by_kernel=route.lists, made=averages)
         # a gate is of this very step, also where the plan is not.
         gate = self.method.gate(q, site, plan, kv_index) if route.gates else None
         assert gate is None or gate.keys == self.method.gate_keys
@@ -448,12 +430,24 @@ class AttentionEngine:
             # launches than the call itself has. on a CPU it costs next to nothing.
             validate=False if q.is_cuda else None,
         )
-        cell.selected, cell.computed = plan.selected, share_with_means(plan, size)
+        cell.selected, cell.computed = plan.selected, lists.computed
         if skipped is not None:
             cell.count_skipped(skipped, plan.tokens)
         # the copies in order are as large as what the caller holds: not to be kept beside another.
-        del q, k, v, made, kv_index, gate, means
+        del q, k, v, made, mean, averages, kv_index, lists, gate, means
         return order.undo(out, like=layout, by_kernel=route.reorders).to(asked)
+
+    def _lists(self, plan: SparsePlan, key: PlanKey, size: int | None, route: Route) -> Lists:
+        """What a call by ``plan`` is given of it: made once if that is small and both are kept."""
+        kept = self._plans.get(key)
+        if kept is None or kept.plan is not plan:
+            return Lists.of(plan, size, by_kernel=route.lists)
+        if kept.lists is not None:
+            return kept.lists
+        lists = Lists.of(plan, size, by_kernel=route.lists)
+        if lists.small:
+            kept.lists = lists
+        return lists
 
     def _take_kept(self, site: CallSite, cell: Cell, key: PlanKey) -> SparsePlan | None:
         """The plan that a call goes by without making one, as its action says."""
@@ -476,26 +470,32 @@ class AttentionEngine:
         cell.plan_step = site.step
         served = cell.action == Action.REFRESH.value or (shared and len(self.branches) > 1)
         if self.schedule.reuse > 1 or served:
-            self._plans[key] = _Kept(plan, site.step, site.branch, site.step)
+            self._plans[key] = KeptPlan(plan, site.step, site.branch, site.step)
         return plan
 
     def _has_room(self, q: Tensor, site: CallSite, ring: Ring | None) -> bool:
-        """Whether what refreshes keep for all layers and branches fits into the GPU's memory."""
-        if not q.is_cuda or self._lacking:
+        """Whether what refreshes keep for all layers and branches fits somewhere; decides where."""
+        if not q.is_cuda or self._keeping is not None:
             return True
         before = {cell.branch for cell in self.trace.cells if cell.step < site.step}
-        needed = remainder_bytes(q) * self.layers * (len(before) or 2)
+        calls = self.layers * (len(before) or 2)
         free, all_of_it = free_bytes(q.device), torch.cuda.mem_get_info(q.device)[1]
         assert free is not None
-        room = free - all_of_it * _LEFT_FREE
-        if needed > room:
-            self.trace.notes.append(
-                f"refreshes would keep {needed / 2**30:.1f} GiB and there is room for "
-                f"{max(0, room) / 2**30:.1f}: nothing was kept"
-            )
+        room = max(0, int(free - all_of_it * _LEFT_FREE))
+        keeping = choose_keeping(q, calls, room, lockable_bytes())
         # processes that do not all keep them would wait for each other in other calls.
-        full = needed > room
-        return not (full if ring is None else ring.any(torch.tensor(full, device=q.device)))
+        full = keeping is None
+        if full if ring is None else ring.any(torch.tensor(full, device=q.device)):
+            keeping = None
+        self._keeping = keeping
+        if keeping is None or keeping.on_host:
+            needed = Keeping(4).bytes_for(q) * calls
+            self.trace.notes.append(
+                f"refreshes keep {needed / 2**30:.1f} GiB, for which the GPU has room for "
+                f"{room / 2**30:.1f}: "
+                + ("nothing was kept" if keeping is None else "they are in the machine's memory")
+            )
+        return keeping is not None
 
     def _add_remainder(self, out: Tensor, site: CallSite, key: PlanKey) -> None:
         """Add to ``out``, in place, what its plan lacked at the last refresh."""

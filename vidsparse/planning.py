@@ -241,34 +241,51 @@ def share_with_means(plan: SparsePlan, size: int | None) -> Tensor:
     return (plan.computed + tile_count(plan.tokens, size) / plan.tokens).clamp(max=1.0)
 
 
+def order_and_average(
+    x: Tensor, order: TokenOrder, size: int | None, video: int, route: Route
+) -> tuple[Tensor, Tensor | None]:
+    """``x`` ``[B, H, S, D]`` in ``order``, and the means of its groups of ``size`` tokens.
+
+    The means are None where no kernel makes them while it moves the tokens: ``key_means`` makes
+    them then.
+    """
+    if size is None or not (route.reorders and route.lists) or video < x.shape[2]:
+        return order.apply(x, by_kernel=route.reorders), None
+    from vidsparse.kernels.tokens.moments import reorder_and_measure
+
+    ordered, moments = reorder_and_measure(x, order.permutation, size, summed=True)
+    return ordered, moments.mean
+
+
 def key_means(
     k: Tensor,
     v: Tensor,
-    plan: SparsePlan,
+    counts: Tensor,
     size: int,
     video: int,
     *,
     by_kernel: bool,
-    made: tuple[Tensor, Tensor] | None = None,
+    made: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> KeyMeans:
     """Means of groups of ``size`` tokens of ``k``, ``v`` ``[B, H, S, D]`` in token order.
 
     Only ``video`` tokens, the first ones, are averaged: those of text are listed by every block.
-    ``made`` are the means where they are there already.
+    ``counts`` are the plan's (``left_out``); ``made`` the means that are there already.
     """
-    counts = plan.left_out(size, by_kernel=by_kernel)
-    if made is not None:
-        return KeyMeans(*made, counts, size)
     groups = tile_count(k.shape[2], size)
     means = []
-    for x in (k, v):
-        if by_kernel:
+    for x, there in zip((k, v), made, strict=True):
+        if there is not None:
+            mean = there
+        elif by_kernel:
             from vidsparse.kernels.tokens.moments import reorder_and_measure
 
             mean = reorder_and_measure(x[:, :, :video], None, size, summed=True)[1].mean
-            means.append(F.pad(mean, (0, 0, 0, groups - mean.shape[2])))
         else:
-            means.append(group_means(x, size, tokens=video))
+            mean = group_means(x, size, tokens=video)
+        missing = groups - mean.shape[2]
+        # padding by nothing would be a copy.
+        means.append(F.pad(mean, (0, 0, 0, missing)) if missing else mean)
     return KeyMeans(means[0], means[1], counts, size)
 
 

@@ -30,6 +30,15 @@ import numpy as np
 from vidsparse.markdown import markdown_table
 from vidsparse.metrics import SSIM_WINDOW, Sides, Spread, VideoQuality, spread
 from vidsparse.speedup import FEWEST, SHORT, Speedup, TimedPair
+from vidsparse.wording import (
+    format_number,
+    format_psnr,
+    format_seconds,
+    format_share,
+    format_sides,
+    format_spread,
+    format_total,
+)
 from vidsparse.work import Work
 
 FORMAT = "vidsparse-report/1"
@@ -517,48 +526,6 @@ def plain_text(value: Any) -> str:
     if value is None or value == "":
         return "-"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-
-
-def format_number(value: float | None, spec: str, unit: str = "", missing: str = "-") -> str:
-    """A number with its unit, or a dash where there is none."""
-    return missing if value is None else f"{value:{spec}}{unit}"
-
-
-def format_share(value: float | None) -> str:
-    """A share as a percentage."""
-    return format_number(value, ".1%")
-
-
-def format_total(work: Work | None) -> str:
-    """The share of all pairs that a run computed, as a percentage."""
-    return format_share(work.total if work else None)
-
-
-def format_seconds(value: float | None) -> str:
-    """Seconds, with enough digits to compare short runs."""
-    return format_number(value, ".2f" if value is not None and value < 100 else ".0f", " s")
-
-
-def format_psnr(quality: VideoQuality, unit: str = "") -> str:
-    """A video's PSNR in dB, or the word that stands for a difference of nothing."""
-    return "identical" if quality.identical else format_number(quality.psnr, ".2f", unit)
-
-
-def format_sides(values: Sides) -> str:
-    """A measure of both videos, each by itself."""
-    dense, sparse = (format_number(value, ".4f") for value in values)
-    return f"{dense} dense, {sparse} sparse"
-
-
-def format_spread(value: Spread, spec: str, unit: str = "", identical: int = 0) -> str:
-    """``mean ± std``, with the number of identical videos that the mean leaves out."""
-    if value.mean is None:
-        return "identical" if identical else "-"
-    text = f"{value.mean:{spec}}"
-    if value.std is not None:
-        text += f" ± {value.std:{spec}}"
-    text += unit
-    return f"{text} ({identical} identical left out)" if identical else text
 
 
 def _prompt_json(each: PromptComparison) -> dict[str, Any]:

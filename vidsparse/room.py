@@ -22,6 +22,9 @@ from vidsparse.route import Route
 # a place of a list in torch: the flag that is sorted, and its place as a number of 64 bits.
 SORTED_PLACE_BYTES = 9
 
+# of the machine's free memory.
+_LOCKABLE = 0.4
+
 
 class NoRoomError(UnsupportedError):
     """Mask, plan and means of a call would not fit into memory.
@@ -71,8 +74,19 @@ def free_bytes(device: torch.device) -> int | None:
         return free + held
     if device.type != "cpu":
         return None
-    found = [x for x in (_free_of_machine(), _free_of_process()) if x is not None]
+    limits = (_free_of_machine(), _free_of_container(), _free_of_process())
+    found = [limit for limit in limits if limit is not None]
     return min(found, default=None)
+
+
+def lockable_bytes() -> int:
+    """Bytes of the machine's memory that this process may lock for what its GPU has no room for.
+
+    Locked memory cannot be swapped and is given out in powers of two, so that it is less than half
+    of what is free; the processes that a launcher started on this machine share it.
+    """
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int((free_bytes(torch.device("cpu")) or 0) * _LOCKABLE) // beside
 
 
 def check_room(method: SparseMethod, q: Tensor, route: Route) -> None:
@@ -97,6 +111,21 @@ def _free_of_machine() -> int | None:
         return None
     kilobytes = {line.partition(":")[0]: line.split()[1] for line in lines}
     return 1024 * sum(int(kilobytes.get(name, 0)) for name in ("MemAvailable", "SwapFree"))
+
+
+def _free_of_container(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a limit on the container's memory leaves it (control groups, version 2)."""
+    try:
+        most, taken, kinds = (
+            (group / f"memory.{name}").read_text(encoding="ascii")
+            for name in ("max", "current", "stat")
+        )
+        # files that were read are counted, and make room when it is asked for.
+        files = next(line.split()[1] for line in kinds.splitlines() if line.startswith("file "))
+        # without a limit it says "max".
+        return int(most) - int(taken) + int(files)
+    except (OSError, ValueError, StopIteration):
+        return None
 
 
 def _free_of_process() -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final
 
 from vidsparse.errors import OptionError
@@ -99,19 +100,8 @@ class Schedule:
         Attention changes fastest in the first steps, where a video takes shape, so the distances
         grow: the last is about twice the first.
         """
-        window = self.sparse_window(steps)
         wanted = share_or_count(self.refresh, steps, "refresh")
-        if not window or not wanted:
-            return ()
-        first = max(0, window.start - 1)
-        wanted = min(wanted, window.stop - first)
-        found: list[int] = []
-        for number in range(wanted):
-            part = number / wanted
-            place = first + (2 * part + part**2) / 3 * (window.stop - first)
-            # where the first distances are less than a step, refreshes are neighbours.
-            found.append(max(math.floor(place + 0.5), found[-1] + 1 if found else first))
-        return tuple(found)
+        return _refresh_steps(self.sparse_window(steps), wanted)
 
     def refresh_before(self, step: int, steps: int) -> int | None:
         """The refresh whose remainder serves ``step``, where all steps are run; None for none."""
@@ -143,3 +133,20 @@ class Schedule:
         if step not in window:
             return Action.DENSE
         return Action.REPLAN if self.plan_step(step, steps) == step else Action.REUSE
+
+
+# every attention call asks for them. by numbers, since a schedule with a count of 1 equals one with
+# a share of 1.0, which is all steps.
+@lru_cache(maxsize=256)
+def _refresh_steps(window: range, wanted: int) -> tuple[int, ...]:
+    if not window or not wanted:
+        return ()
+    first = max(0, window.start - 1)
+    wanted = min(wanted, window.stop - first)
+    found: list[int] = []
+    for number in range(wanted):
+        part = number / wanted
+        place = first + (2 * part + part**2) / 3 * (window.stop - first)
+        # where the first distances are less than a step, refreshes are neighbours.
+        found.append(max(math.floor(place + 0.5), found[-1] + 1 if found else first))
+    return tuple(found)

@@ -80,7 +80,8 @@ def ablate(
     """
     terminal.interrupted = "Interrupted; finished rows are kept."
     videos = quality_file(Path(out))
-    single = RowFile(Path(calls), "vidsparse-ablations/1", "ablations")
+    keys = frozenset(("ablation", "case"))
+    single = RowFile(Path(calls), "vidsparse-ablations/1", "ablations", keys=keys)
     if limit_rows is None or limit_rows > 0:
         for size, frames in sizes_of(options):
             one = {**options, "size": size, "frames": frames}

@@ -16,6 +16,7 @@ from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.terminal.bench_options import (
+    TOKENS,
     data_options,
     device_option,
     measuring_options,
@@ -51,7 +52,7 @@ Examples:
     multiple=True,
     default=(8192,),
     show_default=True,
-    type=click.IntRange(min=128),
+    type=TOKENS,
     help="Tokens; repeat for several.",
 )
 @tensor_options(heads=4, head_dim=64)

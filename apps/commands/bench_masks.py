@@ -13,6 +13,7 @@ from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.masks import CASES, COLUMNS, MaskRow, masks_file, measure_masks
 from vidsparse.apps.bench.shown import show_all, show_file
 from vidsparse.apps.terminal.bench_options import (
+    TOKENS,
     data_options,
     device_option,
     measuring_options,
@@ -38,7 +39,7 @@ Examples:
     multiple=True,
     default=(75_600,),
     show_default=True,
-    type=click.IntRange(min=128),
+    type=TOKENS,
     help="Tokens; repeat for several.",
 )
 @tensor_options(heads=8, head_dim=128)

@@ -9,29 +9,45 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vidsparse.apps.runs.comparison import Comparison, stages_of, write_report
-from vidsparse.apps.runs.prepared import prepare
+from vidsparse.apps.runs.comparison import (
+    Comparison,
+    Generate,
+    runs_of,
+    stages_of,
+    warm_ups,
+    write_report,
+)
+from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder
+from vidsparse.apps.runs.team import (
+    UNREADABLE,
+    Team,
+    check_ring,
+    check_shared,
+    join,
+    launch,
+    said_once,
+    silent,
+)
 from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
-from vidsparse.apps.terminal.options import RequestCommand, request_options
+from vidsparse.apps.terminal.options import RequestCommand, gpus_options, request_options
 from vidsparse.apps.terminal.progress import short, step_bar
 from vidsparse.apps.terminal.tables import print_pairs, print_table
 from vidsparse.errors import OptionError
-from vidsparse.report import (
-    Report,
+from vidsparse.report import Report, format_worst, stage_rows
+from vidsparse.speedup import FEWEST, SHORT
+from vidsparse.wording import (
     format_psnr,
     format_seconds,
     format_share,
     format_sides,
     format_spread,
     format_total,
-    format_worst,
-    stage_rows,
 )
-from vidsparse.speedup import FEWEST, SHORT
 
 if TYPE_CHECKING:
+    from vidsparse.pipelines.family import Defaults
     from vidsparse.pipelines.generate import Generated
     from vidsparse.pipelines.request import GenerateRequest
 
@@ -45,6 +61,7 @@ Examples:
   vidsparse compare prompts.txt --method spargeattn --order rowmajor
   vidsparse compare prompts.txt --device cuda --batch 8
   vidsparse compare prompts.txt --speed fast --parts
+  vidsparse compare prompts.txt --model path/to/Wan2.1 --gpus 4     each video on four GPUs
 
 \b
 Files, in outputs/<file>-compare-<method>-<hash of settings>/:
@@ -70,6 +87,7 @@ Files, in outputs/<file>-compare-<method>-<hash of settings>/:
     help="Also switch the parts of the sparse side on one after the other: attention, 8-bit linear "
     "layers, step cache. The report says what each cost and brought.",
 )
+@gpus_options
 @click.option(
     "--out",
     metavar="FOLDER",
@@ -81,8 +99,17 @@ Files, in outputs/<file>-compare-<method>-<hash of settings>/:
 @verbosity_options
 @click.pass_obj
 def compare(
-    terminal: Terminal, /, prompts_file: str, batch: int, parts: bool, out: str, **options: Any
-) -> None:
+    terminal: Terminal,
+    /,
+    prompts_file: str,
+    batch: int,
+    parts: bool,
+    gpus: int | None,
+    ring: int | None,
+    apart: bool,
+    out: str,
+    **options: Any,
+) -> int:
     """Make every prompt of PROMPTS.txt dense and sparse, and report how far apart they are.
 
     PSNR, SSIM and flicker are taken on 8-bit frames before encoding, with the same seeds and the
@@ -92,41 +119,56 @@ def compare(
     from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; the same command goes on from the last measured prompt."
-    if batch < 1:
-        raise OptionError(f"batch must be at least 1, got {batch}")
-    source = read_prompts(prompts_file)
-    prepared = prepare(source, options, terminal)
-    request = prepared.request
-    if parts and len(stages_of(request)) < 2:
-        raise OptionError(
-            "parts: this run differs from its dense side in one part alone, "
-            f"{stages_of(request)[0][0]}. Hint: --speed fast, --linear or --cache add others."
+    team = join(terminal, gpus, ring, apart)
+    several = team is not None or gpus not in (None, 1)
+    with said_once(team):
+        if team is None:
+            check_ring(ring, gpus or 1, apart)
+        if batch < 1:
+            raise OptionError(f"batch must be at least 1, got {batch}")
+        if several and prompts_file == "-":
+            raise OptionError(UNREADABLE)
+        source = read_prompts(prompts_file)
+        starts = several and team is None
+        prepared = prepare(source, options, silent(terminal) if starts else terminal)
+        request = prepared.request
+        if parts and len(stages_of(request)) < 2:
+            raise OptionError(
+                "parts: this run differs from its dense side in one part alone, "
+                f"{stages_of(request)[0][0]}. Hint: --speed fast, --linear or --cache add others."
+            )
+        if several:
+            check_shared(request, gpus or 1 if team is None else team.count, apart)
+    if starts:
+        assert gpus is not None
+        return launch(
+            terminal, gpus, "what was measured is kept. Hint: run the same command again."
         )
+    chunks = [prepared.prompts[i : i + batch] for i in range(0, len(prepared.prompts), batch)]
+    if team is not None:
+        assert request.device is not None
+        team.connect(request.device)
+        if not team.first:
+            return _take_part(team, prepared, chunks, parts, terminal)
     settings = settings_hash(request)
     name = f"{source.stem}-compare-{request.method}-{settings}"
     measured = f"{settings}, batches of {batch}" + (", part by part" if parts else "")
+    if team is not None:
+        # times are of so many, and may differ within rounding.
+        measured += f", by {team}"
     folder = RunFolder(Path(out) / name, measured)
     require_encoder()
     with folder.claim():
-        loaded = prepared.load(terminal)
-        # 8-bit layers are no part of what a run is compared with.
-        stock = loaded if loaded.linear == "none" else prepared.load(terminal, linear="none")
-
-        def generate(requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
-            from vidsparse.pipelines.generate import generate_batch
-
-            held = loaded if requests[0].linear == loaded.linear else stock
-            with step_bar(terminal, label, loaded.compile) as progress:
-                return generate_batch(held, requests, progress=progress)
-
+        generate, defaults = _maker(terminal, prepared, team)
         comparison = Comparison(generate, folder.path, kept=folder, parts=parts)
-        chunks = [prepared.prompts[i : i + batch] for i in range(0, len(prepared.prompts), batch)]
-        missing = [chunk for chunk in chunks if not comparison.is_measured(chunk)]
+        missing = [at for at, chunk in enumerate(chunks) if not comparison.is_measured(chunk)]
         if len(missing) < len(chunks):
             terminal.say("Going on where an earlier run was stopped.")
+        if team is not None:
+            team.tell(missing)
         if missing:
             terminal.say("Warming up ...")
-            comparison.warm_up(missing[0], loaded.defaults)
+            comparison.warm_up(chunks[missing[0]], defaults)
         for chunk in chunks:
             for each in comparison.run(chunk):
                 if not terminal.quiet:
@@ -134,6 +176,8 @@ def compare(
                         f"{each.number:04d}  PSNR {format_psnr(each.quality, ' dB')}, "
                         f"SSIM {each.quality.ssim:.4f}  {short(each.prompt)}"
                     )
+        if team is not None:
+            team.leave()
         report = comparison.report(prepared.request, batch)
         paths = write_report(folder.path, report, comparison.videos, request)
         comparison.forget()
@@ -142,9 +186,52 @@ def compare(
             terminal.show(str(path))
         files = [str(path) for path in paths]
         terminal.answer({"files": files, "summary": report.to_json()["summary"]})
-        return
+        return 0
     _print(report)
     terminal.show(f"\nreport: {paths[0]}")
+    return 0
+
+
+def _maker(
+    terminal: Terminal, prepared: PreparedPrompts, team: Team | None
+) -> tuple[Generate, Defaults]:
+    """What makes the videos of a batch, by all processes of ``team``; and the model's settings."""
+    loaded = prepared.load(terminal)
+    # 8-bit layers are no part of what a run is compared with.
+    stock = loaded if loaded.linear == "none" else prepared.load(terminal, linear="none")
+    ring, apart = (None, False) if team is None else (team.ring, team.apart)
+
+    def generate(requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
+        from vidsparse.pipelines.generate import generate_batch
+
+        held = loaded if requests[0].linear == loaded.linear else stock
+        with step_bar(terminal, label, loaded.compile) as progress:
+            return generate_batch(held, requests, progress=progress, ring=ring, apart=apart)
+
+    return generate, loaded.defaults
+
+
+def _take_part(
+    team: Team,
+    prepared: PreparedPrompts,
+    chunks: Sequence[Sequence[PreparedPrompt]],
+    parts: bool,
+    terminal: Terminal,
+) -> int:
+    """Compute what the first process measures."""
+    try:
+        if missing := [chunks[at] for at in team.hear()]:
+            generate, defaults = _maker(terminal, prepared, team)
+            for requests in warm_ups(missing[0], defaults, parts):
+                generate(requests, "warm-up")
+            for chunk in missing:
+                for name, requests in runs_of(chunk, parts):
+                    generate(requests, name)
+        team.leave()
+    except Exception:
+        team.wait_to_be_ended()
+        raise
+    return 0
 
 
 def _print(report: Report) -> None:

@@ -16,16 +16,32 @@ from vidsparse.apps.runs.crew_options import ENGINES, CrewOptions, crew_options
 from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder, Target
-from vidsparse.apps.runs.team import Team, check_ring, check_shared, join, launch, said_once, silent
+from vidsparse.apps.runs.team import (
+    KEPT_VIDEOS,
+    UNREADABLE,
+    Team,
+    check_ring,
+    check_shared,
+    join,
+    launch,
+    said_once,
+    silent,
+)
 from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
-from vidsparse.apps.terminal.options import RequestCommand, request_options
+from vidsparse.apps.terminal.options import RequestCommand, gpus_options, request_options
 from vidsparse.apps.terminal.progress import plain_bar, short, step_bar
 from vidsparse.errors import FolderError, OptionError, OutputError, VidsparseError
 from vidsparse.files import unwritten, write_whole
-from vidsparse.report import format_share
+from vidsparse.wording import format_share
 
 # where videos are made says nothing of what they lost.
-_NOT_COMPARED = ("overwrite", "verify", "gpus", "gpus_per_video", "ring", "engine", "address")
+_NOT_COMPARED = (
+    "overwrite",
+    "verify",
+    "gpus_per_video",
+    "engine",
+    "address",
+)
 
 
 @click.command(
@@ -62,24 +78,12 @@ other settings get another folder.
 @click.option(
     "--verify", is_flag=True, help="Read finished videos and make changed ones again, not by size."
 )
-@click.option(
-    "--gpus",
-    type=click.IntRange(min=1, max=1024),
-    metavar="N",
-    help="Use N GPUs, all of them on each video; with --device cpu, N processes.",
-)
+@gpus_options
 @click.option(
     "--gpus-per-video",
     type=click.IntRange(min=1, max=1024),
     metavar="M",
     help="Spread the prompts over groups of M GPUs.  [default: all on each; with --engine ray, 1]",
-)
-@click.option(
-    "--ring",
-    type=click.IntRange(min=1),
-    metavar="R",
-    help="Of the GPUs of a video, pass keys and values round R; the others share attention heads "
-    "out.  [default: as few as the model's heads need]",
 )
 @click.option(
     "--engine",
@@ -104,6 +108,7 @@ def generate(
     gpus: int | None,
     gpus_per_video: int | None,
     ring: int | None,
+    apart: bool,
     engine: str | None,
     address: str | None,
     **options: Any,
@@ -119,23 +124,26 @@ def generate(
 
     terminal.interrupted = "Interrupted; finished videos are kept."
     crew = crew_options(gpus, gpus_per_video, engine, address, ring)
-    team = join(terminal, gpus, ring)
+    if crew is not None and apart:
+        raise OptionError(
+            "--apart works where all GPUs make each video together. "
+            "Hint: leave --gpus-per-video and --engine out."
+        )
+    team = join(terminal, gpus, ring, apart)
     alone = crew is not None or (team is None and gpus in (None, 1))
     if crew is None and team is None:
-        check_ring(ring, gpus or 1)
+        check_ring(ring, gpus or 1, apart)
     with said_once(team):
         if not alone and prompts_file == "-":
-            raise OptionError(
-                "standard input cannot be read by several processes. "
-                "Hint: write the prompts to a file."
-            )
+            raise OptionError(UNREADABLE)
         source = read_prompts(prompts_file)
         if team is None and not alone:
             assert gpus is not None
-            return launch(terminal, prepare(source, options, silent(terminal)).request, gpus)
+            check_shared(prepare(source, options, silent(terminal)).request, gpus, apart)
+            return launch(terminal, gpus, KEPT_VIDEOS)
         prepared = prepare(source, options, terminal)
         if team is not None:
-            check_shared(prepared.request, team.count)
+            check_shared(prepared.request, team.count, apart)
     if team is not None:
         assert prepared.request.device is not None
         team.connect(prepared.request.device)
@@ -196,7 +204,7 @@ def _take_part(team: Team, prepared: PreparedPrompts, terminal: Terminal) -> int
             loaded = prepared.load(terminal)
             for one in prepared.prompts:
                 if one.prompt.number in numbers:
-                    run(loaded, one.request, ring=team.ring)
+                    run(loaded, one.request, ring=team.ring, apart=team.apart)
         team.leave()
     except Exception:
         team.wait_to_be_ended()
@@ -210,19 +218,25 @@ def _say_next(terminal: Terminal, prompts_file: str, method: str) -> None:
         return
     ctx = click.get_current_context()
     words = ["vidsparse", "compare", prompts_file]
+    left_out = set(_NOT_COMPARED)
+    if ctx.params["engine"] or ctx.params["gpus_per_video"]:
+        # it spreads no prompts.
+        left_out |= {"gpus", "ring"}
     for option in ctx.command.params:
         name = option.name or ""
         given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if not isinstance(option, click.Option) or not given or not option.expose_value:
             continue
-        if name in _NOT_COMPARED:
+        if name in left_out:
             continue
         value = ctx.params[name]
         if option.is_flag:
             words.append((option.opts if value else option.secondary_opts)[0])
         else:
-            size = "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [option.opts[0], size]
+            between = "=" if option.multiple else "x"
+            for one in value if option.multiple else (value,):
+                text = between.join(map(str, one)) if isinstance(one, tuple) else str(one)
+                words += [option.opts[0], text]
     terminal.say(f"Next, to see what sparsity cost: {shlex.join(words)}")
 
 
@@ -272,10 +286,12 @@ def _make_all(
     for place, (one, target) in enumerate(waiting, 1):
         label = f"[{place}/{len(waiting)}] {short(one.prompt.text)}"
         try:
-            _make(terminal, loaded, one, folder, target, label, team.ring if team else None)
+            _make(terminal, loaded, one, folder, target, label, team)
         except FolderError as error:
             return _stopped(terminal, prepared, waiting[place - 1 :], states, error)
         except Exception as error:
+            if terminal.ending:
+                raise
             if team is not None:
                 # the others may wait for this process in the middle of a step, for ever.
                 team.wait_to_be_ended()
@@ -400,14 +416,15 @@ def _make(
     folder: RunFolder,
     target: Target,
     label: str,
-    ring: int | None,
+    team: Team | None,
 ) -> None:
     from vidsparse.pipelines.generate import generate as run
     from vidsparse.pipelines.video import write_video
 
     assert one.request.fps is not None
+    ring, apart = (None, False) if team is None else (team.ring, team.apart)
     with step_bar(terminal, label, loaded.compile) as progress:
-        made = run(loaded, one.request, progress=progress, ring=ring)
+        made = run(loaded, one.request, progress=progress, ring=ring, apart=apart)
     # an old record stays until then: a video that it does not describe is not finished.
     write_video(made.frames, target.video, one.request.fps, sound=made.sound)
     folder.write_record(target, made.record)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vidsparse.errors import OptionError
-from vidsparse.files import clear_partial, write_text
+from vidsparse.files import clear_partial, parse_json, write_text
 from vidsparse.report import finite_json
 
 Row = Mapping[str, Any]
@@ -24,13 +24,21 @@ class RowFile:
         kind: what the file holds, for the error.
         fresh: begin anew whatever the file holds.
         unnamed: also take a file without ``format``: the first ones of its kind had none.
+        keys: what every row of the kind has.
 
     Raises:
         OptionError: it exists and holds something else.
     """
 
     def __init__(
-        self, path: Path, form: str, kind: str, *, fresh: bool = False, unnamed: bool = False
+        self,
+        path: Path,
+        form: str,
+        kind: str,
+        *,
+        fresh: bool = False,
+        unnamed: bool = False,
+        keys: frozenset[str] = frozenset(),
     ) -> None:
         self.path = path
         self._form = form
@@ -40,19 +48,20 @@ class RowFile:
         if fresh or not path.exists():
             return
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_json(path.read_bytes())
         except (OSError, ValueError) as error:
             raise OptionError(
                 f"{path} cannot be read as JSON: {error}. Hint: name another file."
             ) from None
-        named = (
-            document.pop("format", form if unnamed else None)
-            if isinstance(document, dict)
-            else None
-        )
-        if named != form or not isinstance(document.get("rows"), list):
+        if not isinstance(document, dict):
             raise self._something_else()
-        self.rows = document.pop("rows")
+        named = document.pop("format", form if unnamed else None)
+        rows = document.pop("rows", None)
+        if named != form or not isinstance(rows, list):
+            raise self._something_else()
+        if not all(isinstance(row, dict) and row.keys() >= keys for row in rows):
+            raise self._something_else()
+        self.rows = rows
         self.header = document
 
     def typed(self, kind: Callable[..., Typed]) -> list[Typed]:

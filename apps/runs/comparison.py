@@ -25,14 +25,7 @@ from vidsparse.metrics import (
     compare_videos,
 )
 from vidsparse.pipelines.linear import LinearFacts
-from vidsparse.report import (
-    Promise,
-    PromptComparison,
-    Report,
-    RunFacts,
-    Stage,
-    mean_density_map,
-)
+from vidsparse.report import Promise, PromptComparison, Report, RunFacts, Stage, mean_density_map
 from vidsparse.work import Work
 
 if TYPE_CHECKING:
@@ -91,17 +84,8 @@ class Comparison:
         A GPU and the compiler prepare for one shape, so they get the true one, and a preset fits
         no other; on a CPU a few frames do.
         """
-        request = chunk[0].request
-        frames = request.frames
-        if request.device == "cpu" and not request.compile and request.preset is None:
-            frames = defaults.frame_factor + 1
-        dense = [dense_side(one.request) for one in chunk]
-        sparse = [
-            [replace(one, dense_steps=0) for one in requests]
-            for _, requests in self._runs_of(chunk)
-        ]
-        for side in (dense, *sparse):
-            self._generate([replace(one, steps=2, frames=frames) for one in side], "warm-up")
+        for requests in warm_ups(chunk, defaults, self._parts):
+            self._generate(requests, "warm-up")
 
     def is_measured(self, chunk: Sequence[PreparedPrompt]) -> bool:
         """Whether an earlier run that did not come to its end has measured the chunk."""
@@ -119,8 +103,8 @@ class Comparison:
             self._comparisons += found
             self._restored += len(found)
             return found
-        dense = self._generate([dense_side(one.request) for one in chunk], _label(chunk, "dense"))
-        *before, (name, whole) = self._runs_of(chunk)
+        (side, requests), *before, (name, whole) = runs_of(chunk, self._parts)
+        dense = self._generate(requests, _label(chunk, side))
         stages: list[list[Stage]] = [[] for _ in chunk]
         for part, requests in before:
             made = self._generate(requests, _label(chunk, part))
@@ -146,6 +130,8 @@ class Comparison:
                 "model's own format."
             )
         notes += _cache_notes([each.sparse.record for each in self._comparisons])
+        if (processes := record.get("processes", 1)) > 1:
+            notes.append(f"Every video of both sides was made by {processes} processes together.")
         if batch > 1:
             notes.append(f"Times are those of batches of {batch}, divided by the batch's size.")
         if self._restored:
@@ -164,14 +150,6 @@ class Comparison:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             promise=_promise(request),
         )
-
-    def _runs_of(self, chunk: Sequence[PreparedPrompt]) -> list[tuple[str, list[GenerateRequest]]]:
-        """The runs of a chunk beside the dense one, each with its name; the sparse side is last."""
-        whole = [one.request for one in chunk]
-        if not self._parts:
-            return [(whole[0].method, whole)]
-        columns = zip(*(stages_of(request) for request in whole), strict=True)
-        return [(column[0][0], [each for _, each in column]) for column in columns]
 
     def _measure(
         self,
@@ -329,6 +307,34 @@ def stages_of(request: GenerateRequest) -> list[tuple[str, GenerateRequest]]:
     if not found:
         return [(request.method, request)]
     return [*found[:-1], (found[-1][0], request)]
+
+
+def runs_of(
+    chunk: Sequence[PreparedPrompt], parts: bool
+) -> list[tuple[str, list[GenerateRequest]]]:
+    """The runs of a chunk in their order, each with its name: the dense side, then the sparse one.
+
+    With ``parts`` the parts of the sparse side come before it, one after the other.
+    """
+    whole = [one.request for one in chunk]
+    dense = ("dense", [dense_side(request) for request in whole])
+    if not parts:
+        return [dense, (whole[0].method, whole)]
+    columns = zip(*(stages_of(request) for request in whole), strict=True)
+    return [dense, *((column[0][0], [each for _, each in column]) for column in columns)]
+
+
+def warm_ups(
+    chunk: Sequence[PreparedPrompt], defaults: Defaults, parts: bool
+) -> list[list[GenerateRequest]]:
+    """Two steps of each of the runs of a chunk, on a CPU of a few frames where that will do."""
+    request = chunk[0].request
+    frames = request.frames
+    if request.device == "cpu" and not request.compile and request.preset is None:
+        frames = defaults.frame_factor + 1
+    (_, dense), *others = runs_of(chunk, parts)
+    sparse = [[replace(one, dense_steps=0) for one in requests] for _, requests in others]
+    return [[replace(one, steps=2, frames=frames) for one in side] for side in (dense, *sparse)]
 
 
 def write_report(

@@ -50,7 +50,7 @@ class CrewOptions:
             from vidsparse.apps.runs.local_workers import LocalWorkers
 
             assert self.count is not None
-            check_gpus(request, self.count)
+            check_gpus(device, self.count)
             yield LocalWorkers(self.count, device), self.count // self.size
             return
         from vidsparse.apps.runs.ray_workers import connected

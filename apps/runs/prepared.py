@@ -88,7 +88,12 @@ def prepare(
     # the prompts share everything else, which is looked at once.
     first = build_request(source.prompts[0].text, options)
     model = resolve_model(first.model)
-    check_takes(model, image=first.image is not None, last_image=first.last_image is not None)
+    check_takes(
+        model,
+        image=first.image is not None,
+        last_image=first.last_image is not None,
+        keyframes=bool(first.keyframes),
+    )
     if first.preset is not None:
         preset = load_preset(first.preset)
         if not preset.may_fit(model.transformers):

@@ -19,6 +19,13 @@ from vidsparse.report import (
     CONVENTIONS,
     PromptComparison,
     Report,
+    format_worst,
+    headline,
+    plain_text,
+    stage_rows,
+)
+from vidsparse.speedup import Speedup
+from vidsparse.wording import (
     format_number,
     format_psnr,
     format_seconds,
@@ -26,12 +33,7 @@ from vidsparse.report import (
     format_sides,
     format_spread,
     format_total,
-    format_worst,
-    headline,
-    plain_text,
-    stage_rows,
 )
-from vidsparse.speedup import Speedup
 from vidsparse.work import Work
 
 # a title or table row longer than this is cut; the section below it shows the prompt in full.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from functools import wraps
+from typing import Any, Final
 
 import click
 
 from vidsparse.apps.terminal.console import answer_in_json
 from vidsparse.apps.terminal.options import pixel_size
 
-Command = Callable[..., None]
+Command = Callable[..., int | None]
 Decorator = Callable[[Command], Command]
 
 _ANSWER: Final = "-"
@@ -32,14 +33,14 @@ def tensor_options(*, heads: int, head_dim: int) -> Decorator:
             "--heads",
             default=heads,
             show_default=True,
-            type=click.IntRange(min=1),
+            type=click.IntRange(min=1, max=1024),
             help="Attention heads.",
         ),
         click.option(
             "--head-dim",
             default=head_dim,
             show_default=True,
-            type=click.IntRange(min=8),
+            type=click.IntRange(min=8, max=1024),
             help="Channels of a head.",
         ),
         click.option("--dtype", default=None, help="fp32 (default on a CPU), bf16 or fp16."),
@@ -52,10 +53,13 @@ def device_option(command: Command) -> Command:
     return option(command)
 
 
+TOKENS: Final = click.IntRange(min=128, max=100_000_000)
+
+
 def length_option(command: Command) -> Command:
     """``--seq-len``, Wan's at 1280x720 and 81 frames by default."""
     option = click.option(
-        "--seq-len", default=75_600, show_default=True, type=click.IntRange(min=128), help="Tokens."
+        "--seq-len", default=75_600, show_default=True, type=TOKENS, help="Tokens."
     )
     return option(command)
 
@@ -78,14 +82,67 @@ def data_options(command: Command) -> Command:
     return options(command)
 
 
+def _says_what_does_not_fit(command: Command) -> Command:
+    @wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        # it loads torch, which help does not wait for.
+        from vidsparse.pipelines.models import memory_hint
+
+        with memory_hint("these tensors", "try fewer tokens or heads", offloads=False):
+            command(*arguments, **options)
+
+    return run
+
+
+def model_run_options(command: Command) -> Command:
+    """``--size`` to ``--steps``: a published model's video, and the run that steps come to."""
+    decorate = _all_of(
+        click.option(
+            "--size",
+            metavar="WIDTHxHEIGHT",
+            callback=lambda context, parameter, value: None if value is None else pixel_size(value),
+            help="Pixels.  [default: as published]",
+        ),
+        click.option(
+            "--frames",
+            type=click.IntRange(min=1, max=100_000),
+            help="Video frames.  [default: as published]",
+        ),
+        click.option(
+            "--layers",
+            type=click.IntRange(min=1, max=1000),
+            help="Fewer transformer layers, where memory or time asks for it.  [default: all]",
+        ),
+        click.option(
+            "--computed",
+            type=click.FloatRange(0, 1, min_open=True),
+            help="Density that sparse steps compute.  [default: the model's own]",
+        ),
+        click.option(
+            "--warmup",
+            type=click.FloatRange(0, 1),
+            help="Share of steps that stay dense.  [default: the model's own]",
+        ),
+        click.option(
+            "--steps",
+            default=50,
+            show_default=True,
+            type=click.IntRange(min=1, max=100_000),
+            help="Steps of the run that ratios are projected to.",
+        ),
+    )
+    return decorate(command)
+
+
 def measuring_options(*, repeats: int) -> Decorator:
-    """``--repeats``, ``--json`` and ``--show``."""
+    """``--repeats``, ``--json`` and ``--show``; memory that runs out is said in a sentence."""
     return _all_of(
+        _says_what_does_not_fit,
         click.option(
             "--repeats",
             default=repeats,
             show_default=True,
-            type=click.IntRange(min=1),
+            type=click.IntRange(min=1, max=100_000),
             help="Times that each call is measured, in turns with the others; medians count.",
         ),
         json_rows_option("Also write rows into FILE"),

@@ -39,6 +39,7 @@ class Terminal:
         verbose: how often ``-v`` was given; 2 shows tracebacks.
         quiet: print results only.
         interrupted: what to say after Ctrl-C; nothing where somebody else says it.
+        ending: whether Ctrl-C or SIGTERM came.
         terminated: whether SIGTERM came.
         json: print the command's answer as one JSON document and no other result.
     """
@@ -46,6 +47,7 @@ class Terminal:
     verbose: int = 0
     quiet: bool = False
     interrupted: str = "Interrupted."
+    ending: bool = False
     terminated: bool = False
     json: bool = False
 
@@ -170,7 +172,7 @@ def run(terminal: Terminal, body: Callable[[], object]) -> int:
         # a letter that the terminal does not know is no reason to fail.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    with _terminable(terminal):
+    with _endable(terminal):
         code = _run(terminal, body)
     try:
         if sys.stdout is not None:
@@ -186,42 +188,61 @@ def _run(terminal: Terminal, body: Callable[[], object]) -> int:
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt):
-        # even with -q: it is why nothing more comes.
-        if terminal.interrupted:
-            terminal.put(f"\n{terminal.interrupted}", err=True)
-        return TERMINATED if terminal.terminated else INTERRUPTED
-    except click.ClickException as error:
-        return _complain(terminal, _with_hint(error), BAD_INPUT)
-    except VidsparseError as error:
-        return _complain(terminal, str(error), BAD_INPUT)
+        return _interrupted(terminal)
     except Exception as error:
-        if isinstance(error, OSError) and _while_printing(error):
-            return _cannot_print(terminal, error)
-        message = " ".join(f"{type(error).__name__}: {error}".split())
-        hint = "" if terminal.verbose >= 2 else " Hint: run with -vv for the traceback."
-        return _complain(terminal, f"{message}.{hint}" if hint else message, FAILED)
+        # libraries make errors of their own of an interrupt: files that cannot be read, say.
+        if terminal.ending:
+            logger.info("while the command was ended: %s", error)
+            return _interrupted(terminal)
+        return _failed(terminal, error)
     return code if isinstance(code, int) else 0
 
 
+def _interrupted(terminal: Terminal) -> int:
+    # even with -q: it is why nothing more comes.
+    if terminal.interrupted:
+        terminal.put(f"\n{terminal.interrupted}", err=True)
+    return TERMINATED if terminal.terminated else INTERRUPTED
+
+
+def _failed(terminal: Terminal, error: Exception) -> int:
+    if isinstance(error, click.ClickException):
+        return _complain(terminal, _with_hint(error), BAD_INPUT)
+    if isinstance(error, VidsparseError):
+        return _complain(terminal, str(error), BAD_INPUT)
+    if isinstance(error, OSError) and _while_printing(error):
+        return _cannot_print(terminal, error)
+    message = " ".join(f"{type(error).__name__}: {error}".split())
+    hint = "" if terminal.verbose >= 2 else " Hint: run with -vv for the traceback."
+    return _complain(terminal, f"{message}.{hint}" if hint else message, FAILED)
+
+
 @contextmanager
-def _terminable(terminal: Terminal) -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does; a second one ends the process at once."""
+def _endable(terminal: Terminal) -> Iterator[None]:
+    """Note that Ctrl-C came, and let SIGTERM do the same; a second SIGTERM ends the process."""
 
     def end(signum: int, _: object) -> None:
-        signal.signal(signum, signal.SIG_DFL)
-        terminal.terminated = True
+        terminal.ending = True
+        if signum == signal.SIGTERM:
+            signal.signal(signum, signal.SIG_DFL)
+            terminal.terminated = True
         raise KeyboardInterrupt
 
-    # whoever started us may have it ignored, or handle it.
-    ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not ours or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGTERM, end)
+    usual: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    # whoever started us may have them ignored, or handle them.
+    ours = {signum: how for signum, how in usual.items() if signal.getsignal(signum) is how}
+    if threading.current_thread() is not threading.main_thread():
+        ours = {}
+    for signum in ours:
+        signal.signal(signum, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for signum, how in ours.items():
+            signal.signal(signum, how)
 
 
 def _while_printing(error: OSError) -> bool:

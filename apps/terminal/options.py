@@ -7,8 +7,8 @@ here. Help lists options in groups, each method's under its own name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 import cloup
@@ -111,10 +111,26 @@ def _rate(text: str) -> int | float:
     return int(number) if number.is_integer() else number
 
 
+def _keyframe(text: str) -> tuple[int, str]:
+    """The number of a frame and the file of its image."""
+    number, _, file = text.partition("=")
+    if not (number.isdecimal() and len(number) <= _MOST_DIGITS and file):
+        raise click.BadParameter(
+            f"{text!r} is no keyframe. Hint: write N=FILE, such as 41=middle.png."
+        )
+    return int(number), file
+
+
+# of a side: none is as long, and Python reads no number of thousands of digits.
+_MOST_DIGITS: Final = 9
+
+
 def pixel_size(text: str) -> tuple[int, int]:
     """WIDTHxHEIGHT in pixels."""
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+    if len(parts) != 2 or not all(
+        part.strip().isdecimal() and len(part.strip()) <= _MOST_DIGITS for part in parts
+    ):
         raise click.BadParameter(
             f"{text!r} is not a size. Hint: write WIDTHxHEIGHT, such as 256x256."
         )
@@ -175,7 +191,17 @@ def request_options(function: Function) -> Function:
             option(
                 "--last-image",
                 metavar="FILE",
-                help="Last frame, where the model takes one (Wan's first-last-frame-to-video).",
+                help="Last frame, where the model takes one (Wan's first-last-frame-to-video, "
+                "LTX-2).",
+            ),
+            option(
+                "--keyframe",
+                "keyframes",
+                type=_keyframe,
+                multiple=True,
+                metavar="N=FILE",
+                help="Frame N, counted from 0, where the model takes some (LTX-2: 8k+1); as often "
+                "as you like.",
             ),
             option(
                 "--seed",
@@ -319,6 +345,34 @@ def request_options(function: Function) -> Function:
     return function
 
 
+def gpus_options(function: Function) -> Function:
+    """``--gpus``, ``--ring`` and ``--apart``: several processes that make each video together."""
+    options = (
+        click.option(
+            "--gpus",
+            type=click.IntRange(min=1, max=1024),
+            metavar="N",
+            help="Use N GPUs, all of them on each video; with --device cpu, N processes.",
+        ),
+        click.option(
+            "--ring",
+            type=click.IntRange(min=1),
+            metavar="R",
+            help="Of the GPUs of a video, pass keys and values round R; the others share attention "
+            "heads out.  [default: as few as the model's heads need]",
+        ),
+        click.option(
+            "--apart",
+            is_flag=True,
+            help="Of the GPUs of a video, let each half compute one of a step's two guidance "
+            "branches; Wan's models.",
+        ),
+    )
+    for each in reversed(options):
+        function = each(function)
+    return function
+
+
 def _add_method_options(function: Function) -> Function:
     group = _MethodOptions("Options of methods")
     for one in reversed(_method_options()):
@@ -372,6 +426,7 @@ def build_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
     own = {k: v for k, v in options.items() if not k.startswith(_METHOD_PREFIX) and k != "size"}
     width, height = options["size"] or (None, None)
     own["method"] = _method_name(options)
+    own["keyframes"] = _keyframes(options.get("keyframes", ()))
     return GenerateRequest(
         prompt=prompt,
         width=width,
@@ -379,6 +434,18 @@ def build_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
         method_options=method_values(own["method"], options),
         **own,
     )
+
+
+def _keyframes(given: Sequence[tuple[int, str]]) -> dict[int, str]:
+    """The files of keyframes by their numbers.
+
+    Raises:
+        OptionError: a frame was given twice.
+    """
+    found = dict(given)
+    if len(found) < len(given):
+        raise OptionError("a frame was given two keyframes. Hint: give each --keyframe once.")
+    return found
 
 
 def _named_speed(asked: str | None, model: str) -> str | None:
