@@ -97,9 +97,11 @@ bench = LazyGroup(
     members={
         "attention": "time one attention call, sparse against dense",
         "calls": "time whole attention calls of methods, and what they err by",
+        "gpus": "time one video on one GPU and on several together",
         "gates": "time what skipping products with V costs and saves",
         "masks": "time what the methods' masks cost, as a share of dense attention",
         "model": "time whole transformers of published sizes",
+        "scaling": "predict more GPUs from rows of few",
         "quality": "sweep tiles, merging and orders on the small model",
     },
 )

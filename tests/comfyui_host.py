@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -121,8 +122,8 @@ class WanModel:
         generator = torch.Generator().manual_seed(0)
         tokens = self.tokens(x)
         hidden = torch.randn(len(x), tokens, HEADS * DIM, generator=generator)
-        hidden = hidden + x.mean((1, 2, 3, 4)).view(-1, 1, 1)
-        if self.newer:
+        hidden = hidden + x.flatten(1).mean(1).view(-1, 1, 1)
+        if self.newer and x.ndim == 5:
             options["grid_sizes"] = torch.Size((x.shape[2], x.shape[3] // 2, x.shape[4] // 2))
         for block in self.blocks:
             if self.newer:
@@ -152,6 +153,16 @@ class HunyuanVideo(WanModel):
 
     def tokens(self, x: Tensor) -> int:
         return super().tokens(x) + 7
+
+
+class MiniMaxH3Model(WanModel):
+    """One sequence of text, sound and video, which is last; latents of both are packed into one."""
+
+    video = (6, 8, 10)
+    beside = 7 + 9
+
+    def tokens(self, x: Tensor) -> int:
+        return math.prod(self.video) + self.beside
 
 
 class BaseModel:

@@ -14,7 +14,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +126,9 @@ class Commands:
                 raise AssertionError(f"{arguments} hangs, {hit and how} sent: {said}")
             process.join(0.002)
         assert process.exitcode is not None
+        assert process.pid is not None
+        if hit:
+            until_left_alone(process.pid)
         printed, said = (file.read_text(encoding="utf-8") for file in files)
         return Ended(process.exitcode, said, printed, time.monotonic() - began, hit)
 
@@ -210,3 +214,29 @@ def digests(folder: Path, pattern: str) -> dict[str, str]:
 def hidden(folder: Path) -> list[str]:
     """Names of hidden files below a folder, locks aside: what was left half written."""
     return sorted(path.name for path in folder.rglob(".*") if not path.name.endswith(".lock"))
+
+
+def until_left_alone(session: int) -> None:
+    """Wait for the encoders of a process that was killed: they end by themselves, a moment later.
+
+    Until then they may still begin a file, or write to one. They are told by the session that the
+    process began, which was its leader: a process that is just becoming another program has no
+    words on its command line.
+    """
+    last = time.monotonic() + PATIENCE
+    while any(of == session for of in _sessions()):
+        assert time.monotonic() < last, f"a process of session {session} still runs"
+        time.sleep(0.02)
+
+
+def _sessions() -> Iterator[int]:
+    """The sessions of all processes that have not ended."""
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            # it may have ended since.
+            with suppress(OSError):
+                # its name comes first, in brackets, and may hold anything.
+                stat = (process / "stat").read_text(encoding="utf-8", errors="replace")
+                state, _, _, session = stat.rpartition(")")[2].split()[:4]
+                if state not in "ZX":
+                    yield int(session)

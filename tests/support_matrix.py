@@ -88,8 +88,7 @@ _OTHER_NAMES: Final = Limit(
     "hidden_states",
 )
 _NO_CACHE: Final = Limit(
-    "refused: diffusers' cache is not to be had here, does not know these blocks, or would leave "
-    "the audio out",
+    "refused: diffusers' cache does not know these blocks",
     "does not know the blocks",
     host=False,
 )
@@ -108,7 +107,8 @@ _OTHER_PROJECTIONS: Final = Limit(
 _NO_SIGNATURE: Final = Limit(
     "diffusers' own loop asks the wrapper for the transformer's parameters; compile it in place, "
     "`pipe.transformer.compile(fullgraph=True)`, or its blocks",
-    "failed to bind arguments",
+    # of torch 2.13, and of others.
+    "failed to bind arguments|[Mm]issing required positional argument",
 )
 _PARALLEL: Final = Limit(
     "refused: `SparseHandle.parallelize` has the plan that is right here, where there is one",
@@ -117,12 +117,11 @@ _PARALLEL: Final = Limit(
 )
 
 _NOT_DEALT: Final = Limit(
-    "refused: its tokens or their angles come in a form that diffusers' plans cannot split evenly",
+    "refused: frames of the past stand in front of the video, and blocks look at its parts apart",
     "cannot be dealt",
     host=False,
 )
 
-_OWN_CACHES: Final = ("first-block", "taylorseer")
 _CACHES: Final = ("first-block-cache", "mag-cache")
 _UNKNOWN: Final = ("helios", "cosmos3", "kandinsky6")
 _WITHOUT_CACHE: Final = ("anyflow", "allegro", "easyanimate", "cosmos2.5", "kandinsky5")
@@ -135,8 +134,6 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("first-block", "hunyuan15"): _NO_CACHE,
     ("first-block", "ltx2"): _NO_CACHE,
     ("first-block", "minimax"): _NO_CACHE,
-    ("taylorseer", "ltx2"): _NO_CACHE,
-    ("taylorseer", "minimax"): _NO_CACHE,
     ("first-block-cache", "hunyuan15"): _NO_BLOCKS,
     ("first-block-cache", "ltx2"): _NO_BLOCKS,
     ("first-block-cache", "minimax"): _NO_BLOCKS,
@@ -145,7 +142,7 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("mag-cache", "minimax"): _NO_BLOCKS,
     ("first-block-cache", "skyreels-v2"): _NO_BLOCKS,
     ("mag-cache", "skyreels-v2"): _NO_BLOCKS,
-    **{(c, one): _NO_CACHE for c in _OWN_CACHES for one in (*_WITHOUT_CACHE, *_UNKNOWN)},
+    **{("first-block", one): _NO_CACHE for one in (*_WITHOUT_CACHE, *_UNKNOWN)},
     **{
         (cache, one): _NO_BLOCKS for cache in _CACHES for one in ("allegro", "helios", "kandinsky6")
     },
@@ -164,13 +161,21 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("fuse-qkv", "motif"): _CROSS_TEXT,
     # what runs on several processes: test_parallel.py.
     **{("context-parallel", one): _PARALLEL for one in VARIANTS.values() if one != "wan"},
-    **{("parallelize", one): _NOT_DEALT for one in ("anyflow", "allegro", "minimax", *_UNKNOWN)},
+    ("parallelize", "helios"): _NOT_DEALT,
 }
 """Cells that do not work."""
 
 
 def _code(*names: str) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+VERSIONS: Final = (
+    ("torch", "2.10", "2.9 brings Triton 3.5, and the kernels want 3.6"),
+    ("diffusers", "0.42", "0.41 has no Kandinsky 6; 0.40 fails in most step caches"),
+    ("transformers", "5.10.1", "LTX-2 cannot be imported with older ones"),
+    ("gradio (`ui`)", "6.31", "the page was made with it"),
+)
 
 
 def page() -> str:
@@ -201,6 +206,14 @@ def page() -> str:
         "and removal must restore every processor object and every bit of the video. MiniMax-H3",
         "takes one prompt a call and has no guidance, so its transformer alone runs in batches;",
         "`tests/test_modular.py` runs the other families' modular pipelines.",
+        "",
+        "## Versions",
+        "",
+        "Python 3.11 to 3.13. `.ci/versions` runs the tests that reach into the hosts with the",
+        "oldest, the pinned and the newest of them; what came out is in",
+        "[reliability](reliability.md#versions).",
+        "",
+        markdown_table(("host", "oldest", "why not older"), VERSIONS),
         "",
         "## Combinations",
         "",

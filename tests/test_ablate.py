@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from vidsparse.apps.cli import main
 from vidsparse.apps.results.marked_page import fill_page
 from vidsparse.apps.small_model.prompts import calibration_prompts, held_out_prompts
-from vidsparse.apps.studies import call_ablations, quality_study
+from vidsparse.apps.studies import call_ablations, study_presets
 from vidsparse.apps.studies.call_ablations import judge_rows
 from vidsparse.apps.studies.call_meters import ErrorMeter, recall_rows
 from vidsparse.apps.studies.prepare_study import sizes_of
@@ -85,7 +85,7 @@ def test_calibrated_methods_are_held_to_their_word_on_other_prompts(
         wanted.append(count)
         return ("a green ring", "a red ball")
 
-    monkeypatch.setattr(quality_study, "calibration_prompts", few)
+    monkeypatch.setattr(study_presets, "calibration_prompts", few)
     only = ("sale-recall", "held-out", "bsfa-density", "calibration")
     flags = [word for name in only for word in ("--only", name)]
     presets = tmp_path / "presets"

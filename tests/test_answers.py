@@ -144,3 +144,37 @@ def test_what_lists_things_fits_80_columns(
     shown = terminal(*command)
     files = {word for word in command if word.endswith(".json")}
     assert max(len(line) for line in shown.splitlines() if line not in files) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["attention", "--device", "/"], "unknown device '/'"),
+        (["calls", "--device", "cuda:" + "9" * 5000], "unknown device 'cuda:9"),
+        (["attention", "--seq-len", "9" * 400], "is not in the range 128<=x"),
+        (["calls", "--seq-len", "128", "--case", " "], "unknown method ''"),
+        (["masks", "--head-dim", "9" * 400], "is not in the range 8<=x"),
+        (["model", "--size", "9" * 5000 + "x9"], "is not a size"),
+        (
+            ["attention", "--seq-len", "100000000", "--heads", "1024", "--head-dim", "1024"],
+            "is too small for these tensors. Hint: try fewer tokens or heads.",
+        ),
+        (["attention", "--show", "deep.json"], "nested too deeply"),
+        (["quality", "--table", "--limit-rows", "0", "--out", "deep.json"], "nested too deeply"),
+        (["quality", "--table", "--limit-rows", "0", "--out", "odd.json"], "no quality study"),
+        (["quality", "--table", "--limit-rows", "0", "--out", "bare.json"], "no quality study"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_what_a_benchmark_cannot_use_is_one_sentence(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("deep.json").write_text("[" * 100_000)
+    for name, row in (("odd", 3), ("bare", {"study": "plans"})):
+        Path(f"{name}.json").write_text(
+            json.dumps({"format": "vidsparse-quality/1", "rows": [row]})
+        )
+    done = CliRunner().invoke(main, ["bench", *arguments])
+    assert done.exit_code == 2, done.output
+    assert words in " ".join(done.output.split())

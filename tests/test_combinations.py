@@ -6,6 +6,7 @@ The table of ``support_matrix.py`` says what works; here each of its cells is ru
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch
 from counting_backend import CountingBackend
 from quick import slow_but
-from support_matrix import COMBINATIONS, LIMITS, VARIANTS, page
+from support_matrix import COMBINATIONS, LIMITS, VARIANTS, VERSIONS, page
 from test_families import first_forward
 from tiny_families import PROMPTS, TINY, latents
 
@@ -429,3 +430,10 @@ def test_the_page_is_current() -> None:
     assert committed.read_text(encoding="utf-8") == page(), (
         "docs/support.md is old. Hint: python tests/support_matrix.py docs/support.md"
     )
+
+
+def test_the_oldest_hosts_are_those_that_can_be_installed() -> None:
+    asked = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    for host, oldest, _ in VERSIONS:
+        name = host.partition(" ")[0]
+        assert set(re.findall(rf'"{name}>=([\d.]+)', asked)) == {oldest}

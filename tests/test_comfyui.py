@@ -106,6 +106,40 @@ def test_guidance_branches_apart_are_told_apart() -> None:
     assert {cell.branch for cell in cells(ours)} == {"conditional", "unconditional"}
 
 
+def packed() -> dict[str, Any]:
+    """A run of video and sound whose latents are packed into one."""
+    frames, height, width = host.MiniMaxH3Model.video
+    shape = (1, 4, frames, 2 * height, 2 * width)
+    video = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    sound = torch.ones(1, 8, 2, 9)
+    x = torch.cat([video.flatten(1), sound.flatten(1)], 1)[:, None]
+    return {"x": x, "latent_shapes": [tuple(video.shape), tuple(sound.shape)]}
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_run_of_minimax_h3_at_full_mask_is_the_stock_one(newer: bool) -> None:
+    model = loaded(host.MiniMaxH3Model(), newer=newer, skip_reshape=True)
+    stock = host.sample(model, together=False, **packed())
+    ours = sparse(model, quality=1.0)
+    made = host.sample(ours, together=False, **packed())
+    torch.testing.assert_close(made, stock, rtol=1e-5, atol=1e-6)
+    assert {cell.computed.mean().item() for cell in cells(ours)} == {1.0}
+
+
+def test_what_stands_before_the_video_of_minimax_h3_is_exact_both_ways() -> None:
+    model = loaded(host.MiniMaxH3Model(blocks=1), skip_reshape=True)
+    beside = host.MiniMaxH3Model.beside
+    host.sample(model, steps=1, guided=False, **packed())
+    stock = model.model.diffusion_model.hidden
+    ours = sparse(model, quality=0.01, tile="16x16")
+    host.sample(ours, steps=1, guided=False, **packed())
+    hidden = model.model.diffusion_model.hidden
+    (cell,) = cells(ours)
+    assert cell.sparse
+    torch.testing.assert_close(hidden[:, :beside], stock[:, :beside], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(hidden[:, beside:], stock[:, beside:], rtol=1e-3, atol=1e-3)
+
+
 def test_text_behind_the_video_is_exact_both_ways() -> None:
     model = loaded(host.HunyuanVideo(blocks=1))
     x = torch.randn(1, 4, 6, 16, 20, generator=torch.Generator().manual_seed(4))

@@ -17,17 +17,17 @@ from support_matrix import VARIANTS
 from tiny_families import PROMPTS, TINY, Tiny, latents
 from tiny_kandinsky import kandinsky5
 from tiny_motif import motif
-from tiny_parts import IMAGE, TWO, prompt_mask
+from tiny_parts import IMAGE, TWO, noise, prompt_mask
 from torch import Tensor, nn
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines import restore, sparsify
-from vidsparse.pipelines.adapter import named_arguments
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.handle import attention_shape
 from vidsparse.pipelines.layout import Layout
+from vidsparse.pipelines.position import named_arguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,6 +118,10 @@ def test_full_mask_stays_within_twice_the_stock_error(name: str, dtype: torch.dt
     tiny = TINY[name]
     pipe = tiny.build()
     arguments = first_forward(name, pipe, prompts=prompts_of(tiny), size=tiny.odd)
+    if name.startswith("easyanimate"):
+        # two hundred padded tokens alike are rounded alike, and in another order of the keys that
+        # does not even out: ten times the error on some processors, PyTorch's own kernel included.
+        arguments["encoder_hidden_states"] = noise(5, *arguments["encoder_hidden_states"].shape)
     check_full_mask(pipe, arguments, dtype)
 
 

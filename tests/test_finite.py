@@ -113,6 +113,8 @@ def test_a_call_that_falls_back_is_dense_and_counted() -> None:
     told = engine.trace.summary()
     assert told.notes == (engines.FELL_BACK,)
     assert told.dense_call_share == pytest.approx(1 / 3)
+    assert told.work is not None
+    assert told.work.dense_fallback == pytest.approx(1 / 3)
     assert [cell.computed_share == 1 for cell in engine.trace.cells] == [False, True, False]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from vidsparse.masks import unpack_bits
 from vidsparse.methods import Foresight, SparseMethod
 from vidsparse.order import token_order
 from vidsparse.plan import plan_of_blocks
-from vidsparse.planning import key_means, plan_attention
+from vidsparse.planning import key_means, order_and_average, plan_attention
 from vidsparse.residual import error_of_means
+from vidsparse.route import find_route
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
@@ -295,6 +297,21 @@ def kernel_cases() -> Iterator[Case]:
 
     yield "moments", moments
 
+    def averages() -> None:
+        grid = TokenGrid(3, 10, 13)
+        order = token_order("hilbert", grid, torch.device(DEVICE))
+        x = random_qkv(grid.tokens, 96, torch.float32, batch=2)[0].to(DEVICE)
+        route = find_route(Foresight(), x, x, x)
+        by_kernel = replace(route, reorders=True, lists=True)
+        ordered, means = order_and_average(x, order, 64, grid.video, by_kernel)
+        assert torch.equal(ordered, order.apply(x, by_kernel=False))
+        torch.testing.assert_close(means, group_means(ordered, 64))
+        # a group that text stands in is not of the video's tokens alone.
+        assert order_and_average(x, order, 64, grid.video - 9, by_kernel)[1] is None
+        assert order_and_average(x, order, None, grid.video, by_kernel)[1] is None
+
+    yield "means on the way into the order", averages
+
 
 @pytest.mark.parametrize("rows", [16, 128])
 @pytest.mark.parametrize("text", [0, 30])
@@ -315,7 +332,8 @@ def test_what_kernels_choose_is_as_good(text: int, rows: int) -> None:
         plan_of_blocks(chosen.words.cpu(), chosen.count.cpu(), (128, 16), grid.tokens),
         plan_attention(method, q, k, site(grid), v=v),
     ):
-        means = key_means(k, v, plan, 64, grid.video, by_kernel=False)
+        counts = plan.left_out(64, by_kernel=False)
+        means = key_means(k, v, counts, 64, grid.video, by_kernel=False)
         out, _ = gather_attention(
             q,
             k,

@@ -6,6 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import peft
 import pytest
@@ -66,6 +67,20 @@ def test_the_first_and_the_last_block_stay() -> None:
 def test_both_transformers_of_a_two_stage_model_are_changed() -> None:
     pipe = tiny_wan(layers=3, two_stage=True)
     assert quantize_linear(pipe, "int8", smallest=32).layers == 2 * LAYERS_OF_A_BLOCK
+
+
+def test_layers_in_8_bits_stay_so_and_take_no_other_format() -> None:
+    pipe = tiny_wan(layers=4).to(torch.bfloat16)
+    first = quantize_linear(pipe, "int8", smallest=32)
+    again = quantize_linear(pipe, "int8", smallest=32)
+    assert again.layers == first.layers
+    assert again.bytes_before == again.bytes_after == first.bytes_after
+    # on a GPU that has fp8, where it would be the other format that is the matter.
+    with (
+        mock.patch("vidsparse.pipelines.linear.check_linear"),
+        pytest.raises(OptionError, match="in int8 already"),
+    ):
+        quantize_linear(pipe, "fp8", smallest=32)
 
 
 @pytest.mark.parametrize(("smallest", "layers"), [(32, 8 + 2), (33, 0), (48, 0)])

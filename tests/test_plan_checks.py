@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_plans import EXTRAS, SAID, damaged, extra_options, of_16_bits, wrecked
 from budget import Work, check_kernel, random_qkv, random_work, truth
 from fault_runs import form
 from hypothesis import given, settings
@@ -18,10 +19,9 @@ from kernel_cases import DEVICE as TRITON_ON
 from torch import Tensor
 
 from vidsparse import OptionError, TokenGrid, attend
-from vidsparse.kernels import AbsoluteGate, RelativeGate, quantize_qk, sparse_attention
+from vidsparse.kernels import RelativeGate, quantize_qk, sparse_attention
 from vidsparse.kernels.attention import checks
 from vidsparse.kernels.attention.checks import Answer, faults_of_plan, harmless, raise_found
-from vidsparse.kernels.attention.means import KeyMeans, counts_of_lists, group_means
 
 pytestmark = pytest.mark.usefixtures("one_thread", "poisoned_empty")
 
@@ -175,60 +175,6 @@ def test_a_counter_and_8_bit_operands_fit_the_call() -> None:
 
 
 # ---- values of a plan ----
-
-
-def damaged(work: Work, kind: str, gen: torch.Generator) -> Work:
-    """``work`` with one number of one block made wrong."""
-    made = replace(
-        work,
-        q_tiles=work.q_tiles.clone(),
-        kv_count=work.kv_count.clone(),
-        kv_index=work.kv_index.clone(),
-    )
-    b, h, g = (int(torch.randint(size, (), generator=gen)) for size in tuple(work.kv_count.shape))
-    count, at = made.kv_count[b, h], made.kv_index[b, h, g]
-    chunks = -(-work.tokens // work.tile[1])
-    tiles = -(-work.tokens // work.tile[0])
-    far = int(torch.randint(1 << 20, (), generator=gen))
-    if kind == "length":
-        count[g] = chunks + 1 + far
-    elif kind == "negative length":
-        count[g] = -1 - far
-    elif kind == "number":
-        count[g] = min(max(1, int(count[g])), len(at))
-        at[int(count[g]) - 1] = chunks + far
-    elif kind == "negative number":
-        count[g] = max(1, int(count[g]))
-        at[0] = -1 - far
-    elif kind == "twice in a list":
-        count[g] = 2
-        at[:2] = int(torch.randint(chunks, (), generator=gen))
-    elif kind == "falls":
-        count[g] = 2
-        at[:2] = torch.tensor([1, 0])
-    elif kind == "tile":
-        made.q_tiles[b, h, g, 0] = tiles + far
-    elif kind == "negative tile":
-        made.q_tiles[b, h, g, 0] = -2 - far
-    else:
-        flat = made.q_tiles[b, h].flatten()
-        real = flat[flat >= 0]
-        flat[(flat == real[0]).nonzero()[0]] = real[-1]
-        made.q_tiles[b, h] = flat.view_as(made.q_tiles[b, h])
-    return made
-
-
-SAID = {
-    "length": "length in kv_count is not from 0 to",
-    "negative length": "length in kv_count is not from 0 to",
-    "number": "chunk number in kv_index is not from 0 to",
-    "negative number": "chunk number in kv_index is not from 0 to",
-    "twice in a list": "do not rise",
-    "falls": "do not rise",
-    "tile": "tile number in q_tiles is not from 0 to",
-    "negative tile": "tile number in q_tiles is not from 0 to",
-    "twice": "stands in q_tiles twice",
-}
 
 
 @st.composite
@@ -403,11 +349,6 @@ def test_the_answer_of_a_gpu_is_told_once_when_it_is_there_and_nobody_waits() ->
 # ---- what Triton's kernel reads and writes, whatever a plan says ----
 
 
-def _of_16_bits(work: Work) -> Work:
-    low, high = -(2**15), 2**15 - 1
-    return replace(work, kv_index=work.kv_index.clamp(low, high).to(torch.int16))
-
-
 @pytest.mark.faults
 @pytest.mark.skipif(TRITON_ON != "cpu", reason="watches what Triton's interpreter does")
 @pytest.mark.timeout(3600)
@@ -416,7 +357,7 @@ def _of_16_bits(work: Work) -> Work:
     kinds=st.lists(st.sampled_from(list(SAID)), min_size=1, max_size=4),
     tile=st.sampled_from([(16, 1), (32, 16), (64, 64), (128, 128)]),
     tokens=st.sampled_from([129, 300]),
-    extra=st.sampled_from(["", "int8", "relative", "absolute", "means"]),
+    extra=st.sampled_from(EXTRAS),
     is_short=st.booleans(),
     seed=st.integers(0, 2**31),
 )
@@ -426,27 +367,11 @@ def test_no_plan_makes_the_triton_kernel_read_or_write_outside_of_its_tensors(
     from interpreter import only_inside
 
     q, k, v = random_qkv(tokens, 64, torch.float16)
-    options: dict[str, Any] = {}
-    right = work = random_work(tokens, tile, seed=seed)
-    gen = torch.Generator().manual_seed(seed)
-    for kind in kinds:
-        work = damaged(work, kind, gen)
-    # numbers that overflow where they are multiplied by the size of a tile.
-    worst = work.q_tiles.view(-1), work.kv_index.view(-1)
-    for table in worst:
-        table[int(torch.randint(len(table), (), generator=gen))] = 2**31 - 1 - seed % 2
-        table[int(torch.randint(len(table), (), generator=gen))] = -(2**31)
+    right = random_work(tokens, tile, seed=seed)
+    work = wrecked(right, kinds, seed)
     if is_short:
-        right, work = _of_16_bits(right), _of_16_bits(work)
-    if extra == "int8":
-        options["quantize"] = "int8"
-    elif extra == "relative" or (extra == "absolute" and tile[0] < 32):
-        options["gate"] = RelativeGate(-8.0)
-    elif extra == "absolute":
-        options["gate"] = AbsoluteGate(torch.tensor(-2.0), rows=min(64, tile[0]))
-    elif extra == "means":
-        counts = counts_of_lists(right.kv_count, right.kv_index, tile[1], tokens, 128)
-        options["means"] = KeyMeans(group_means(k, 128), group_means(v, 128), counts, 128)
+        right, work = of_16_bits(right), of_16_bits(work)
+    options = extra_options(extra, right, k, v)
     options |= {"implementation": "triton", "chosen": True, "validate": False}
     with only_inside() as found:
         run((q, k, v), right, **options)

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from vidsparse.apps.cli import main
 from vidsparse.apps.small_model.prompts import held_out_prompts
+from vidsparse.apps.studies import study_presets
 from vidsparse.apps.studies.aim import find_density
 from vidsparse.apps.studies.configurations import STUDIES, configurations
 from vidsparse.apps.studies.quality_plots import draw_curve
@@ -124,7 +125,8 @@ def test_rows_of_merging_alone_are_drawn_and_named(
 
 @pytest.mark.slow
 def test_orders_are_compared_at_equal_computed_density(tiny_model: Path, tmp_path: Path) -> None:
-    done = _quality(tiny_model, tmp_path, "--study", "orders", "--limit-rows", "8")
+    given = ("--study", "orders", "--limit-rows", "6", "--prompts", "1")
+    done = _quality(tiny_model, tmp_path, *given)
     assert done.exit_code == 0, done.output
     rows = _rows(tmp_path)
     sparge, calibrated = rows[:5], rows[5:]
@@ -136,19 +138,19 @@ def test_orders_are_compared_at_equal_computed_density(tiny_model: Path, tmp_pat
         assert row["l1"] >= 0
         assert 0 <= row["sim_q"] <= 1
         assert 0 <= row["sim_k"] <= 1
-    # each order has a top_p of its own; blocks of 3 are coarse, so the density is only near.
-    for row in calibrated:
-        assert row["target"] == 0.35
-        assert row["computed"] == pytest.approx(0.35, abs=0.15)
+    # an order has a top_p of its own; blocks of 3 are coarse, so the density is only near.
+    (row,) = calibrated
+    assert row["target"] == 0.35
+    assert row["computed"] == pytest.approx(0.35, abs=0.15)
     # a calibrated row is known again by its target, whatever top_p was found.
-    again = _quality(tiny_model, tmp_path, "--study", "orders", "--limit-rows", "1")
-    assert "8 of 15 rows are there already" in again.stderr
-    assert _rows(tmp_path)[:8] == rows
+    known = [any(map(one.describes, rows)) for one in configurations(("orders",))]
+    assert known == [True] * 6 + [False] * 9
 
 
 @pytest.mark.slow
 def test_methods_are_compared_at_equal_selected_density(tiny_model: Path, tmp_path: Path) -> None:
-    done = _quality(tiny_model, tmp_path, "--study", "equal", "--table")
+    given = ("--study", "equal", "--prompts", "1")
+    done = _quality(tiny_model, tmp_path, *given, "--table")
     assert done.exit_code == 0, done.output
     rows = _rows(tmp_path)
     assert {(row["method"], row["options"]["tile"]) for row in rows} >= {
@@ -160,8 +162,8 @@ def test_methods_are_compared_at_equal_selected_density(tiny_model: Path, tmp_pa
     fine = next(row for row in rows if row["options"]["tile"] == "16x16")
     assert fine["selected"] == pytest.approx(0.35, abs=0.02)
     assert f"| fg-attn | 16x16 | top_p {fine['options']['top_p']:g} |" in done.stdout
-    again = _quality(tiny_model, tmp_path, "--study", "equal")
-    assert "rows are there already" in again.stderr
+    again = _quality(tiny_model, tmp_path, *given)
+    assert f"{len(rows)} of {len(rows)} rows are there already" in again.stderr
     assert _rows(tmp_path) == rows
 
 
@@ -298,3 +300,27 @@ def test_a_method_is_timed_against_the_stock_pipeline(tiny_model: Path, tmp_path
     assert again.exit_code == 0, again.output
     timed = [one for one in configurations(("seconds",)) if one.method == "dense"]
     assert [one.describes(dense) for one in timed] == [True]
+
+
+@pytest.mark.slow
+def test_a_promise_is_held_against_prompts_that_its_preset_has_not_seen(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ("a green ring", "a red ball", "a blue square")
+    monkeypatch.setattr(study_presets, "calibration_prompts", lambda model, count: own)
+    presets = tmp_path / "presets"
+    given = ("--study", "promises", "--limit-rows", "1", "--table", "--presets", str(presets))
+    done = _quality(tiny_model, tmp_path, *given)
+    assert done.exit_code == 0, done.output
+    (row,) = _rows(tmp_path)
+    assert (row["method"], row["promise"], row["calibrated"]) == ("foresight", 32.0, True)
+    # what the preset says, which is of other prompts than the row's.
+    assert (row["promised"]["prompts"], row["prompts"]) == (3, 2)
+    assert row["promised"]["psnr"] != row["psnr_mean"]
+    assert row["calibration_seconds"] > 0
+    assert "on its own prompts" in done.stdout
+    # presets for other targets are other rows, with presets of their own.
+    assert [one.describes(row) for one in configurations(("promises",))] == [True, False, False]
+    (preset,) = presets.glob("*-foresight-*-32dB.json")
+    told = json.loads(preset.read_text(encoding="utf-8"))
+    assert told["schedule"]["refresh"] == row["options"]["refresh"]

@@ -14,14 +14,7 @@ import pytest
 from vidsparse.apps.runs.curve import curve_points, nice_ticks
 from vidsparse.apps.runs.report_page import ReportedSetting, SideBySide, render
 from vidsparse.metrics import compare_videos
-from vidsparse.report import (
-    Promise,
-    PromptComparison,
-    Report,
-    RunFacts,
-    headline,
-    mean_density_map,
-)
+from vidsparse.report import Promise, PromptComparison, Report, RunFacts, headline, mean_density_map
 from vidsparse.work import Work
 
 HOSTILE = 'a <script>alert(1)</script> | "ball" & ünïcode'

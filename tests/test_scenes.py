@@ -277,9 +277,8 @@ def test_the_reader_tells_every_wrong_clip(
 
 @pytest.mark.slow
 def test_the_reader_is_right_where_bodies_cross_and_light_changes() -> None:
-    drawn = scenes(24, seed=11)
-    right = [reading.read_clip(film(one, 17)) == reading.asked_of(one) for one in drawn]
-    assert sum(right) >= 0.95 * len(right)
+    for drawn in scenes(12, seed=11):
+        assert reading.read_clip(film(drawn, 17)) == reading.asked_of(drawn)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import SPARSE_METHODS, make_method
+from vidsparse.plan import SparsePlan
 from vidsparse.planning import Ordered
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
@@ -87,6 +88,35 @@ def test_a_branch_that_comes_again_in_its_step_and_another_window_plan_anew() ->
     attend(engine, 1, "conditional 2", 3, window=2)
     attend(engine, 1, "unconditional 2", 4, window=2)
     assert [action for _, _, action in actions(engine)] == ["replan", "replan", "replan", "reuse"]
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_lists_of_a_short_video_s_plan_are_made_once_for_all_calls_that_it_serves(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not small:
+        monkeypatch.setattr("vidsparse.kept._SMALL", 0)
+    engine, fresh = engine_of(reuse=3), engine_of(reuse=3)
+    made: list[int] = []
+    of = SparsePlan.list_keys
+
+    def list_keys(plan: SparsePlan, *, by_kernel: bool) -> Tensor:
+        made.append(1)
+        return of(plan, by_kernel=by_kernel)
+
+    monkeypatch.setattr(SparsePlan, "list_keys", list_keys)
+    counted = []
+    for step in (1, 2, 3):
+        for branch in BRANCHES:
+            out = attend(engine, step, branch, seed=step)
+            counted.append(len(made))
+            # one that keeps none gives the same.
+            for kept in fresh._plans.values():
+                kept.lists = None
+            assert torch.equal(out, attend(fresh, step, branch, seed=step))
+            made.clear()
+    # the first two calls plan: from the second branch on it is known that another follows.
+    assert counted == ([1, 0, 0, 0, 0, 0] if small else [1] * 6)
 
 
 def test_no_plan_waits_where_there_is_no_other_branch() -> None:

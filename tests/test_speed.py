@@ -50,7 +50,7 @@ def test_faster_speeds_keep_less_and_only_fast_has_a_cache(family: Any) -> None:
     made = {speed: bundle_for(speed, family.defaults, steps=50, **CPU) for speed in SPEEDS}
     assert [made[speed].method_options.get("top_p") for speed in SPEEDS] == [None, None, 0.8, 0.8]
     caches = {speed: made[speed].cache for speed in SPEEDS}
-    expected = "taylorseer" if "taylorseer" in family.caches else "none"
+    expected = "taylorseer" if "taylorseer" in family.caches and not family.sound else "none"
     assert caches == {"exact": "none", "high": "none", "balanced": "none", "fast": expected}
 
 

@@ -14,16 +14,18 @@ from torch import Tensor
 
 from vidsparse.grid import TokenGrid
 
-FRAMES, TEXT_AFTER, NOTHING = "frames", "text after", "nothing"
+FRAMES, TEXT_AFTER, ALL_BEFORE, NOTHING = "frames", "text after", "all before", "nothing"
 
 BESIDE: Final[Mapping[str, str]] = {
     "WanModel": FRAMES,
     "LTXBaseModel": FRAMES,
     "LTXVModel": FRAMES,
     "HunyuanVideo": TEXT_AFTER,
+    "MiniMaxH3Model": ALL_BEFORE,
 }
 """What tokens beyond the latent's are, by the model's class or a base of it: further whole frames
-(references, guides), or text after the video. Models not named here have none."""
+(references, guides), text after the video, or text, conditions and sound in front of it. Models not
+named here have none."""
 
 _CONTEXTS: Final = ("c_crossattn", "txt_byt5", "clip_fea")
 
@@ -56,6 +58,8 @@ class Layout:
             return TokenGrid(frames, height, width)
         if self.beside == TEXT_AFTER and extra > 0:
             return TokenGrid(frames, height, width, text=extra)
+        if self.beside == ALL_BEFORE and extra > 0:
+            return TokenGrid(frames, height, width, text=extra, text_first=True)
         if self.beside == FRAMES and tokens and tokens % area == 0:
             return TokenGrid(tokens // area, height, width)
         return f"{tokens} tokens are not the video's {frames}x{height}x{width}"
@@ -81,7 +85,7 @@ def read_layout(model: Any, latent: Any, conditions: Mapping[str, Any]) -> Layou
     frames, height, width = (-(-int(n) // p) for n, p in zip(shape[2:], patch, strict=True))
     names = [cls.__name__ for cls in type(model).__mro__]
     beside = next((BESIDE[name] for name in names if name in BESIDE), NOTHING)
-    if shapes and len(shapes) > 1:
+    if shapes and len(shapes) > 1 and beside == FRAMES:
         # a stretch of audio may happen to be as long as a few frames.
         beside = NOTHING
     if beside == TEXT_AFTER and conditions.get("ref_latent") is not None:

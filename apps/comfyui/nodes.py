@@ -27,8 +27,8 @@ class SparseModel:
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "run"
     DESCRIPTION = (
-        "Sparse attention for Wan, HunyuanVideo and LTX. Put it behind loaders and LoRAs, in front "
-        "of the sampler. The node 'vidsparse report' says what it did."
+        "Sparse attention for Wan, HunyuanVideo, LTX and MiniMax-H3. Put it behind loaders and "
+        "LoRAs, in front of the sampler. The node 'vidsparse report' says what it did."
     )
 
     @classmethod

@@ -103,7 +103,7 @@ def held_out_rows(study: QualityStudy) -> Iterator[dict[str, Any]]:
     for name, calibrator in CALIBRATORS.items():
         if calibrator.bound is None:
             continue
-        preset = study.preset(name)
+        preset = study.presets.of(name)
         plain = make_method(name, **calibrator.calibrates.as_published)
         assert isinstance(plain, SparseMethod)
         for words, method in (("one number", plain), ("calibrated", preset.make_method())):
@@ -122,7 +122,7 @@ def density_rows(study: QualityStudy) -> Iterator[dict[str, Any]]:
     """BSFA's predicted and measured density on held-out prompts, for every fraction stored."""
     from vidsparse.methods import Bsfa
 
-    preset = study.preset(Bsfa.name)
+    preset = study.presets.of(Bsfa.name)
     yield from _watched(
         study,
         [
@@ -139,7 +139,7 @@ def sale_recall_rows(study: QualityStudy) -> Iterator[dict[str, Any]]:
     from vidsparse.methods import Sale
 
     thresholds = {f"tau {tau:g}": Sale(tau=tau) for tau in (Sale().tau, HIGHER_TAU)}
-    calibrated = {"calibrated": study.preset(Sale.name).make_method()}
+    calibrated = {"calibrated": study.presets.of(Sale.name).make_method()}
     yield from recall_rows(study.recorded, {**thresholds, **calibrated}, study.order)
 
 

@@ -18,6 +18,7 @@ another number. The studies:
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
   attention by our own kernels, for the time that each takes.
+- ``promises``: presets made for a quality on the calibration prompts, and what they have on others.
 - ``calibration``: methods with their paper's one number for all heads, and calibrated.
 - the ablations that methods declare (``SparseMethod.ablations``).
 """
@@ -64,6 +65,7 @@ STUDIES: Final = (
     "plans",
     "few-steps",
     "seconds",
+    "promises",
 )
 ABLATIONS: Final = (*DECLARED, "calibration")
 
@@ -114,6 +116,13 @@ FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
 )
 """Methods, their options, dense steps and refreshes. The first refresh is the last dense step."""
 
+PROMISED: Final[tuple[tuple[str, float], ...]] = (
+    ("foresight", 32.0),
+    ("foresight", 36.0),
+    ("foresight", 28.0),
+)
+"""Methods and the PSNR that a preset of theirs is made for."""
+
 TIMED_COMPUTED: Final = (0.2, 0.35, 0.1, 0.5)
 TIMED_REUSE: Final = 2
 
@@ -151,6 +160,7 @@ class Configuration:
         dense_ends: layers kept dense at each end of the transformer.
         knob: the number that is set where there is an aim; None is the method's own of ``KNOBS``.
         calibrated: whether the numbers of each layer and head come from a preset.
+        promise: the PSNR that the preset is made for, which settles the schedule and all numbers.
     """
 
     study: str
@@ -164,18 +174,18 @@ class Configuration:
     dense_ends: int = 0
     knob: Knob | None = None
     calibrated: bool = False
+    promise: float | None = None
 
     def describes(self, row: Mapping[str, Any]) -> bool:
         """Whether ``row`` was measured with this configuration, whatever the knob was set to."""
         aim = Aim(row.get("aim", "computed"), row["target"]) if row["target"] else None
         own = row.get("own_order", False)
-        same = (row["study"], row["method"], aim, own, row.get("calibrated", False)) == (
-            self.study,
-            self.method,
-            self.aim,
-            self.order is None,
-            self.calibrated,
-        )
+        same = (
+            (row["study"], row["method"], aim, own)
+            == (self.study, self.method, self.aim, self.order is None)
+        ) and (row.get("calibrated", False), row.get("promise")) == (self.calibrated, self.promise)
+        if self.promise is not None:
+            return same
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
         # what a row does not tell is what versions did that did not know of it.
         before = {"reuse": 1, "dense_ends": 0, "refresh": 0, "plans": "own"}
@@ -196,6 +206,7 @@ class Configuration:
         words += [f"by {self.knob.name}"] if self.knob is not None else []
         words += [str(word) for word in (self.aim, self.order) if word is not None]
         words += ["calibrated"] if self.calibrated else []
+        words += [f"for {self.promise:g} dB"] if self.promise is not None else []
         words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
         words += [f"refresh={self.refresh}"] if self.refresh else []
         words += [f"dense steps={self.dense_steps}"] if self.dense_steps is not None else []
@@ -309,6 +320,16 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 order=None,
                 refresh=refresh,
                 dense_steps=dense_steps,
+            )
+    if "promises" in studies:
+        for method, psnr in PROMISED:
+            yield Configuration(
+                study="promises",
+                method=method,
+                options={},
+                order=None,
+                calibrated=True,
+                promise=psnr,
             )
     if "refreshes" in studies:
         for method, own, refresh in REFRESHED:

@@ -7,9 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from vidsparse.apps.results.figures import save_figure
 from vidsparse.apps.results.row_file import Row
 from vidsparse.apps.studies.configurations import TILES
-from vidsparse.errors import OptionError, OutputError
+from vidsparse.errors import OptionError
 
 # told apart by lightness as well as by hue, and by their marks.
 _COLOURS = ("#0a7c74", "#3b6fd6", "#7a4bb5", "#c2571a", "#8a8f2c", "#b03060", "#444444")
@@ -179,26 +180,19 @@ def _figure(
     figure, panels = plt.subplots(
         *shape, figsize=(4.5 * shape[1], 3.6 * shape[0]), squeeze=False, layout="constrained"
     )
-    try:
-        draw(panels)
-        named: dict[str, Any] = {}
-        for panel in panels.flat:
-            handles, labels = panel.get_legend_handles_labels()
-            named |= dict(zip(labels, handles, strict=True))
-        columns = max(1, min(len(named), 2 * shape[1]))
-        figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(named) // columns))
-        figure.legend(
-            named.values(),
-            named,
-            title=legend,
-            fontsize=8,
-            loc="outside upper center",
-            ncols=columns,
-        )
-        figure.savefig(path, dpi=140)
-    except ValueError as error:
-        raise OptionError(f"no curve can be written to {path}: {error}") from None
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        plt.close(figure)
+    draw(panels)
+    named: dict[str, Any] = {}
+    for panel in panels.flat:
+        handles, labels = panel.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    columns = max(1, min(len(named), 2 * shape[1]))
+    figure.set_figheight(figure.get_figheight() + 0.25 * -(-len(named) // columns))
+    figure.legend(
+        named.values(),
+        named,
+        title=legend,
+        fontsize=8,
+        loc="outside upper center",
+        ncols=columns,
+    )
+    save_figure(figure, path)

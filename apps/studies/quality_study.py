@@ -13,16 +13,16 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.results.row_file import Row, RowFile
-from vidsparse.apps.small_model.prompts import CALIBRATION_SEED, calibration_prompts
 from vidsparse.apps.studies.aim import find_density
 from vidsparse.apps.studies.configurations import KNOBS, Aim, Configuration
+from vidsparse.apps.studies.study_presets import PROMISED_FACTS, StudyPresets, own_order, unsettled
 from vidsparse.apps.terminal.console import Terminal
-from vidsparse.apps.terminal.progress import plain_bar, step_bar
+from vidsparse.apps.terminal.progress import step_bar
 from vidsparse.errors import OptionError
 from vidsparse.methods.studied import Knob
 from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread
-from vidsparse.report import format_number, format_share, format_spread
 from vidsparse.schedule import Schedule
+from vidsparse.wording import format_number, format_share, format_spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from vidsparse.pipelines.generate import Generated
     from vidsparse.pipelines.models import LoadedPipeline
     from vidsparse.pipelines.request import GenerateRequest
-    from vidsparse.presets import Preset
     from vidsparse.site import CallSite
 
 # prompts whose attention calls are kept for statistics and calibration, and how many steps of the
@@ -83,8 +82,7 @@ class QualityStudy:
         self._requests = requests
         self._batch = batch
         self._ssim_every = ssim_every
-        self._presets = presets
-        self._calibrated: dict[str, Preset] = {}
+        self._folder = presets
         self._dense_seconds: list[float] = []
         self.commit = commit
 
@@ -216,18 +214,18 @@ class QualityStudy:
         """Make one configuration's videos and hand them to the pool; the metrics come later."""
         from vidsparse.methods import make_method
 
-        order = configuration.order or self._own_order(configuration.method)
+        if configuration.promise is not None:
+            row, made = self._promised(configuration, configuration.promise, label)
+            return self._pending(configuration, row, dense, made, pool)
+        order = configuration.order or own_order(configuration.method, self.order)
         if configuration.aim is None:
             options = dict(configuration.options)
             made = self._make(configuration, options, order, label)
         else:
             options, made = self._aimed(configuration, configuration.aim, order, label)
         method: Any = make_method(configuration.method, **options)
-        settled = self.preset(configuration.method).tables if configuration.calibrated else {}
-        records = [one.record for one in made]
-        seconds = _denoising(made)
+        settled = self.presets.of(configuration.method).tables if configuration.calibrated else {}
         row = {
-            "method": configuration.method,
             "options": {
                 **method.options(),
                 # each head has its own.
@@ -238,6 +236,27 @@ class QualityStudy:
                 "dense_ends": configuration.dense_ends,
                 "dense_steps": self._dense_steps(configuration),
             },
+            "aim": configuration.aim and configuration.aim.density,
+            "target": configuration.aim and configuration.aim.value,
+        }
+        if configuration.study == "orders":
+            row.update(self._statistics(method, order))
+        return self._pending(configuration, row, dense, made, pool)
+
+    def _pending(
+        self,
+        configuration: Configuration,
+        own: Mapping[str, Any],
+        dense: Sequence[Frames],
+        made: Sequence[Generated],
+        pool: ThreadPoolExecutor,
+    ) -> _Pending:
+        """A row of its ``own`` facts and what ``made`` took, whose metrics are being computed."""
+        records = [one.record for one in made]
+        seconds = _denoising(made)
+        row = {
+            "method": configuration.method,
+            **own,
             "total": spread([record["total"] for record in records]).mean,
             "selected": spread([record["selected"] for record in records]).mean,
             "computed": spread([record["computed"] for record in records]).mean,
@@ -251,11 +270,7 @@ class QualityStudy:
             "study": configuration.study,
             "own_order": configuration.order is None,
             "calibrated": configuration.calibrated,
-            "aim": configuration.aim and configuration.aim.density,
-            "target": configuration.aim and configuration.aim.value,
         }
-        if configuration.study == "orders":
-            row.update(self._statistics(method, order))
         measured = [
             pool.submit(compare_videos, a, one.frames, ssim_every=self._ssim_every)
             for a, one in zip(dense, made, strict=True)
@@ -271,7 +286,7 @@ class QualityStudy:
     ) -> list[Generated]:
         preset = None
         if configuration.calibrated:
-            preset = self.preset(configuration.method).source
+            preset = self.presets.of(configuration.method).source
         requests = [
             replace(
                 request,
@@ -289,6 +304,35 @@ class QualityStudy:
             for request in self._requests
         ]
         return self._generate(requests, label)
+
+    def _promised(
+        self, configuration: Configuration, psnr: float, label: str
+    ) -> tuple[dict[str, Any], list[Generated]]:
+        """Videos by a preset made for ``psnr`` dB, and what the row says of it.
+
+        Everything is as ``vidsparse calibrate --target-psnr`` and ``generate --preset`` have it
+        where nothing else is asked for, steps, size and frames aside.
+        """
+        preset, seconds = self.presets.promising(configuration.method, psnr)
+        requests = [unsettled(request, preset=preset.source) for request in self._requests]
+        made = self._generate(requests, label)
+        schedule = dict(preset.schedule)
+        row = {
+            "options": {
+                **preset.options,
+                "order": preset.order,
+                "reuse": schedule["reuse"],
+                "refresh": schedule["refresh"],
+                "dense_ends": schedule["dense_layers"],
+                "dense_steps": schedule["dense_steps"],
+            },
+            "aim": None,
+            "target": None,
+            "promise": psnr,
+            "promised": {name: preset.measured[name] for name in PROMISED_FACTS},
+            "calibration_seconds": seconds,
+        }
+        return row, made
 
     def _dense_steps(self, configuration: Configuration) -> int | float | None:
         own = configuration.dense_steps
@@ -359,48 +403,10 @@ class QualityStudy:
             f"SSIM {format_number(ssim.mean, '.4f')}, {row['seconds']:.1f} s"
         )
 
-    def preset(self, method: str) -> Preset:
-        """The calibrated numbers of ``method``, from the folder of presets or made now.
-
-        Raises:
-            OptionError: what lies there cannot be read, or was made for another model.
-        """
-        from vidsparse.calibration import CALIBRATORS
-        from vidsparse.methods import SPARSE_METHODS
-        from vidsparse.pipelines.calibrate import calibrate
-        from vidsparse.pipelines.handle import transformer_configs
-        from vidsparse.presets import load_preset, preset_files
-
-        if method not in self._calibrated:
-            first = self._requests[0]
-            name = f"{Path(first.model).name}-{method}-{first.width}x{first.height}x{first.frames}"
-            path = self._presets / f"{name}-{first.steps}"
-            if not preset_files(path)[0].exists():
-                self._terminal.say(f"Calibrating {method} ...")
-                with plain_bar(self._terminal, f"Calibrating {method}") as progress:
-                    calibrate(
-                        self._loaded,
-                        replace(
-                            first,
-                            method=method,
-                            method_options=SPARSE_METHODS[method].as_published,
-                            seed=CALIBRATION_SEED,
-                            order=self._own_order(method),
-                        ),
-                        calibration_prompts(self._loaded.ref, CALIBRATORS[method].samples),
-                        path,
-                        progress=progress,
-                    )
-            preset = load_preset(path)
-            preset.check_model(transformer_configs(self._loaded.pipe), self._loaded.weights_hash)
-            self._calibrated[method] = preset
-        return self._calibrated[method]
-
-    def _own_order(self, method: str) -> str:
-        """The order that a method runs in where none is asked for."""
-        from vidsparse.methods import METHODS
-
-        return METHODS[method].token_order or self.order
+    @cached_property
+    def presets(self) -> StudyPresets:
+        """The presets of this study's rows."""
+        return StudyPresets(self._terminal, self._loaded, self._requests[0], self._folder)
 
     @property
     def order(self) -> str:

@@ -13,8 +13,13 @@ from vidsparse.apps.studies.configurations import DECLARED
 from vidsparse.methods import SPARSE_METHODS
 from vidsparse.methods.studied import Ablation
 from vidsparse.metrics import Spread
-from vidsparse.report import format_number, format_spread
+from vidsparse.wording import format_number, format_spread
 from vidsparse.work import Work
+
+# of what a row is, which those of all versions tell.
+_KEYS: Final = frozenset(
+    ("study", "size", "frames", "model", "method", "options", "prompts", "steps", "computed")
+)
 
 
 def quality_file(path: Path) -> RowFile:
@@ -23,7 +28,7 @@ def quality_file(path: Path) -> RowFile:
     Raises:
         OptionError: it exists and holds something else.
     """
-    return RowFile(path, "vidsparse-quality/1", "quality study")
+    return RowFile(path, "vidsparse-quality/1", "quality study", keys=_KEYS)
 
 
 def markdown_tables(rows: Sequence[Row]) -> str:
@@ -198,6 +203,15 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         **QUALITY_COLUMNS,
         "worst dB": number_text("psnr_worst", ".2f"),
         "flicker dB": number_text("flicker_mean", ".2f"),
+    },
+    "promises": {
+        "method": lambda row: str(row["method"]),
+        "made for": lambda row: f"{row['promise']:g} dB",
+        "on its own prompts": lambda row: format_number(row["promised"]["psnr"], ".2f"),
+        "total there": lambda row: format_number(row["promised"]["total"], ".3f"),
+        "calibrated in s": number_text("calibration_seconds", ".0f"),
+        **QUALITY_COLUMNS,
+        "worst dB": number_text("psnr_worst", ".2f"),
     },
     "calibration": _METHOD_COLUMNS,
     **{name: _declared_columns(ablation) for name, (_, ablation) in DECLARED.items()},

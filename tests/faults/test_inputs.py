@@ -33,7 +33,8 @@ MOST = 60
 TIMES = {
     name: form(short=40, long=long)
     for name, long in {
-        "options": 6000, "prompts": 2000, "presets": 1000, "records": 500, "models": 500,
+        "options": 6000, "others": 1000, "prompts": 2000, "presets": 1000, "records": 500,
+        "models": 500,
     }.items()
 }  # fmt: skip
 
@@ -151,6 +152,17 @@ def desk(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> D
     return Desk(folder, tiny_model)
 
 
+# commands with options of their own, and what keeps a run of theirs short where all are fine.
+TENSORS = ("--seq-len", "128", "--heads", "1", "--head-dim", "16", "--repeats", "1")
+OTHERS = {
+    ("compare", "one.txt"): (*SMALL, "--out", "o"),
+    ("calibrate",): ("--prompts", "one.txt", *SMALL, "--method", "bsfa", "--out", "o/p"),
+    ("bench", "attention"): (*TENSORS, "--implementation", "torch", "--kept", "0.5"),
+    ("bench", "calls"): TENSORS,
+    ("bench", "masks"): (*TENSORS, "--method", "fg-attn"),
+}
+
+
 def generating(model: Path | str, *options: str) -> tuple[str, ...]:
     return ("generate", "one.txt", "--model", str(model), *SMALL, "--out", "o", *options)
 
@@ -169,6 +181,31 @@ def test_fuzzed_options_end_in_a_sentence_or_a_video(desk: Desk) -> None:
                 # sizes and counts that are taken would only take long.
                 given.append(rng.choice([*NUMBERS, *TEXTS]))
         desk.run(*generating(desk.model, *given))
+
+
+def test_fuzzed_options_of_other_commands_end_in_a_sentence_or_an_answer(desk: Desk) -> None:
+    rng = chance("others")
+    # what writes where it is told to, is measured for minutes, or takes a model of another name.
+    kept = {"out", "device", "model", "help", "compile", "verbose", "quiet", "json_path", "plot"}
+    kept |= {"suite", "data", "show", "overwrite"}
+    for _ in range(TIMES["others"]):
+        names = rng.choice(sorted(OTHERS))
+        command: Any = main
+        for name in names:
+            if isinstance(command, click.Group):
+                command = command.get_command(click.Context(command), name)
+        options = [
+            each
+            for each in command.params
+            if isinstance(each, click.Option) and each.name not in kept
+        ]
+        given: list[str] = []
+        for option in rng.sample(options, rng.randint(1, 2)):
+            given.append(rng.choice(option.opts))
+            if not option.is_flag:
+                given.append(rng.choice([*NUMBERS, *TEXTS]))
+        of_a_model = ("--model", str(desk.model)) if names[0] != "bench" else ()
+        desk.run(*names, *OTHERS[names], *of_a_model, *given)
 
 
 def test_fuzzed_prompt_files_end_in_a_sentence_or_videos(desk: Desk) -> None:

@@ -147,7 +147,8 @@ def plan(grid, heads):
     before = now("VmRSS")
     made = plan_attention(method, q, k, site, route, v)
     if method.means is not None:
-        means = key_means(k, v, made, method.means, grid.video, by_kernel=False)
+        counts = made.left_out(method.means, by_kernel=False)
+        means = key_means(k, v, counts, method.means, grid.video, by_kernel=False)
     lists = made.list_keys(by_kernel=False)
     return planning_bytes(method, q, route), now("VmHWM") - before
 plan(TokenGrid(1, 8, 8), 1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_runs import PATIENCE, chance, form, hidden
+from fault_runs import PATIENCE, chance, form, hidden, until_left_alone
 
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 
@@ -238,6 +238,7 @@ def test_a_killed_page_keeps_every_finished_video_and_goes_on(
             until_killed(page, keys, fetched, turn, rng)
         finally:
             page.end(signal.SIGKILL)
+            until_left_alone(page.process.pid)
     # a page that starts takes what was left alone for so long for what a killed one left.
     for left in page.out.rglob(".*.tmp"):
         os.utime(left, (time.time() - 1000,) * 2)

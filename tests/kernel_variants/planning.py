@@ -385,21 +385,21 @@ def lists(cc: int) -> Iterator[Variant]:
     )
 
 
-def measuring(cc: int, head_dim: int, *, summed: bool) -> Variant:
+def measuring(cc: int, head_dim: int, *, summed: bool, tile: int = 16) -> Variant:
     """Moments of tiles, variances of every channel or their sum, and a copy in another order."""
     block_d = triton.next_power_of_2(head_dim)
     variance = "fp32" if summed else "bf16"
     return make_variant(
         cc,
-        f"moments D={head_dim}" + " summed" * summed,
+        f"moments of {tile} D={head_dim}" + " summed" * summed,
         moments.moments_kernel,
         pointers_to(x="bf16", source="i64", out="bf16", mean="bf16", variance=variance),
         {
             "D": head_dim,
             "BLOCK_D": block_d,
-            "N": 16,
+            "N": tile,
             "BLOCK_T": max(1, moments.STEP_ELEMENTS // block_d),
-            "UNROLL": min(16, moments.UNROLL),
+            "UNROLL": min(tile, moments.UNROLL),
             "SUMMED": summed,
         },
         moments.WARPS,
@@ -498,6 +498,8 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
         yield measuring(cc, head_dim, summed=False)
         yield from residuals(cc, head_dim)
     yield measuring(cc, max(head_dims), summed=True)
+    # groups that means stand for, on the way into the order.
+    yield measuring(cc, max(head_dims), summed=True, tile=64)
     yield merging(cc, max(head_dims))
     # 16 tokens a chunk at 75,600.
     yield choosing(cc, 4725)

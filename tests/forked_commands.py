@@ -1,0 +1,89 @@
+"""Commands of two processes, as torchrun starts them, but forked so that one import serves all.
+
+Arguments are those of ``vidsparse``, ``then`` between several commands; ``broken`` in front of one
+has its second process mistake what it exchanges. Benchmarks find tiny models under the published
+names. Prints exit codes behind all else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any
+
+import pytest
+import torch
+from bench_models import TINY, shrink
+
+# what each process would import for itself.
+from diffusers import (  # noqa: F401
+    FlowMatchEulerDiscreteScheduler,
+    WanPipeline,
+)
+from diffusers.hooks import context_parallel  # noqa: F401
+
+import vidsparse.apps.bench.gpus
+import vidsparse.apps.commands.bench_gpus
+import vidsparse.apps.commands.compare
+import vidsparse.apps.commands.generate  # noqa: F401
+from vidsparse.apps.cli import main
+from vidsparse.pipelines import parallel, wan  # noqa: F401
+
+COUNT = 2
+
+
+def mistake() -> None:
+    """Give attention's output back to the tokens behind those that it is of."""
+    right = parallel.to_tokens
+
+    def wrong(x: torch.Tensor, *more: Any) -> torch.Tensor:
+        return right(x, *more).roll(1, dims=1)
+
+    vars(parallel)["to_tokens"] = wrong
+
+
+def take_part(rank: int, port: int, arguments: list[str]) -> None:
+    """Be one of the processes that torchrun would start."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(COUNT),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if arguments[0] == "broken":
+        arguments = arguments[1:]
+        if rank:
+            mistake()
+    main([*arguments, "--device", "cpu"])
+
+
+def together(arguments: list[str]) -> int:
+    """Fork the processes; the exit code of the first."""
+    sys.stdout.flush()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(COUNT):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                take_part(rank, port, arguments)
+            except SystemExit as left:
+                code = left.code if isinstance(left.code, int) else 1
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return codes[0]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    # heads enough to be dealt.
+    TINY["wan-1.3b"]["num_attention_heads"] = 8
+    shrink(pytest.MonkeyPatch())
+    commands = " ".join(sys.argv[1:]).split(" then ")
+    print("codes", *(together(command.split()) for command in commands))
