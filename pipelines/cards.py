@@ -13,7 +13,7 @@ from vidsparse.errors import ModelError, listed
 from vidsparse.files import parse_json
 from vidsparse.pipelines.families import WAN
 from vidsparse.pipelines.family import DEFAULT_METHOD, SCHEDULED, Defaults, Family
-from vidsparse.pipelines.speed import SPEEDS
+from vidsparse.pipelines.speed import SPEEDS, speed_method
 
 CARD: Final = "vidsparse.json"
 """Optional file of a model folder: its settings and the words it knows."""
@@ -64,15 +64,21 @@ def read_card(path: Path) -> dict[str, Any]:
     return card
 
 
-def card_method(folder: Path) -> str:
-    """The method that a model's card names for requests that name none.
+def card_method(folder: Path, speed: str | None = None) -> str:
+    """The method of requests that name none, on the model of a folder.
+
+    It is what the model's card names, or ``fg-attn``; at a speed, what that takes there.
 
     Raises:
         ModelError: the card cannot be read.
     """
-    if not (folder / CARD).is_file():
-        return DEFAULT_METHOD
-    return str(read_card(folder / CARD).get("method", DEFAULT_METHOD))
+    card = read_card(folder / CARD) if (folder / CARD).is_file() else {}
+    method = str(card.get("method", DEFAULT_METHOD))
+    if speed is None:
+        return method
+    speeds = card.get("speeds")
+    # what is no object is refused where the settings are read.
+    return speed_method(speed, method, speeds if isinstance(speeds, Mapping) else {})
 
 
 def checked_defaults(

@@ -221,9 +221,10 @@ class GenerateRequest:
 def own_method(model: str, speed: str | None, options: Collection[str]) -> str:
     """The method of a request that names none.
 
-    It is ``dense`` at the speed ``exact``, else what the model's card says, or ``fg-attn`` where
-    there is no card or the model is not on this machine. Where options are given that this method
-    does not have and one other has, it is that one.
+    It is ``dense`` at the speed ``exact``, at another what that runs on the model, and without one
+    what the model's card says, or ``fg-attn`` where there is no card or the model is not on this
+    machine. Where options are given that this method does not have, it is the one that would run
+    without the speed if that has them, or else the only other one that has.
 
     Raises:
         ModelError: the model's card cannot be read.
@@ -232,7 +233,8 @@ def own_method(model: str, speed: str | None, options: Collection[str]) -> str:
 
     if speed == "exact":
         return "dense"
-    own = card_method(model_folder(model))
+    folder = model_folder(model)
+    own = card_method(folder, speed)
     if own not in METHODS:
         # refused by that name where the method is made.
         return own
@@ -241,8 +243,12 @@ def own_method(model: str, speed: str | None, options: Collection[str]) -> str:
         for name, cls in METHODS.items()
         if set(options) <= {field.name for field in cls.option_fields()}
     ]
+    if own in able:
+        return own
+    if (plain := card_method(folder)) in able:
+        return plain
     # several that could be meant are for the user to choose from.
-    return able[0] if own not in able and len(able) == 1 else own
+    return able[0] if len(able) == 1 else own
 
 
 def check_ready(request: GenerateRequest, defaults: Defaults) -> None:

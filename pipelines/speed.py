@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,6 +24,22 @@ SPEEDS: Final = ("exact", "high", "balanced", "fast")
 FEW_STEPS: Final = 8
 """A model distilled to so many steps changes too much in each to leave any out."""
 
+SPEED_METHOD: Final = "foresight"
+"""What sparse bundles run on a model whose card chooses no method: at equal work it is nearest to
+the dense run on every model that was measured (``BENCHMARKS.md``)."""
+
+_SHARES: Final[Mapping[str, float]] = {"balanced": 0.11, "fast": 0.11}
+_SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
+    "high": {"dense_steps": 0.12},
+    "balanced": {"dense_steps": 0.12, "refresh": 0.08},
+    "fast": {"dense_steps": 0.12, "refresh": 0.08},
+}
+"""Its numbers there. What is absent is the method's own."""
+
+_FEW_SHARE: Final = 0.3
+_FEW_SCHEDULE: Final[Mapping[str, int]] = {"dense_steps": 1, "refresh": 1}
+"""Its numbers in few steps, which are far apart: what the dense one leaves is worth most there."""
+
 _LESS: Final = 0.1
 """How much less of the pooled attention the faster bundles of fg-attn keep than the model's own."""
 
@@ -34,7 +50,7 @@ class Bundle:
 
     Args:
         speed: its name.
-        method: ``dense``, or the model's own.
+        method: ``dense``, the model's own or ``foresight``.
         method_options: of that method, beside the model's own.
         schedule: dense steps and the like, beside the model's own.
         linear: number format of the large linear layers.
@@ -49,6 +65,19 @@ class Bundle:
     linear: str = "none"
     compile: bool = False
     cache: str = "none"
+
+
+def speed_method(speed: str, method: str, speeds: Collection[str]) -> str:
+    """The method that ``speed`` runs on a model, where nobody asks for another.
+
+    Args:
+        speed: its name.
+        method: the model's own.
+        speeds: those that the model's card has numbers for.
+    """
+    if speed == "exact":
+        return "dense"
+    return method if method != DEFAULT_METHOD or speed in speeds else SPEED_METHOD
 
 
 def bundle_for(
@@ -66,11 +95,19 @@ def bundle_for(
     """
     few = steps <= FEW_STEPS
     quick = speed in ("balanced", "fast")
-    own_method = "dense" if speed == "exact" else defaults.method
+    own_method = speed_method(speed, defaults.method, defaults.speeds)
     method = method or own_method
-    own = defaults.speeds.get(speed, {}) if method == own_method else {}
+    own: Mapping[str, Any] = {}
+    if method == own_method != "dense":
+        own = defaults.speeds.get(speed, {})
+        if own_method != defaults.method:
+            share = _FEW_SHARE if few else _SHARES.get(speed)
+            own = {
+                "method_options": {} if share is None else {"share": share},
+                "schedule": _FEW_SCHEDULE if few else _SCHEDULES[speed],
+            }
     options = dict(own.get("method_options", {}))
-    if quick and "method_options" not in own and method == own_method == DEFAULT_METHOD:
+    if quick and method == DEFAULT_METHOD and "method_options" not in own:
         top_p = defaults.method_options.get(method, {}).get("top_p", _default_top_p())
         options["top_p"] = round(top_p - _LESS, 4)
     family = next(family for family in FAMILIES if family.name == defaults.family)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
-from vidsparse.pipelines import restore, sparsify
+from vidsparse.pipelines import accelerate, restore, sparsify
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.handle import attention_shape
@@ -417,17 +417,16 @@ def test_a_second_run_starts_afresh(name: str) -> None:
 
 @pytest.mark.slow
 @EVERY
-def test_what_refreshes_keep_serves_every_layer_and_branch(name: str) -> None:
+def test_what_the_refreshes_of_a_speed_keep_serves_every_layer_and_branch(name: str) -> None:
     tiny = TINY[name]
     pipe = tiny.build()
-    with sparsify(pipe, topk=0.1, dense_steps=1, refresh=1) as handle:
+    with accelerate(pipe, "balanced", steps=3) as fast:
         assert bool(latents(name, pipe).isfinite().all())
-        cells = handle.trace.cells
-        actions = {(cell.step, cell.action) for cell in cells}
+        cells = fast.sparse.trace.cells
+        experts = len(fast.sparse.engines)
+    actions = {(cell.step, cell.action) for cell in cells}
     # the second of two experts has nothing of the first's.
-    later = (
-        {(1, "refresh"), (2, "reuse")} if len(handle.engines) > 1 else {(1, "reuse"), (2, "reuse")}
-    )
+    later = {(1, "refresh"), (2, "reuse")} if experts > 1 else {(1, "reuse"), (2, "reuse")}
     assert actions == {(0, "refresh"), *later}
     assert {cell.branch for cell in cells} == set(tiny.branches)
 

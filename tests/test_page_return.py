@@ -158,7 +158,7 @@ def test_a_reload_at_any_moment_loses_nothing(visit: Any, out: Path) -> None:
 def test_several_jobs_of_one_visitor_wait_in_line(visit: Any) -> None:
     visitor = visit()
     page = visitor.page
-    # the first still runs once the third is asked for, however busy the machine; the others are short.
+    # the first still runs once the third is asked for, however busy the machine.
     for seed, steps in ((1, 120), (2, 4), (3, 4)):
         visitor.set("Steps", steps)
         visitor.set("Seed", seed)

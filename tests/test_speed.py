@@ -36,27 +36,41 @@ def test_exact_leaves_nothing_out() -> None:
     assert (one.method, one.linear, one.cache, one.compile) == ("dense", "none", "none", False)
 
 
-def test_high_is_the_models_own_default() -> None:
-    high, plain = settled("high"), settled(None)
+def test_high_is_the_default_where_the_card_chose_the_method() -> None:
+    own: dict[str, Any] = {"prompt": "", "device": "cpu", "model": "shapes"}
+    defaults = resolve_model("shapes").defaults
+    high, plain = (resolve(GenerateRequest(speed=s, **own), defaults) for s in ("high", None))
     assert high.options() == {**plain.options(), "speed": "high"}
     # so that a folder of finished videos serves both.
-    own: dict[str, Any] = {"device": "cpu", "model": "shapes"}
-    hashes = {settings_hash(GenerateRequest(prompt="", speed=s, **own)) for s in (None, "high")}
+    hashes = {settings_hash(GenerateRequest(speed=s, **own)) for s in (None, "high")}
     assert len(hashes) == 1
+
+
+def test_without_a_speed_a_family_keeps_the_settings_of_its_source() -> None:
+    plain = settled(None)
+    assert (plain.method, plain.dense_steps, plain.refresh) == ("fg-attn", 0.24, 0)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_faster_speeds_keep_less_and_only_fast_has_a_cache(family: Any) -> None:
     made = {speed: bundle_for(speed, family.defaults, steps=50, **CPU) for speed in SPEEDS}
-    assert [made[speed].method_options.get("top_p") for speed in SPEEDS] == [None, None, 0.8, 0.8]
+    assert [made[s].method for s in SPEEDS] == ["dense", *["foresight"] * 3]
+    assert [made[s].method_options.get("share") for s in SPEEDS] == [None, None, 0.11, 0.11]
+    dense = {"dense_steps": 0.12}
+    quick = {**dense, "refresh": 0.08}
+    assert [made[s].schedule for s in SPEEDS] == [{}, dense, quick, quick]
     caches = {speed: made[speed].cache for speed in SPEEDS}
     expected = "taylorseer" if "taylorseer" in family.caches and not family.sound else "none"
     assert caches == {"exact": "none", "high": "none", "balanced": "none", "fast": expected}
 
 
-def test_a_card_moves_the_bundle() -> None:
+def test_fg_attn_asked_for_keeps_less_at_the_faster_speeds() -> None:
     joint = resolve_model("shapes-joint").defaults
-    assert bundle_for("balanced", joint, steps=25, **CPU).method_options == {"top_p": 0.7}
+    kept = {
+        speed: bundle_for(speed, joint, steps=25, method="fg-attn", **CPU).method_options
+        for speed in SPEEDS
+    }
+    assert kept == {"exact": {}, "high": {}, "balanced": {"top_p": 0.7}, "fast": {"top_p": 0.7}}
 
 
 CARD: dict[str, Any] = {
@@ -88,18 +102,24 @@ def test_a_model_s_own_bundles_are_its_card_s() -> None:
     other = replace(request, method="spargeattn", method_options={})
     one = resolve(other, replace(own, speeds=more))
     assert one.dense_steps == WAN.defaults.dense_steps
-    # a figure alone leaves a bundle what it was measured with.
-    plain = replace(WAN.defaults, speeds=more)
-    assert bundle_for("balanced", plain, steps=50, **CPU).method_options == {"top_p": 0.8}
+    # a card that measured a speed has it with its own method.
+    plain = bundle_for("balanced", replace(WAN.defaults, speeds=more), steps=50, **CPU)
+    assert (plain.method, plain.method_options) == ("fg-attn", {"top_p": 0.8})
     # what the card does not change is the method's schedule there.
     one = resolve(replace(request, speed="balanced"), own)
     assert (one.method_options["share"], one.dense_steps, one.refresh) == (0.2, 2, 3)
 
 
-@pytest.mark.parametrize(("steps", "dense", "cache"), [(8, 1, "none"), (9, 0.24, "taylorseer")])
-def test_few_steps_leave_none_out(steps: int, dense: float, cache: str) -> None:
+@pytest.mark.parametrize(
+    ("steps", "dense", "refresh", "share", "cache"),
+    [(8, 1, 1, 0.3, "none"), (9, 0.12, 0.08, 0.11, "taylorseer")],
+)
+def test_few_steps_leave_none_out(
+    steps: int, dense: float, refresh: float, share: float, cache: str
+) -> None:
     one = settled("fast", steps=steps)
-    assert (one.dense_steps, one.cache) == (dense, cache)
+    assert (one.dense_steps, one.refresh, one.cache) == (dense, refresh, cache)
+    assert one.method_options["share"] == share
 
 
 def test_8_bits_and_compilation_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +153,15 @@ def test_every_part_can_be_overridden(changes: dict[str, Any], expected: dict[st
     assert {name: one[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"topk": 0.3}])
-def test_a_methods_own_numbers_override_the_bundles(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [({"share": 0.2}, "foresight"), ({"top_p": 0.5}, "fg-attn"), ({"topk": 0.3}, "fg-attn")],
+)
+def test_a_methods_own_numbers_choose_it_and_override_the_bundles(
+    options: dict[str, Any], method: str
+) -> None:
     one = settled("balanced", method_options=options)
+    assert one.method == method
     assert {name: one.method_options[name] for name in options} == options
 
 
@@ -156,11 +182,12 @@ def test_what_is_measured_is_said_and_what_is_not() -> None:
     assert "was not measured" in measured("Wan-AI/Wan2.1", "fast", own)
     assert "36.0 dB on shapes, mean of 24 prompts" in measured("shapes", "high", own)
     one = settled("fast").options()
-    assert described(one).startswith("fg-attn (top_p 0.8")
-    assert described(one).endswith("dense steps 0.24, step cache taylorseer")
+    assert described(one).startswith("foresight (share 0.11")
+    assert described(one).endswith("dense steps 0.12, refresh 0.08, step cache taylorseer")
     # what is left as the model has it is not told.
     everything = {**one, "linear": "fp8", "compile": True, "cache": "none"}
-    assert described(everything).endswith("dense steps 0.24, linear layers in fp8, compiled blocks")
+    ends = "dense steps 0.12, refresh 0.08, linear layers in fp8, compiled blocks"
+    assert described(everything).endswith(ends)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +235,7 @@ def test_a_command_says_its_bundle_and_records_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
-    assert "speed fast: fg-attn (top_p 0.8" in words
+    assert "speed fast: foresight (share 0.11" in words
     assert "its quality was not measured on this model" in words
     assert words.index("speed fast") < words.index("Loading")
     (file,) = (tmp_path / "out").rglob("*.json")
@@ -224,7 +251,7 @@ def test_accelerate_runs_the_bundle_and_takes_off_what_can_be() -> None:
         latents_of(pipe, num_inference_steps=9)
         assert fast.sparse.summary().computed is not None
         assert min(fast.cache.blocks_run().values()) == 0
-        assert str(fast).startswith("speed fast: fg-attn (top_p 0.8)")
+        assert str(fast).startswith("speed fast: foresight (share 0.11), dense steps 0.12")
     assert fast.linear is None
     assert torch.equal(latents_of(pipe, num_inference_steps=9), expected)
 

@@ -9,7 +9,6 @@ from typing import Any, Final
 from vidsparse.apps.bench.model_rows import ModelRow
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES, Latent, ModelShape
 from vidsparse.errors import OptionError
-from vidsparse.schedule import share_or_count
 
 EXACT: Final = "none"
 """What stands for no 8-bit format."""
@@ -131,15 +130,3 @@ def settings_of(
             )
         )
     return settings
-
-
-def check_speeds(setting: Setting) -> None:
-    """Raise an ``OptionError`` unless runs of a setting have the steps that are measured."""
-    sparse = setting.steps - share_or_count(setting.warmup, setting.steps, "warmup")
-    # what is timed comes after the first, or after a refresh, and has one after it.
-    if setting.steps - sparse < 1 or sparse < 3:
-        raise OptionError(
-            f"{setting.family}: {setting.steps} steps of which {setting.warmup:g} stay dense have "
-            f"{sparse} sparse ones; a speed is measured on one dense and three sparse steps. "
-            "Hint: --steps 50."
-        )

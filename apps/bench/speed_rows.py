@@ -25,10 +25,10 @@ class SpeedRow:
         speed: ``exact``, ``high``, ``balanced`` or ``fast``.
         parts: what that is here.
         tile: queries x keys of sparse steps; None without such steps.
-        asked: density of sparse steps that was asked for; None without such steps.
+        asked: density of sparse steps that was asked for, means not counted; None without them.
         computed: density of the plans that the kernel ran.
         error: of few blocks, dense and sparse at full density, against stock ones.
-        warmup: share of steps that stay dense.
+        warmup: share or number of first steps that stay dense.
         steps: of the run.
         dense_steps: steps with dense attention, refreshes not among them.
         sparse_steps: steps with sparse attention.
@@ -48,8 +48,8 @@ class SpeedRow:
         cached_ms: a step that was left out.
         peak_gib_stock: memory of a stock step at its highest; None on a CPU.
         peak_gib: the same of a step at this speed.
-        method: given in the place of the speed's own; None where that ran.
-        refresh: the same of its refreshes.
+        method: of sparse steps; None without such steps.
+        refresh: its refreshes as they were asked for; None without.
         refresh_steps: steps that compute everything beside a new plan's and keep the difference.
         refresh_ms: such a step; None without them.
         refresh_attention_ms: attention in it, dense and by the plan.

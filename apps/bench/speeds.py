@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.apps.bench.exactness import error_budget
-from vidsparse.apps.bench.machine import header, let_go
+from vidsparse.apps.bench.machine import dtype_name, header, let_go
 from vidsparse.apps.bench.model import measure_each
 from vidsparse.apps.bench.model_dense import CUDNN, FA4, STOCK, DenseSteps, refuse_non_finite
 from vidsparse.apps.bench.model_forward import (
@@ -25,8 +25,10 @@ from vidsparse.apps.bench.model_forward import (
     time_step,
 )
 from vidsparse.apps.bench.speed_rows import SpeedRow, rounded
-from vidsparse.errors import UnsupportedError
-from vidsparse.methods import SparseMethod
+from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.methods import SparseMethod, make_method
+from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.speed import bundle_for
 from vidsparse.schedule import Action, share_or_count
 from vidsparse.trace import Cell
 
@@ -73,6 +75,28 @@ class StepKind:
     peak_gib: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the sparse steps of a run are to be.
+
+    Args:
+        method: that makes their plans; ``dense`` where there are none.
+        refresh: steps that compute everything and keep what their plan lacks, as ``Schedule``.
+        computed: density of the plans that the kernel runs, means not counted.
+        warmup: first steps that stay dense, as ``Schedule``.
+    """
+
+    method: str
+    refresh: int | float
+    computed: float
+    warmup: int | float
+
+    def steps(self, steps: int) -> tuple[int, int]:
+        """Steps of so many that stay dense, and refreshes, of which the first is one of those."""
+        warmup = share_or_count(self.warmup, steps, "warmup")
+        return warmup, share_or_count(self.refresh, steps, "refresh")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedBench:
     """Measures one model at several speeds.
@@ -81,15 +105,18 @@ class SpeedBench:
     so that ``speeds`` are to come from the slowest on.
 
     Args:
-        setting: model, video, density, steps and warm-up; of its variants the first one's format.
+        setting: model, video and steps, and density and warm-up where neither they are given nor a
+            speed has its own; of its variants the first one's format.
         device: where.
         dtype: of the weights.
         say: where notes go.
         whole: also run all steps of each speed one after the other, to hold against what the
             measured steps come to.
         method: of the speeds that leave something out; their own where None.
-        refresh: steps at which it computes everything and keeps what its plan lacks; the method's
-            own number where None.
+        refresh: steps at which it computes everything and keeps what its plan lacks; the speed's
+            or the method's own number where None.
+        computed: density of sparse steps; None leaves it to the speed.
+        warmup: share of steps that stay dense; None leaves it to the speed.
     """
 
     setting: Setting
@@ -99,6 +126,46 @@ class SpeedBench:
     whole: bool = False
     method: str | None = None
     refresh: int | float | None = None
+    computed: float | None = None
+    warmup: float | None = None
+
+    def asked(self, speed: str) -> Asked:
+        """What is measured at ``speed``: what was given, else the speed's own, else the model's."""
+        setting = self.setting
+        family = next(each for each in FAMILIES if setting.model.pipeline in each.pipelines)
+        bundle = bundle_for(
+            speed,
+            family.defaults,
+            steps=setting.steps,
+            device=str(self.device),
+            dtype=dtype_name(self.dtype),
+            method=None if speed == "exact" else self.method,
+        )
+        method = make_method(bundle.method, **bundle.method_options)
+        own = method.options().get("share", setting.computed)
+        schedule = bundle.schedule
+        return Asked(
+            method=bundle.method,
+            refresh=schedule.get("refresh", method.refresh)
+            if self.refresh is None
+            else self.refresh,
+            computed=own if self.computed is None else self.computed,
+            warmup=schedule.get("dense_steps", setting.warmup)
+            if self.warmup is None
+            else self.warmup,
+        )
+
+    def check(self, speed: str) -> None:
+        """Raise an ``OptionError`` unless the run has the steps that are measured."""
+        steps, (warmup, _) = self.setting.steps, self.asked(speed).steps(self.setting.steps)
+        sparse = steps - warmup
+        # what is timed comes after the first, or after a refresh, and has one after it.
+        if warmup < 1 or sparse < 3:
+            raise OptionError(
+                f"{self.setting.family}: {steps} steps of which {warmup} stay dense have {sparse} "
+                "sparse ones; a speed is measured on one dense and three sparse steps. "
+                "Hint: --steps 50."
+            )
 
     def rows(self, speeds: Sequence[str]) -> Iterator[SpeedRow]:
         """One row for each of ``speeds`` that is right.
@@ -145,7 +212,6 @@ class _Runs:
         self.pipe._guidance_scale = 6.0
         self.pipe.scheduler.set_timesteps(self.setting.steps)
         self.inputs = self.shape.inputs(self.pipe, model, self.setting.latent, self._random)
-        self.dense_steps = share_or_count(self.setting.warmup, self.setting.steps, "warmup")
         self.quantize = self.setting.sparse[0].quantize
         self.tokens = 0
 
@@ -218,13 +284,14 @@ class _Runs:
         from vidsparse.pipelines import accelerate
 
         setting, timings = self.setting, references.timings
+        asked = self.bench.asked(speed)
         options: dict[str, Any] = {}
         if speed != "exact":
             options = {
-                "dense_steps": self.dense_steps,
+                "dense_steps": asked.steps(setting.steps)[0],
                 "implementation": setting.implementation,
-                "method": self.bench.method,
-                "refresh": self.bench.refresh,
+                "method": asked.method,
+                "refresh": asked.refresh,
             }
         with accelerate(self.pipe, speed, steps=setting.steps, **options) as pipe:
             self.say(f"  {pipe}")
@@ -236,7 +303,7 @@ class _Runs:
             counts = {"dense": setting.steps}
             if speed != "exact":
                 at = self._sparse_step(pipe)
-                with self._to_order(pipe, setting.computed) as watch:
+                with self._to_order(pipe, asked.computed) as watch:
                     if self._refreshes(pipe):
                         refreshed = self._timed(pipe, at - 1, "refresh", watch, dense.attention)
                     sparse = self._timed(pipe, at, "sparse", watch)
@@ -258,13 +325,13 @@ class _Runs:
             step=self.shape.step,
             speed=speed,
             parts=parts + (f", q·k in {self.quantize}" if self.quantize and sparse else ""),
-            method=None if speed == "exact" else self.bench.method,
-            refresh=None if speed == "exact" else self.bench.refresh,
+            method=asked.method if sparse else None,
+            refresh=asked.refresh if sparse and asked.refresh else None,
             tile=tile,
-            asked=setting.computed if sparse else None,
+            asked=asked.computed if sparse else None,
             computed=computed,
             error=error,
-            warmup=setting.warmup,
+            warmup=asked.warmup,
             steps=setting.steps,
             dense_steps=counts.get("dense", 0),
             sparse_steps=counts.get("sparse", 0),
@@ -492,12 +559,16 @@ def measure_speeds(
 
 
 def _covers(row: SpeedRow, bench: SpeedBench, speed: str) -> bool:
-    setting = bench.setting
-    told = (row.family, row.shape, row.speed, row.warmup, row.steps)
-    return (
-        told == (setting.family, setting.shape, speed, setting.warmup, setting.steps)
-        and row.asked in (None, setting.computed)
+    setting, asked = bench.setting, bench.asked(speed)
+    told = (row.family, row.shape, row.speed, row.steps)
+    same = (
+        told == (setting.family, setting.shape, speed, setting.steps)
         and row.layers == (setting.layers or setting.model.full_layers())
-        and (speed == "exact" or (row.method, row.refresh) == (bench.method, bench.refresh))
         and (row.whole_s is not None or not bench.whole)
+    )
+    if not same or speed == "exact":
+        return same
+    measured = Asked(row.method or "", row.refresh or 0, row.asked or 0.0, row.warmup)
+    return (row.method, row.asked) == (asked.method, asked.computed) and (
+        measured.steps(row.steps) == asked.steps(row.steps)
     )

@@ -11,7 +11,7 @@ import click
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.model import ModelBench, measure_models
 from vidsparse.apps.bench.model_rows import COLUMNS, ModelRow, model_file
-from vidsparse.apps.bench.model_settings import EXACT, Setting, check_speeds, settings_of
+from vidsparse.apps.bench.model_settings import EXACT, Setting, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.bench.speed_plot import draw_runs
@@ -177,7 +177,10 @@ def bench_model(
     )
     where, kind = device_and_dtype(device, dtype)
     if speeds:
-        given = {"whole": whole, "method": method, "refresh": refresh}
+        given = {
+            "whole": whole, "method": method, "refresh": refresh,
+            "computed": computed, "warmup": warmup,
+        }  # fmt: skip
         _measure_speeds(terminal, settings, speeds, given, where, kind, json_path, plot)
         return
     terminal.show(described(where, kind))
@@ -197,16 +200,17 @@ def _measure_speeds(
     json_path: str | None,
     plot: str | None,
 ) -> None:
-    for setting in settings:
-        check_speeds(setting)
     from vidsparse.apps.bench.speeds import SpeedBench, measure_speeds
 
-    terminal.show(described(device, dtype))
-    file = None if json_path is None else speed_file(Path(json_path))
     benches = [
         SpeedBench(setting=setting, device=device, dtype=dtype, say=terminal.say, **given)
         for setting in settings
     ]
+    for bench in benches:
+        for speed in speeds:
+            bench.check(speed)
+    terminal.show(described(device, dtype))
+    file = None if json_path is None else speed_file(Path(json_path))
     drawn: list[SpeedRow] = [] if file is None else file.typed(SpeedRow)
     with shown_rows(terminal, SPEED_COLUMNS, header(device, "diffusers", "torchao")) as show_row:
 

@@ -27,7 +27,7 @@ from vidsparse.apps.page.logins import SlowLogins
 from vidsparse.apps.page.outlook import Outlook
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.returns import Returns
-from vidsparse.apps.page.speeds import speed_text
+from vidsparse.apps.page.speeds import speed_text, values_of_speed
 from vidsparse.apps.page.start import THIS_MACHINE
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
@@ -76,6 +76,8 @@ def build(desk: Desk) -> gr.Blocks:
                 gr.HTML(draw.fold(), elem_id="fold")
                 form = Form(desk.host)
                 first = desk.host.models[0]
+                for name, value in values_of_speed(form, first, FIRST_SPEED).items():
+                    form.controls[name].value = value
                 form.speed_facts.value = draw.note(speed_text(form, first, FIRST_SPEED))
             with gr.Column(scale=7, min_width=330), gr.Tabs(elem_id="tabs") as tabs:
                 with gr.Tab("Generate", id="generate"):

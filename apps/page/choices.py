@@ -160,9 +160,12 @@ class Choices:
     def choose_model(self, name: Any) -> dict[Any, Any]:
         """Another model: its own settings, and what it takes."""
         model = self._model(name)
-        values = self._form.defaults_of(model)
+        values = {
+            **self._form.defaults_of(model),
+            **values_of_speed(self._form, model, FIRST_SPEED),
+        }
         return {
-            **self.updates(model, first_method(model), None, values, FIRST_SPEED),
+            **self.updates(model, values["method"], None, values, FIRST_SPEED),
             **self._pictures(model),
             self._form.card: draw.model_card(model),
             self._form.examples: gr.update(

@@ -37,7 +37,7 @@ from vidsparse.pipelines.caching import CACHES
 from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, resolve
-from vidsparse.pipelines.speed import SPEEDS
+from vidsparse.pipelines.speed import SPEEDS, speed_method
 
 
 def offered(presets: Sequence[HostPreset] = ()) -> dict[str, type[Method]]:
@@ -76,8 +76,8 @@ _FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps")
 
 
 def first_method(model: ModelRef) -> str:
-    """What the page shows first of a model: its own method, where that needs no preset."""
-    own = model.defaults.method
+    """What the page shows first of a model: its method at that speed, where it needs no preset."""
+    own = speed_method(FIRST_SPEED, model.defaults.method, model.defaults.speeds)
     return own if own in offered() else next(iter(offered()))
 
 
