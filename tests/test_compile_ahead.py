@@ -95,7 +95,7 @@ def test_sale_on_hopper_chains_its_two_products(compiled: Compiled) -> None:
 def test_what_goes_before_compiles_ahead_of_time_and_hardly_spills(compiled: Compiled) -> None:
     names = "quantise, mean, pool, scores, top-p, group, join, longest first, list"
     names += ", least sums, key factors, finish, left out"
-    names += ", moments, merge, outputs, residual, largest"
+    names += ", moments, merge, outputs, residual, largest, add 8 bits, add 4 bits"
     for name in names.split(", "):
         found = compiled.spilled(name)
         assert found

@@ -24,6 +24,7 @@ from vidsparse.schedule import Action, Schedule
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 10
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def engine_of(
@@ -190,6 +191,59 @@ def test_a_row_with_nan_shows_it_and_no_other_does(bits: int) -> None:
     broken[0, 0, 7, 3] = torch.nan
     out = Remainder.of(broken, dense, Keeping(bits)).add_to(dense.clone())
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 7]]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 3, 77, 64), torch.float32),
+        ((1, 2, 130, 128), torch.float16),
+        ((1, 2, 33, 96), torch.float16),
+        ((1, 1, 1, 5), torch.float32),
+    ],
+)
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_the_kernel_adds_what_torch_adds(
+    bits: int, shape: tuple[int, ...], dtype: torch.dtype, neighbours: bool
+) -> None:
+    from vidsparse.kernels.tokens.remainder import add_scaled
+
+    batch, heads, tokens, dim = shape
+    gen = torch.Generator().manual_seed(bits)
+    # in the layout of the pipelines heads of a token are neighbours.
+    dense, sparse, out = (
+        torch.randn(batch, tokens, heads, dim, generator=gen, dtype=torch.float32)
+        .to(dtype)
+        .transpose(1, 2)
+        for _ in range(3)
+    )
+    if not neighbours:
+        out = out.contiguous()
+    lacking = Remainder.of(dense, sparse, Keeping(bits))
+    expected = lacking.add_to(out.clone(), 0.7)
+    found = out.to(DEVICE, copy=True)
+    values, scale = lacking.values.to(DEVICE), lacking.scale.to(DEVICE)
+    assert add_scaled(found, values, scale, 0.7, bits) is found
+    assert found.stride() == out.stride()
+    # each is rounded once, of the same sum.
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.cpu(), expected, rtol=step, atol=4 * step)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_kernel_too_leaves_rows_that_lack_nothing_and_shows_those_with_nan(bits: int) -> None:
+    from vidsparse.kernels.tokens.remainder import add_scaled
+
+    dense, *_ = operands()
+    broken = dense.clone()
+    broken[0, 0, 7, 3] = torch.nan
+    lacking = Remainder.of(broken, dense, Keeping(bits))
+    values, scale = lacking.values.to(DEVICE), lacking.scale.to(DEVICE)
+    out = add_scaled(dense.clone().to(DEVICE), values, scale, 1.0, bits).cpu()
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 7]]
+    rest = ~out.isnan().any(-1)
+    assert torch.equal(out[rest], dense[rest])
 
 
 # ---- what a run does

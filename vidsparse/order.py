@@ -38,7 +38,7 @@ class TokenOrder:
 
         ``by_kernel`` says whether one of Triton's kernels moves the tokens; None looks for itself.
         """
-        if _can_move(x) if by_kernel is None else by_kernel:
+        if can_move(x) if by_kernel is None else by_kernel:
             from vidsparse.kernels.tokens.pool import reorder
 
             return reorder(x, self.permutation)
@@ -52,7 +52,7 @@ class TokenOrder:
         Returns a contiguous copy, or where a kernel writes it one laid out like ``like``: the
         pipeline then need not copy once more. ``by_kernel`` is the same as in ``apply``.
         """
-        if _can_move(y) if by_kernel is None else by_kernel:
+        if can_move(y) if by_kernel is None else by_kernel:
             from vidsparse.kernels.tokens.pool import reorder
 
             if like is None or like.stride(-1) != 1:
@@ -61,7 +61,8 @@ class TokenOrder:
         return y.index_select(2, self.inverse)
 
 
-def _can_move(x: Tensor) -> bool:
+def can_move(x: Tensor) -> bool:
+    """Whether Triton's kernels may pass over the tokens of ``x`` ``[B, H, S, D]``."""
     return x.ndim == 4 and not wants_gradient(x) and triton_reason(x.device) is None
 
 

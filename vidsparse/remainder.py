@@ -9,6 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from vidsparse.order import can_move
+
 _LARGEST: Final = {8: 127, 4: 7}
 _FADING: Final = 0.6
 
@@ -101,6 +103,10 @@ class Remainder:
         # of memory that the GPU reads by itself, so that nobody waits.
         values, scale = (x.to(out.device, non_blocking=True) for x in (self.values, self.scale))
         scale = scale.to(out.dtype)
+        if out.stride(-1) == 1 and can_move(out):
+            from vidsparse.kernels.tokens.remainder import add_scaled
+
+            return add_scaled(out, values, scale, factor, self.bits)
         if self.bits == 8:
             return out.addcmul_(values.to(out.dtype), scale, value=factor)
         half = values.shape[-1]

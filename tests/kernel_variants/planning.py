@@ -20,7 +20,7 @@ from vidsparse.kernels.selection import (
     top_p,
     triton_sale,
 )
-from vidsparse.kernels.tokens import moments, pool, rotate, triton_quantize
+from vidsparse.kernels.tokens import moments, pool, remainder, rotate, triton_quantize
 from vidsparse.kernels.tokens.formats import FORMATS, SMALLEST
 
 
@@ -407,6 +407,27 @@ def measuring(cc: int, head_dim: int, *, summed: bool, tile: int = 16) -> Varian
     )
 
 
+def adding(cc: int, head_dim: int, bits: int) -> Variant:
+    """What a sparse call lacked, added to its output."""
+    width = head_dim * bits // 8
+    return make_variant(
+        cc,
+        f"add {bits} bits D={head_dim}",
+        remainder.add_kernel,
+        pointers_to(out="bf16", values="i8" if bits == 8 else "u8", scale="bf16"),
+        {
+            "D": head_dim,
+            "WIDTH": width,
+            "BLOCK_W": triton.next_power_of_2(width),
+            "BLOCK_S": remainder.STEP_ELEMENTS // triton.next_power_of_2(width),
+            "FOUR": bits == 4,
+        },
+        remainder.WARPS,
+        floats=("factor",),
+        aligned=tuple(f"stride_{x}{d}" for x in "ov" for d in "bhs"),
+    )
+
+
 def merging(cc: int, head_dim: int) -> Variant:
     """Moments of groups of tiles."""
     names = ("mean", "variance", "out_mean", "out_variance")
@@ -501,6 +522,8 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
     # groups that means stand for, on the way into the order.
     yield measuring(cc, max(head_dims), summed=True, tile=64)
     yield merging(cc, max(head_dims))
+    for bits in (8, 4):
+        yield adding(cc, max(head_dims), bits)
     # 16 tokens a chunk at 75,600.
     yield choosing(cc, 4725)
     for head_dim in head_dims:
