@@ -142,18 +142,14 @@ class SpeedBench:
             method=None if speed == "exact" else self.method,
         )
         method = make_method(bundle.method, **bundle.method_options)
-        own = method.options().get("share", setting.computed)
-        schedule = bundle.schedule
-        return Asked(
-            method=bundle.method,
-            refresh=schedule.get("refresh", method.refresh)
-            if self.refresh is None
-            else self.refresh,
-            computed=own if self.computed is None else self.computed,
-            warmup=schedule.get("dense_steps", setting.warmup)
-            if self.warmup is None
-            else self.warmup,
-        )
+        own = {
+            "refresh": bundle.schedule.get("refresh", method.refresh),
+            "computed": method.options().get("share", setting.computed),
+            "warmup": bundle.schedule.get("dense_steps", setting.warmup),
+        }
+        given = {name: getattr(self, name) for name in own}
+        own |= {name: value for name, value in given.items() if value is not None}
+        return Asked(bundle.method, **own)
 
     def check(self, speed: str) -> None:
         """Raise an ``OptionError`` unless the run has the steps that are measured."""

@@ -116,12 +116,12 @@ def model_run_options(command: Command) -> Command:
         click.option(
             "--computed",
             type=click.FloatRange(0, 1, min_open=True),
-            help="Density that sparse steps compute.  [default: the model's own]",
+            help="Density that sparse steps compute.  [default: the model's own, or a speed's]",
         ),
         click.option(
             "--warmup",
             type=click.FloatRange(0, 1),
-            help="Share of steps that stay dense.  [default: the model's own]",
+            help="Share of steps that stay dense.  [default: the model's own, or a speed's]",
         ),
         click.option(
             "--steps",
