@@ -17,7 +17,7 @@ from vidsparse.kept import KeptPlan, Lacking, Lists
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
 from vidsparse.masks import tile_count
 from vidsparse.methods import METHODS, Method, SparseMethod
-from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
+from vidsparse.order import TokenOrder, can_move, check_order, token_order, wants_gradient
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import (
     Ordered,
@@ -502,7 +502,8 @@ class AttentionEngine:
         lacking = self._lacking.get((site.branch, key))
         if lacking is None:
             return
-        lacking.remainder.add_to(out, likeness(site.step - lacking.step, self.steps))
+        factor = likeness(site.step - lacking.step, self.steps)
+        lacking.remainder.add_to(out, factor, by_kernel=can_move(out))
         if site.step + 1 not in self.schedule.sparse_window(self.steps):
             # nothing follows that it serves, but a decoder that wants the memory.
             del self._lacking[site.branch, key]

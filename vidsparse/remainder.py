@@ -9,8 +9,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from vidsparse.order import can_move
-
 _LARGEST: Final = {8: 127, 4: 7}
 _FADING: Final = 0.6
 
@@ -98,12 +96,15 @@ class Remainder:
             values, scale = _to_host(values), _to_host(scale)
         return cls(values, scale, how.bits)
 
-    def add_to(self, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Add it, ``factor`` times, to ``out`` ``[B, H, S, D]``, in place; returns ``out``."""
+    def add_to(self, out: Tensor, factor: float = 1.0, *, by_kernel: bool = False) -> Tensor:
+        """Add it, ``factor`` times, to ``out`` ``[B, H, S, D]``, in place; returns ``out``.
+
+        ``by_kernel`` says whether one of Triton's kernels does so, in one pass.
+        """
         # of memory that the GPU reads by itself, so that nobody waits.
         values, scale = (x.to(out.device, non_blocking=True) for x in (self.values, self.scale))
         scale = scale.to(out.dtype)
-        if out.stride(-1) == 1 and can_move(out):
+        if by_kernel and out.stride(-1) == 1:
             from vidsparse.kernels.tokens.remainder import add_scaled
 
             return add_scaled(out, values, scale, factor, self.bits)
