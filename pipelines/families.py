@@ -501,7 +501,8 @@ MINIMAX_H3: Final = Family(
         frame_rest=5,
         size_factor=32,
         dense_steps=0.24,
-        source="as LTX-2, which makes sound too; nothing was calibrated or measured on this one",
+        source="as LTX-2, which makes sound too; nothing was calibrated on this one, nor its "
+        "quality measured",
     ),
 )
 
