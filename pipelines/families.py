@@ -54,20 +54,16 @@ WAN: Final = Family(
     ),
 )
 
-_FRAMES_APART: Final = (
-    "denoises every frame at a step of its own and attends by blocks of frames, causally"
-)
-
 SKYREELS_V2: Final = Family(
     name="SkyReels-V2",
     adapter="skyreels_v2",
     text_to_video=("SkyReelsV2Pipeline",),
     image_to_video=("SkyReelsV2ImageToVideoPipeline",),
-    refused={
-        "SkyReelsV2DiffusionForcingPipeline": _FRAMES_APART,
-        "SkyReelsV2DiffusionForcingImageToVideoPipeline": _FRAMES_APART,
-        "SkyReelsV2DiffusionForcingVideoToVideoPipeline": _FRAMES_APART,
-    },
+    other=(
+        "SkyReelsV2DiffusionForcingPipeline",
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline",
+        "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
+    ),
     vae_fp32=True,
     caches=("taylorseer",),
     # the call defaults of diffusers' SkyReelsV2Pipeline, and the frame rate of its examples.
@@ -501,7 +497,8 @@ MINIMAX_H3: Final = Family(
         frame_rest=5,
         size_factor=32,
         dense_steps=0.24,
-        source="as LTX-2, which makes sound too; nothing was calibrated or measured on this one",
+        source="as LTX-2, which makes sound too; nothing was calibrated on this one, nor its "
+        "quality measured",
     ),
 )
 

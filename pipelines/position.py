@@ -19,6 +19,8 @@ def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, in
     if timesteps is None:
         raise _no_step(scheduler)
     steps = total = step_count(scheduler)
+    if isinstance(current, Tensor) and current.numel() > 1:
+        return _step_of_frames(pipe, current, timesteps), total, timesteps
     if current is not None:
         # within a call of the pipeline. video-to-video runs the end of the list only, and its
         # first step counts as 0; outside a call this number is left over from the last one.
@@ -43,11 +45,28 @@ def step_count(scheduler: Any) -> int:
     return count - (sigmas is not None and len(sigmas) == count)
 
 
+def _step_of_frames(pipe: Any, told: Tensor, timesteps: Any) -> int:
+    """The step that all frames are at which are denoised; ``told`` has 0 for the others.
+
+    By diffusion forcing every frame has a copy of the scheduler, and the pipeline's counts nothing.
+
+    Raises:
+        UnsupportedError: frames are denoised at several steps.
+    """
+    place = _place(timesteps, told[told > 0], alike=True)
+    if place is None or pipe.num_timesteps > len(timesteps):
+        raise UnsupportedError(
+            "frames that are each at a step of their own cannot be sparse. "
+            "Hint: leave ar_step at 0, or remove() the handle to run densely."
+        )
+    return place
+
+
 def _place(timesteps: Any, value: Any, *, alike: bool) -> int | None:
     if value is None:
         return None
     if isinstance(value, Tensor):
-        if alike and bool((value != value.flatten()[0]).any()):
+        if not value.numel() or (alike and bool((value != value.flatten()[0]).any())):
             return None
         value = value.flatten()[0]
     at = float(value)

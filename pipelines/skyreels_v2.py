@@ -1,7 +1,7 @@
 """SkyReels-V2: Wan's blocks and names under other classes, so that Wan's processor serves it.
 
-Weights for diffusion forcing run in the same pipelines where their frames are one block; with more
-blocks than one, frames attend causally by a mask, which is refused.
+Diffusion forcing tells every frame its timestep. It is sparse where the frames that are denoised
+are all at one step; in blocks of several frames they attend causally by a mask, which is refused.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from vidsparse.pipelines.wan import WanSparseProcessor
 
 def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     config = transformer.config
-    if config.num_frame_per_block > 1 or arguments.get("enable_diffusion_forcing"):
+    if config.num_frame_per_block > 1:
         raise UnsupportedError(
-            "SkyReels-V2 is sparse only where all frames are denoised together and attend each "
-            "other, not by diffusion forcing. Hint: remove() the handle to run it densely."
+            "SkyReels-V2 is sparse only where all frames attend each other, not in causal blocks. "
+            "Hint: leave causal_block_size at 1, or remove() the handle to run it densely."
+        )
+    forcing = arguments.get("enable_diffusion_forcing")
+    if forcing and getattr(transformer, "_parallel_config", None) is not None:
+        raise UnsupportedError(
+            "diffusion forcing tells every token its timestep, which is not dealt to several "
+            "processes here. Hint: run it in one process."
         )
     grid = latent_grid(arguments.get("hidden_states"), config.patch_size)
     return None if grid is None else Layout(grid)

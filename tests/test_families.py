@@ -206,16 +206,53 @@ def test_pipelines_that_attend_otherwise_are_refused_with_the_reason(name: str) 
         sparsify(cls.__new__(cls))
 
 
-def test_skyreels_by_diffusion_forcing_is_refused() -> None:
-    pipe = TINY["skyreels-v2"].build()
-    forcing = diffusers.SkyReelsV2DiffusionForcingPipeline(**pipe.components)
-    with pytest.raises(UnsupportedError, match=r"a step of its own .* takes SkyReelsV2Pipeline"):
-        sparsify(forcing)
-    arguments = first_forward("skyreels-v2", pipe)
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"causal_block_size": 3}, "not in causal blocks"),
+        ({"ar_step": 1}, "frames that are each at a step of their own"),
+    ],
+)
+def test_skyreels_frames_that_do_not_go_together_are_refused(
+    asked: dict[str, Any], reason: str
+) -> None:
+    name = "skyreels-v2-forcing"
+    pipe = TINY[name].build()
+    with sparsify(pipe), pytest.raises(UnsupportedError, match=reason):
+        latents(name, pipe, **asked)
+
+
+def test_a_noisy_image_and_a_long_video_of_diffusion_forcing_keep_their_steps() -> None:
+    name = "skyreels-v2-forcing-image"
+    pipe = TINY[name].build()
+    # two segments. frames that are given are told a timestep between those of two steps, or one of
+    # them, and their noise is torch's own.
+    long: dict[str, Any] = {"size": (17, 64, 64), "base_num_frames": 9, "overlap_history": 5}
+    pipe.scheduler.set_timesteps(3)
+    for noised in (20, int(pipe.scheduler.timesteps[1])):
+        made = []
+        for sparse in (False, True):
+            torch.manual_seed(0)
+            if not sparse:
+                made.append(latents(name, pipe, **long, addnoise_condition=noised))
+                continue
+            with sparsify(pipe, top_p=1.0, dense_steps=1) as handle:
+                made.append(latents(name, pipe, **long, addnoise_condition=noised))
+                assert handle.summary().notes == ()
+                seen = [(c.step, c.action) for c in handle.trace.cells if c.layer == 0]
+        torch.testing.assert_close(made[1], made[0], rtol=1e-4, atol=1e-4)
+        # of the last segment.
+        by_branch = [("dense", "dense"), *[("replan", "reuse")] * 2]
+        assert seen == [(step, one) for step, both in enumerate(by_branch) for one in both]
+
+
+def test_diffusion_forcing_on_several_processes_is_refused() -> None:
+    name = "skyreels-v2-forcing"
+    pipe = TINY[name].build()
     with sparsify(pipe):
-        pipe.transformer._set_ar_attention(3)
-        with pytest.raises(UnsupportedError, match="not by diffusion forcing"):
-            forward(pipe.transformer, arguments, torch.float32)
+        vars(pipe.transformer)["_parallel_config"] = object()
+        with pytest.raises(UnsupportedError, match="is not dealt to several processes"):
+            latents(name, pipe)
 
 
 def test_kandinskys_own_sparse_attention_is_refused() -> None:

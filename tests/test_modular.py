@@ -11,6 +11,7 @@ import pytest
 import torch
 from quick import slow_but
 from test_families import state_of
+from test_ltx_kin import KIN
 from tiny_cosmos import Unguarded
 from tiny_families import TINY, wan_vace
 from tiny_parts import IMAGE, flow_scheduler, ready
@@ -128,6 +129,13 @@ def made(name: str, pipe: Any) -> Tensor:
 def test_every_modular_pipeline_that_is_taken_is_run() -> None:
     taken = {name for family in FAMILIES for name in family.pipelines if "Modular" in name}
     assert taken == {*MODULAR, "MiniMaxH3ModularPipeline"}
+
+
+def test_every_other_pipeline_that_is_taken_is_held_to_the_stock_one_at_full_mask() -> None:
+    builders = [one.build for one in TINY.values()] + [one.build for one in KIN.values()]
+    built = {type(build()).__name__ for build in builders}
+    taken = {name for family in FAMILIES for name in family.pipelines if name not in MODULAR}
+    assert built == taken
 
 
 @EVERY

@@ -73,6 +73,12 @@ def wan_two_experts() -> Any:
     )
 
 
+def wan_video_to_video() -> Any:
+    parts = tiny_wan().components
+    names = ("tokenizer", "text_encoder", "vae", "scheduler", "transformer")
+    return ready(diffusers.WanVideoToVideoPipeline(**{name: parts[name] for name in names}))
+
+
 def wan_per_token_timesteps(kind: str) -> Any:
     """TI2V-5B: one model for text and image, a timestep for every token."""
     parts = tiny_wan().components
@@ -225,6 +231,20 @@ TINY: dict[str, Tiny] = {
         branches=TWO,
         build=lambda: wan_per_token_timesteps("WanImageToVideoPipeline"),
         call={"image": lambda n: IMAGE, "max_sequence_length": 16},
+    ),
+    "wan-video": Tiny(
+        branches=TWO,
+        build=wan_video_to_video,
+        # three steps of four.
+        call={
+            "video": [IMAGE] * 9,
+            "strength": 0.8,
+            "num_inference_steps": 4,
+            "max_sequence_length": 16,
+        },
+        without=("num_frames",),
+        odd=(9, 80, 48),
+        batch=False,
     ),
     "wan-vace": Tiny(branches=TWO, build=wan_vace, call={"max_sequence_length": 16}, batch=False),
     **RELATIVES,

@@ -96,6 +96,17 @@ def skyreels_v2_image() -> Any:
     )
 
 
+def skyreels_v2_forcing(kind: str = "", **changes: Any) -> Any:
+    """By diffusion forcing, whose pipelines have no image tower."""
+    return _around(
+        f"SkyReelsV2DiffusionForcing{kind}Pipeline",
+        "SkyReelsV2Transformer3DModel",
+        in_channels=4,
+        out_channels=4,
+        **changes,
+    )
+
+
 def wan_animate() -> Any:
     return _around(
         "WanAnimatePipeline",
@@ -374,5 +385,26 @@ RELATIVES: dict[str, Tiny] = {
         branches=TWO,
         build=skyreels_v2_image,
         call={"image": lambda n: IMAGE, "max_sequence_length": 512},
+    ),
+    "skyreels-v2-forcing": Tiny(
+        branches=TWO, build=skyreels_v2_forcing, call={"max_sequence_length": 16}
+    ),
+    "skyreels-v2-forcing-image": Tiny(
+        branches=TWO,
+        # frames a second are told too, for which the host takes one prompt.
+        build=lambda: skyreels_v2_forcing("ImageToVideo", inject_sample_info=True),
+        call={"image": lambda n: IMAGE, "max_sequence_length": 16},
+        batch=False,
+    ),
+    "skyreels-v2-forcing-video": Tiny(
+        branches=TWO,
+        build=lambda: skyreels_v2_forcing("VideoToVideo"),
+        call={
+            "video": lambda n: [IMAGE] * 5,
+            "max_sequence_length": 16,
+            "base_num_frames": 9,
+            "overlap_history": 5,
+        },
+        batch=False,
     ),
 }
