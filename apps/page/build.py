@@ -18,7 +18,7 @@ from vidsparse.apps.page.choices import Choices
 from vidsparse.apps.page.compare_tab import DENSE, FORM, CompareTab
 from vidsparse.apps.page.desk import Desk, toast
 from vidsparse.apps.page.fields import IMAGES
-from vidsparse.apps.page.form import FIRST_SPEED, Form, examples_of, takes
+from vidsparse.apps.page.form import Form, examples_of, takes
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.headers import PageHeaders
@@ -27,7 +27,7 @@ from vidsparse.apps.page.logins import SlowLogins
 from vidsparse.apps.page.outlook import Outlook
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.returns import Returns
-from vidsparse.apps.page.speeds import speed_text, values_of_speed
+from vidsparse.apps.page.speeds import first_speed, speed_text
 from vidsparse.apps.page.start import THIS_MACHINE
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
@@ -76,9 +76,8 @@ def build(desk: Desk) -> gr.Blocks:
                 gr.HTML(draw.fold(), elem_id="fold")
                 form = Form(desk.host)
                 first = desk.host.models[0]
-                for name, value in values_of_speed(form, first, FIRST_SPEED).items():
-                    form.controls[name].value = value
-                form.speed_facts.value = draw.note(speed_text(form, first, FIRST_SPEED))
+                form.speed.value = first_speed(form, first)
+                form.speed_facts.value = draw.note(speed_text(form, first, form.speed.value))
             with gr.Column(scale=7, min_width=330), gr.Tabs(elem_id="tabs") as tabs:
                 with gr.Tab("Generate", id="generate"):
                     generate = GenerateTab(desk, form)

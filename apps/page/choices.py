@@ -18,7 +18,6 @@ from vidsparse.apps.page.desk import Desk, toast
 from vidsparse.apps.page.form import (
     BY_HAND,
     BY_HAND_CHOICE,
-    FIRST_SPEED,
     Form,
     among,
     examples_of,
@@ -31,7 +30,7 @@ from vidsparse.apps.page.form import (
 )
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.sizes import length_choices, size_choices
-from vidsparse.apps.page.speeds import speed_of, speed_text, values_of_speed
+from vidsparse.apps.page.speeds import first_speed, speed_of, speed_text, values_of_speed
 from vidsparse.apps.page.values import check_texts
 from vidsparse.errors import OptionError
 from vidsparse.files import parse_json
@@ -160,12 +159,11 @@ class Choices:
     def choose_model(self, name: Any) -> dict[Any, Any]:
         """Another model: its own settings, and what it takes."""
         model = self._model(name)
-        values = {
-            **self._form.defaults_of(model),
-            **values_of_speed(self._form, model, FIRST_SPEED),
-        }
+        values = self._form.defaults_of(model)
         return {
-            **self.updates(model, values["method"], None, values, FIRST_SPEED),
+            **self.updates(
+                model, first_method(model), None, values, first_speed(self._form, model)
+            ),
             **self._pictures(model),
             self._form.card: draw.model_card(model),
             self._form.examples: gr.update(

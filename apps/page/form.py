@@ -37,7 +37,7 @@ from vidsparse.pipelines.caching import CACHES
 from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, resolve
-from vidsparse.pipelines.speed import SPEEDS, speed_method
+from vidsparse.pipelines.speed import SPEEDS
 
 
 def offered(presets: Sequence[HostPreset] = ()) -> dict[str, type[Method]]:
@@ -59,8 +59,6 @@ BY_HAND = ""
 
 BY_HAND_CHOICE = ("by hand", BY_HAND)
 
-FIRST_SPEED = "high"
-"""What a new visitor sees: the model's own defaults."""
 
 OWN_ORDER = ""
 """The choice of no token order."""
@@ -76,8 +74,8 @@ _FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps")
 
 
 def first_method(model: ModelRef) -> str:
-    """What the page shows first of a model: its method at that speed, where it needs no preset."""
-    own = speed_method(FIRST_SPEED, model.defaults.method, model.defaults.speeds)
+    """What the page shows first of a model: its own method, where that needs no preset."""
+    own = model.defaults.method
     return own if own in offered() else next(iter(offered()))
 
 
@@ -187,7 +185,6 @@ class Form:
     def _speed(self) -> None:
         self.speed = gr.Radio(
             [*((speed, speed) for speed in SPEEDS), BY_HAND_CHOICE],
-            value=FIRST_SPEED,
             label="Quality and speed",
             elem_id="speed",
         )

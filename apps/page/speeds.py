@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vidsparse.apps.page.form import BY_HAND, Form, schedule_values
+from vidsparse.apps.page.form import BY_HAND, Form, first_method, schedule_values
 from vidsparse.apps.page.values import amount_text
 from vidsparse.methods import METHODS
 from vidsparse.pipelines.models import ModelRef
@@ -45,6 +45,12 @@ def speed_of(form: Form, model: ModelRef, values: Mapping[str, Any]) -> str:
         if _with_refresh(values_of_speed(form, model, speed)).items() <= held.items():
             return speed
     return BY_HAND
+
+
+def first_speed(form: Form, model: ModelRef) -> str:
+    """The speed whose values the model brings, or "by hand"."""
+    own = {"method": first_method(model), "preset": BY_HAND}
+    return speed_of(form, model, {**form.defaults_of(model), **own})
 
 
 def _with_refresh(values: Mapping[str, Any]) -> dict[str, Any]:
