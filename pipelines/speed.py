@@ -37,7 +37,7 @@ _SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
 """Its numbers there. What is absent is the method's own."""
 
 _FEW_SHARE: Final = 0.3
-_FEW_SCHEDULE: Final[Mapping[str, int]] = {"dense_steps": 1, "refresh": 1}
+_FEW_SCHEDULE: Final[Mapping[str, int]] = {"refresh": 1}
 """Its numbers in few steps, which are far apart: what the dense one leaves is worth most there."""
 
 _LESS: Final = 0.1

@@ -59,7 +59,6 @@ BY_HAND = ""
 
 BY_HAND_CHOICE = ("by hand", BY_HAND)
 
-
 OWN_ORDER = ""
 """The choice of no token order."""
 

@@ -26,6 +26,8 @@ from vidsparse.pipelines.models import LoadedPipeline, load
 from vidsparse.pipelines.request import GenerateRequest
 
 TIMED: Final = 3
+LARGEST: Final = 5
+"""Kernels that are named."""
 
 RUNS: Final[Mapping[str, Callable[[Any, int], AbstractContextManager[Any]]]] = {
     "stock": lambda pipe, steps: nullcontext(),
@@ -33,6 +35,12 @@ RUNS: Final[Mapping[str, Callable[[Any, int], AbstractContextManager[Any]]]] = {
     "foresight": lambda pipe, steps: sparsify(pipe, "foresight", share=0.11, dense_steps=0.12),
     "exact": lambda pipe, steps: accelerate(pipe, "exact", steps=steps),
     "balanced": lambda pipe, steps: accelerate(pipe, "balanced", steps=steps),
+    "balanced, layers not in 8 bits": lambda pipe, steps: accelerate(
+        pipe, "balanced", steps=steps, linear="none"
+    ),
+    "balanced, fg-attn": lambda pipe, steps: accelerate(
+        pipe, "balanced", steps=steps, method="fg-attn", linear="none"
+    ),
 }
 """What is put on a pipeline that takes so many steps."""
 
@@ -45,11 +53,13 @@ class Waited:
         ms: a step, of the median run.
         busy_ms: of it, kernels on the GPU; None on a CPU.
         kernels: launched in a step; None on a CPU.
+        largest: of them those that take most: name, and milliseconds of a step.
     """
 
     ms: float
-    busy_ms: float | None
-    kernels: float | None
+    busy_ms: float | None = None
+    kernels: float | None = None
+    largest: tuple[tuple[str, float], ...] = ()
 
 
 def waited(loaded: LoadedPipeline, request: GenerateRequest, steps: int) -> Waited:
@@ -70,12 +80,14 @@ def waited(loaded: LoadedPipeline, request: GenerateRequest, steps: int) -> Wait
     run()
     ms = statistics.median(run() for _ in range(TIMED)) * 1e3 / steps
     if not gpu:
-        return Waited(ms, None, None)
+        return Waited(ms)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()
     events = [event for event in seen.key_averages() if event.self_device_time_total > 0]
-    busy = sum(event.self_device_time_total for event in events) / 1e3
-    return Waited(ms, busy / steps, sum(event.count for event in events) / steps)
+    taken = {event.key: event.self_device_time_total / 1e3 / steps for event in events}
+    largest = sorted(taken.items(), key=lambda each: each[1], reverse=True)[:LARGEST]
+    kernels = sum(event.count for event in events) / steps
+    return Waited(ms, sum(taken.values()), kernels, tuple(largest))
 
 
 def main() -> None:
@@ -102,8 +114,9 @@ def main() -> None:
         with RUNS[name](loaded.pipe, steps):
             found = waited(loaded, request, steps - 1)
         shown = [found.ms, found.busy_ms, found.kernels]
-        rows.append([name, *("" if each is None else f"{each:.1f}" for each in shown)])
-    print(markdown_table(("run", "ms a step", "GPU busy, ms", "kernels a step"), rows))
+        named = "; ".join(f"{kernel[:40]} {ms:.1f} ms" for kernel, ms in found.largest)
+        rows.append([name, *("" if each is None else f"{each:.1f}" for each in shown), named])
+    print(markdown_table(("run", "ms a step", "GPU busy, ms", "kernels a step", "of which"), rows))
 
 
 if __name__ == "__main__":
