@@ -300,7 +300,10 @@ def test_a_worker_killed_midway_costs_no_video_and_no_frame(
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline and not videos(tmp_path):
             time.sleep(0.05)
-        os.kill(worker_of(run.pid, engine), signal.SIGKILL)
+        worker = worker_of(run.pid, engine)
+        own = os.getpriority(os.PRIO_PROCESS, run.pid)
+        assert os.getpriority(os.PRIO_PROCESS, worker) == own, "others would go before its workers"
+        os.kill(worker, signal.SIGKILL)
         out, err = run.communicate(timeout=400)
     finally:
         run.kill()
@@ -347,6 +350,7 @@ def test_groups_of_two_make_each_video_together(by_one_process: Path, tmp_path: 
     words = command(tmp_path, "--gpus", "2", "--gpus-per-video", "2", "--engine", "ray")
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
+    assert "on 2 workers, 2 to a video" in done.stderr
     alone = videos(by_one_process)
     assert sorted(videos(tmp_path)) == sorted(alone)
     for name, path in videos(tmp_path).items():

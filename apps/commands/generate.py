@@ -316,9 +316,12 @@ def _spread_all(
     left = {one.prompt.number: (one, target) for one, target in waiting}
     failed: list[int] = []
     with crew.workers(prepared.request) as (engine, groups), ExitStack() as stack:
-        workers = "worker" if groups == 1 else "workers"
-        terminal.say(f"Loading {prepared.request.model} on {groups} {workers} ...")
-        progress = stack.enter_context(plain_bar(terminal, f"Videos on {groups} {workers}"))
+        count = groups * crew.size
+        workers = f"{count} {'worker' if count == 1 else 'workers'}"
+        if crew.size > 1:
+            workers += f", {crew.size} to a video"
+        terminal.say(f"Loading {prepared.request.model} on {workers} ...")
+        progress = stack.enter_context(plain_bar(terminal, f"Videos on {workers}"))
         outcomes = stack.enter_context(
             closing(
                 spread(

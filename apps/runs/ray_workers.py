@@ -78,8 +78,9 @@ def connected(address: str | None, count: int | None, device: str) -> Iterator[R
         UnsupportedError: Ray is not installed.
         OptionError: there is no cluster at the address, or too little room on it.
     """
-    # it would report to its makers.
+    # it would report to its makers, and let whatever else the machine does go before its workers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray = _ray()
     except ImportError:
