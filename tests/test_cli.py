@@ -60,16 +60,19 @@ class _Machine:
 
     def load(self, ref: Any, **options: Any) -> Any:
         self.loads += 1
-        return SimpleNamespace(ref=ref, compile=False)
+        return SimpleNamespace(ref=ref, compile=False, linear="none")
 
-    def generate(
+    def generate_batch(
         self,
         loaded: Any,
-        request: Any,
+        requests: Any,
         progress: Any = None,
         ring: int | None = None,
         apart: bool = False,
-    ) -> Generated:
+    ) -> list[Generated]:
+        return [self.generate(request, progress) for request in requests]
+
+    def generate(self, request: Any, progress: Any) -> Generated:
         if self.fail_on and self.fail_on in request.prompt:
             raise RuntimeError("the kernel\nfell over")
         self.before(request.prompt)
@@ -94,7 +97,7 @@ class _Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> _Machine:
     stand_in = _Machine()
     monkeypatch.setattr(modelling, "load", stand_in.load)
-    monkeypatch.setattr(generating, "generate", stand_in.generate)
+    monkeypatch.setattr(generating, "generate_batch", stand_in.generate_batch)
     return stand_in
 
 
@@ -144,6 +147,7 @@ def test_no_more_processes_are_started_than_a_machine_has_room_for(
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.parametrize("command", ["generate", "compare"])
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -155,10 +159,10 @@ def test_no_more_processes_are_started_than_a_machine_has_room_for(
     ],
 )
 def test_what_guidance_branches_apart_cannot_do_is_said(
-    given: list[str], said: str, tmp_path: Path
+    command: str, given: list[str], said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "p.txt").write_text("a red circle\n", encoding="utf-8")
-    words = ["generate", str(tmp_path / "p.txt"), "--device", "cpu", "--apart", *given]
+    words = [command, str(tmp_path / "p.txt"), "--device", "cpu", "--apart", *given]
     done = CliRunner().invoke(main, [*words, "--out", str(tmp_path / "o")])
     assert done.exit_code == 2
     assert said in done.output
@@ -293,12 +297,12 @@ def test_calls_that_fell_back_are_named_with_the_reason(
 ) -> None:
     make = machine.generate
 
-    def fallen(*args: Any, **kwargs: Any) -> Generated:
-        made = make(*args, **kwargs)
+    def fallen(*args: Any) -> Generated:
+        made = make(*args)
         made.record["notes"].append("dense: the host has a mask for this call")
         return made
 
-    monkeypatch.setattr(generating, "generate", fallen)
+    monkeypatch.setattr(machine, "generate", fallen)
     done = generate()
     assert "in the sparse calls; some calls were dense: the host has a mask" in done.stdout
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+import torch
+from click.testing import CliRunner, Result
 
 from vidsparse.apps.cli import main
 from vidsparse.apps.runs.crew import TRIES, Made, Outcome, WorkerDied, spread
 from vidsparse.apps.runs.crew_options import CrewOptions, crew_options
+from vidsparse.apps.runs.crew_tasks import Generation
 from vidsparse.apps.runs.local_workers import LocalWorkers
 from vidsparse.errors import OptionError, OutputError, VidsparseError
 from vidsparse.pipelines.request import GenerateRequest
@@ -64,20 +66,21 @@ class MadeUpWorkers:
         return None
 
 
-def requests(count: int) -> list[tuple[int, GenerateRequest]]:
-    return [(number, GenerateRequest(prompt=f"p{number}")) for number in range(1, count + 1)]
+def tasks(count: int) -> list[tuple[int, Generation]]:
+    prompts = [(number, GenerateRequest(prompt=f"p{number}")) for number in range(1, count + 1)]
+    return [(number, Generation(request)) for number, request in prompts]
 
 
-def made_of(prompt: str) -> Made:
-    return Made(prompt.encode(), {"prompt": prompt})
+def made_of(prompt: str) -> list[Made]:
+    return [Made(prompt.encode(), {"prompt": prompt})]
 
 
 def plain(name: str, arguments: Any) -> Any:
-    return made_of(arguments[0].prompt) if name == "make" else "tcp://x:1"
+    return made_of(arguments[0].request.prompt) if name == "make" else "tcp://x:1"
 
 
 def finished(engine: Any, count: int, **sizes: int) -> dict[int, Outcome]:
-    outcomes = list(spread(engine, requests(count), **sizes))
+    outcomes = list(spread(engine, tasks(count), **sizes))
     assert len(outcomes) == count
     return {one.number: one for one in outcomes}
 
@@ -102,7 +105,7 @@ def test_a_prompt_whose_worker_died_is_made_again_by_a_new_one() -> None:
     dead: list[str] = []
 
     def answer(name: str, arguments: Any) -> Any:
-        if name == "make" and arguments[0].prompt == "p2" and not dead:
+        if name == "make" and arguments[0].request.prompt == "p2" and not dead:
             dead.append("p2")
             raise WorkerDied("gone")
         return plain(name, arguments)
@@ -116,7 +119,7 @@ def test_a_prompt_whose_worker_died_is_made_again_by_a_new_one() -> None:
 
 def test_a_prompt_that_kills_every_worker_fails_and_the_next_is_made() -> None:
     def answer(name: str, arguments: Any) -> Any:
-        if name == "make" and arguments[0].prompt == "p1":
+        if name == "make" and arguments[0].request.prompt == "p1":
             raise WorkerDied("gone")
         return plain(name, arguments)
 
@@ -129,7 +132,7 @@ def test_a_prompt_that_kills_every_worker_fails_and_the_next_is_made() -> None:
 
 def test_an_error_of_one_prompt_is_its_own_and_the_worker_goes_on() -> None:
     def answer(name: str, arguments: Any) -> Any:
-        if name == "make" and arguments[0].prompt == "p1":
+        if name == "make" and arguments[0].request.prompt == "p1":
             raise VidsparseError("too long")
         return plain(name, arguments)
 
@@ -147,7 +150,7 @@ def test_a_group_in_which_one_fails_is_started_anew() -> None:
         if name == "load":
             ranks.append(arguments[1])
             assert arguments[2:] == (2, "tcp://x:1", None)
-        if name == "make" and arguments[0].prompt == "p1":
+        if name == "make" and arguments[0].request.prompt == "p1":
             raise VidsparseError("one of two")
         return plain(name, arguments)
 
@@ -172,7 +175,7 @@ def test_a_model_that_cannot_be_loaded_ends_all_at_once() -> None:
 
 def test_a_loop_that_is_left_early_leaves_no_worker() -> None:
     engine = MadeUpWorkers(plain)
-    outcomes = spread(engine, requests(9), groups=2, size=1)
+    outcomes = spread(engine, tasks(9), groups=2, size=1)
     next(outcomes)
     outcomes.close()
     assert all(worker.killed for _, worker in engine.started)
@@ -251,21 +254,66 @@ def test_a_missing_ray_is_said_in_one_line(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.rglob("*.mp4"))
 
 
+@pytest.mark.parametrize(
+    ("words", "error", "code", "said"),
+    [
+        (
+            "generate",
+            WorkerDied("ended by signal 9"),
+            1,
+            "prompt 0001 failed: 3 workers died on it",
+        ),
+        (
+            "compare",
+            WorkerDied("ended by signal 9"),
+            1,
+            "prompt 0001 cannot be measured: 3 workers",
+        ),
+        ("generate", OptionError("too wide"), 1, "prompt 0001 failed: too wide"),
+        ("compare", OptionError("too wide"), 2, "too wide"),
+    ],
+)
+def test_what_no_worker_can_do_is_said_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    error: Exception,
+    code: int,
+    said: str,
+) -> None:
+    def answer(name: str, arguments: Any) -> Any:
+        if name == "make":
+            raise error
+
+    monkeypatch.setattr(
+        "vidsparse.apps.runs.local_workers.LocalWorkers", lambda *_: MadeUpWorkers(answer)
+    )
+    (tmp_path / "p.txt").write_text("a red circle\n", encoding="utf-8")
+    asked = [words, str(tmp_path / "p.txt"), *SETTINGS, "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(main, [*asked, "--gpus", "2", "--engine", "local"])
+    assert done.exit_code == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("*.mp4"))
+
+
 # --- the real thing ---
 
 
+# threads share sums in another order, which frames would show.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 PROMPTS = [
     "a large red circle that moves right on a plain black background",
     "a small blue ring that orbits",
     "a green square that moves left",
-    "a large yellow star that moves up",
-    "a small red ring that moves down",
 ]
 
 
-def command(folder: Path, *more: str) -> list[str]:
-    (folder / "p.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
-    words = [sys.executable, "-m", "vidsparse", "generate", str(folder / "p.txt"), *SETTINGS]
+def command(
+    folder: Path, *more: str, prompts: int = len(PROMPTS), do: str = "generate"
+) -> list[str]:
+    (folder / "p.txt").write_text("\n".join(PROMPTS[:prompts]), encoding="utf-8")
+    words = [sys.executable, "-m", "vidsparse", do, str(folder / "p.txt"), *SETTINGS]
     return [*words, "--out", str(folder / "out"), *more]
 
 
@@ -273,12 +321,22 @@ def videos(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in (folder / "out").rglob("*.mp4")}
 
 
+def invoked(folder: Path, **what: Any) -> Result:
+    """``command`` in this process, on one thread: threads share sums in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        done = CliRunner().invoke(main, command(folder, **what)[3:])
+    finally:
+        torch.set_num_threads(before)
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
 @pytest.fixture(scope="module")
 def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    subprocess.run(
-        command(folder), check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    invoked(folder)
     return folder
 
 
@@ -293,8 +351,7 @@ def test_a_worker_killed_midway_costs_no_video_and_no_frame(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # threads share sums in another order, which frames would show.
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=ONE_THREAD,
     )
     try:
         deadline = time.monotonic() + 200
@@ -345,14 +402,44 @@ def _ancestors(pid: int) -> list[int]:
     return line
 
 
+def report_of(folder: Path, shown: str) -> dict[str, Any]:
+    """The report of prompts that ``compare`` measured there; ``shown`` is what it printed."""
+    (path,) = (folder / "out").rglob("report.json")
+    assert len(list(path.parent.glob("*.mp4"))) == 2
+    assert not list(path.parent.glob("0*.json")), "records that the report holds are removed"
+    assert sorted(line[:4] for line in shown.splitlines() if line[:1] == "0") == ["0001", "0002"]
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+@pytest.mark.slow
+def test_workers_measure_what_one_process_measures(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    here, there = (tmp_path_factory.mktemp(name) for name in ("here", "there"))
+    alone = report_of(here, invoked(here, prompts=2, do="compare").stdout)
+    words = command(there, "--gpus", "2", "--engine", "local", prompts=2, do="compare")
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    spread_out = report_of(there, done.stdout)
+    keys = ("number", "prompt", "seed", "psnr", "ssim", "flicker")
+    assert [[each[key] for key in keys] for each in alone["prompts"]] == [
+        [each[key] for key in keys] for each in spread_out["prompts"]
+    ]
+    assert all(each["seconds"]["dense"]["denoise"] > 0 for each in spread_out["prompts"])
+    assert "side by side by 2 workers" in " ".join(spread_out["notes"])
+    assert "stopped" not in " ".join(spread_out["notes"])
+
+
 @pytest.mark.slow
 def test_groups_of_two_make_each_video_together(by_one_process: Path, tmp_path: Path) -> None:
-    words = command(tmp_path, "--gpus", "2", "--gpus-per-video", "2", "--engine", "ray")
+    asked = ("--gpus", "2", "--gpus-per-video", "2", "--engine", "ray")
+    words = command(tmp_path, *asked, prompts=2)
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "on 2 workers, 2 to a video" in done.stderr
     alone = videos(by_one_process)
-    assert sorted(videos(tmp_path)) == sorted(alone)
+    assert sorted(videos(tmp_path)) == sorted(alone)[:2]
     for name, path in videos(tmp_path).items():
         assert json.loads(path.with_suffix(".json").read_text())["processes"] == 2
         pair = [read_video(each).astype(float) for each in (path, alone[name])]

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from vidsparse.apps.runs.comparison import (
     Comparison,
-    Generate,
+    is_measured,
     runs_of,
     stages_of,
     warm_ups,
     write_report,
 )
+from vidsparse.apps.runs.crew import WorkerDied
+from vidsparse.apps.runs.crew_options import CrewOptions, crew_click_options, crew_options
+from vidsparse.apps.runs.crew_tasks import Measurement
+from vidsparse.apps.runs.maker import Maker
 from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder
@@ -30,12 +34,12 @@ from vidsparse.apps.runs.team import (
     said_once,
     silent,
 )
-from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
+from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, gpus_options, request_options
-from vidsparse.apps.terminal.progress import short, step_bar
+from vidsparse.apps.terminal.progress import short
 from vidsparse.apps.terminal.tables import print_pairs, print_table
 from vidsparse.errors import OptionError
-from vidsparse.report import Report, format_worst, stage_rows
+from vidsparse.report import PromptComparison, Report, format_worst, stage_rows
 from vidsparse.speedup import FEWEST, SHORT
 from vidsparse.wording import (
     format_psnr,
@@ -45,11 +49,6 @@ from vidsparse.wording import (
     format_spread,
     format_total,
 )
-
-if TYPE_CHECKING:
-    from vidsparse.pipelines.family import Defaults
-    from vidsparse.pipelines.generate import Generated
-    from vidsparse.pipelines.request import GenerateRequest
 
 
 @click.command(
@@ -62,6 +61,7 @@ Examples:
   vidsparse compare prompts.txt --device cuda --batch 8
   vidsparse compare prompts.txt --speed fast --parts
   vidsparse compare prompts.txt --model path/to/Wan2.1 --gpus 4     each video on four GPUs
+  vidsparse compare prompts.txt --gpus 4 --gpus-per-video 1         four prompts at a time
 
 \b
 Files, in outputs/<file>-compare-<method>-<hash of settings>/:
@@ -88,6 +88,7 @@ Files, in outputs/<file>-compare-<method>-<hash of settings>/:
     "layers, step cache. The report says what each cost and brought.",
 )
 @gpus_options
+@crew_click_options
 @click.option(
     "--out",
     metavar="FOLDER",
@@ -107,6 +108,9 @@ def compare(
     gpus: int | None,
     ring: int | None,
     apart: bool,
+    gpus_per_video: int | None,
+    engine: str | None,
+    address: str | None,
     out: str,
     **options: Any,
 ) -> int:
@@ -119,10 +123,11 @@ def compare(
     from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; the same command goes on from the last measured prompt."
+    crew = crew_options(gpus, gpus_per_video, engine, address, ring, apart)
     team = join(terminal, gpus, ring, apart)
-    several = team is not None or gpus not in (None, 1)
+    several = crew is None and (team is not None or gpus not in (None, 1))
     with said_once(team):
-        if team is None:
+        if crew is None and team is None:
             check_ring(ring, gpus or 1, apart)
         if batch < 1:
             raise OptionError(f"batch must be at least 1, got {batch}")
@@ -156,29 +161,32 @@ def compare(
     if team is not None:
         # times are of so many, and may differ within rounding.
         measured += f", by {team}"
+    if crew is not None:
+        measured += f", {crew}"
     folder = RunFolder(Path(out) / name, measured)
     require_encoder()
     with folder.claim():
-        generate, defaults = _maker(terminal, prepared, team)
-        comparison = Comparison(generate, folder.path, kept=folder, parts=parts)
-        missing = [at for at, chunk in enumerate(chunks) if not comparison.is_measured(chunk)]
+        missing = [at for at, chunk in enumerate(chunks) if not is_measured(folder, chunk)]
         if len(missing) < len(chunks):
             terminal.say("Going on where an earlier run was stopped.")
         if team is not None:
             team.tell(missing)
-        if missing:
+        maker = _maker(terminal, prepared, team) if missing and crew is None else None
+        comparison = Comparison(maker, folder.path, kept=folder, parts=parts)
+        if maker is not None:
             terminal.say("Warming up ...")
-            comparison.warm_up(chunks[missing[0]], defaults)
+            comparison.warm_up(chunks[missing[0]], maker.defaults)
+        if missing and crew is not None:
+            waiting = [chunks[at] for at in missing]
+            if not _spread(terminal, crew, comparison, waiting, parts):
+                return FAILED
         for chunk in chunks:
             for each in comparison.run(chunk):
-                if not terminal.quiet:
-                    terminal.show(
-                        f"{each.number:04d}  PSNR {format_psnr(each.quality, ' dB')}, "
-                        f"SSIM {each.quality.ssim:.4f}  {short(each.prompt)}"
-                    )
+                if each.number not in comparison.taken:
+                    _print_measured(terminal, each)
         if team is not None:
             team.leave()
-        report = comparison.report(prepared.request, batch)
+        report = comparison.report(prepared.request, batch, str(crew) if crew is not None else None)
         paths = write_report(folder.path, report, comparison.videos, request)
         comparison.forget()
     if terminal.quiet:
@@ -192,23 +200,46 @@ def compare(
     return 0
 
 
-def _maker(
-    terminal: Terminal, prepared: PreparedPrompts, team: Team | None
-) -> tuple[Generate, Defaults]:
-    """What makes the videos of a batch, by all processes of ``team``; and the model's settings."""
-    loaded = prepared.load(terminal)
-    # 8-bit layers are no part of what a run is compared with.
-    stock = loaded if loaded.linear == "none" else prepared.load(terminal, linear="none")
-    ring, apart = (None, False) if team is None else (team.ring, team.apart)
+def _maker(terminal: Terminal, prepared: PreparedPrompts, team: Team | None) -> Maker:
+    """What makes the videos of a batch, by all processes of ``team``."""
+    if team is None:
+        return Maker(terminal, prepared)
+    return Maker(terminal, prepared, team.ring, team.apart)
 
-    def generate(requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
-        from vidsparse.pipelines.generate import generate_batch
 
-        held = loaded if requests[0].linear == loaded.linear else stock
-        with step_bar(terminal, label, loaded.compile) as progress:
-            return generate_batch(held, requests, progress=progress, ring=ring, apart=apart)
+def _spread(
+    terminal: Terminal,
+    crew: CrewOptions,
+    comparison: Comparison,
+    waiting: Sequence[Sequence[PreparedPrompt]],
+    parts: bool,
+) -> bool:
+    """Have chunks measured by workers; whether all were. What is measured is kept at once."""
+    chunks = {chunk[0].prompt.number: chunk for chunk in waiting}
+    tasks = [(number, Measurement(tuple(chunk), parts)) for number, chunk in chunks.items()]
+    with crew.doing(terminal, tasks, "Comparisons") as outcomes:
+        for outcome in outcomes:
+            if isinstance(outcome.error, WorkerDied):
+                terminal.complain(
+                    f"prompt {outcome.number:04d} cannot be measured: {outcome.deaths} workers "
+                    f"died on it ({outcome.error}). What was measured is kept. "
+                    "Hint: run the same command again."
+                )
+                return False
+            if outcome.made is None:
+                assert outcome.error is not None
+                raise outcome.error
+            for one, made in zip(chunks[outcome.number], outcome.made, strict=True):
+                _print_measured(terminal, comparison.take(one, made))
+    return True
 
-    return generate, loaded.defaults
+
+def _print_measured(terminal: Terminal, each: PromptComparison) -> None:
+    if not terminal.quiet:
+        terminal.show(
+            f"{each.number:04d}  PSNR {format_psnr(each.quality, ' dB')}, "
+            f"SSIM {each.quality.ssim:.4f}  {short(each.prompt)}"
+        )
 
 
 def _take_part(
@@ -221,12 +252,12 @@ def _take_part(
     """Compute what the first process measures."""
     try:
         if missing := [chunks[at] for at in team.hear()]:
-            generate, defaults = _maker(terminal, prepared, team)
-            for requests in warm_ups(missing[0], defaults, parts):
-                generate(requests, "warm-up")
+            maker = _maker(terminal, prepared, team)
+            for requests in warm_ups(missing[0], maker.defaults, parts):
+                maker(requests, "warm-up")
             for chunk in missing:
                 for name, requests in runs_of(chunk, parts):
-                    generate(requests, name)
+                    maker(requests, name)
         team.leave()
     except Exception:
         team.wait_to_be_ended()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import shlex
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from vidsparse.apps.runs.crew import WorkerDied, spread
-from vidsparse.apps.runs.crew_options import ENGINES, CrewOptions, crew_options
+from vidsparse.apps.runs.crew import WorkerDied
+from vidsparse.apps.runs.crew_options import CrewOptions, crew_click_options, crew_options
+from vidsparse.apps.runs.crew_tasks import Generation
+from vidsparse.apps.runs.maker import Maker
 from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder, Target
@@ -29,19 +31,12 @@ from vidsparse.apps.runs.team import (
 )
 from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, gpus_options, request_options
-from vidsparse.apps.terminal.progress import plain_bar, short, step_bar
+from vidsparse.apps.terminal.progress import plain_bar, short
 from vidsparse.errors import FolderError, OptionError, OutputError, VidsparseError
-from vidsparse.files import unwritten, write_whole
 from vidsparse.wording import format_share
 
 # where videos are made says nothing of what they lost.
-_NOT_COMPARED = (
-    "overwrite",
-    "verify",
-    "gpus_per_video",
-    "engine",
-    "address",
-)
+_NOT_COMPARED = ("overwrite", "verify")
 
 
 @click.command(
@@ -79,22 +74,7 @@ other settings get another folder.
     "--verify", is_flag=True, help="Read finished videos and make changed ones again, not by size."
 )
 @gpus_options
-@click.option(
-    "--gpus-per-video",
-    type=click.IntRange(min=1, max=1024),
-    metavar="M",
-    help="Spread the prompts over groups of M GPUs.  [default: all on each; with --engine ray, 1]",
-)
-@click.option(
-    "--engine",
-    type=click.Choice(ENGINES),
-    help="What starts the workers that prompts are spread over.  [default: local]",
-)
-@click.option(
-    "--address",
-    metavar="ADDRESS",
-    help="Of a Ray cluster, or auto.  [default: a Ray of its own on this machine]",
-)
+@crew_click_options
 @json_option
 @verbosity_options
 @click.pass_obj
@@ -123,12 +103,7 @@ def generate(
     from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; finished videos are kept."
-    crew = crew_options(gpus, gpus_per_video, engine, address, ring)
-    if crew is not None and apart:
-        raise OptionError(
-            "--apart works where all GPUs make each video together. "
-            "Hint: leave --gpus-per-video and --engine out."
-        )
+    crew = crew_options(gpus, gpus_per_video, engine, address, ring, apart)
     team = join(terminal, gpus, ring, apart)
     alone = crew is not None or (team is None and gpus in (None, 1))
     if crew is None and team is None:
@@ -197,14 +172,12 @@ def generate(
 
 def _take_part(team: Team, prepared: PreparedPrompts, terminal: Terminal) -> int:
     """Compute what the first process makes videos of."""
-    from vidsparse.pipelines.generate import generate as run
-
     try:
         if numbers := team.hear():
-            loaded = prepared.load(terminal)
+            maker = Maker(terminal, prepared, team.ring, team.apart)
             for one in prepared.prompts:
                 if one.prompt.number in numbers:
-                    run(loaded, one.request, ring=team.ring, apart=team.apart)
+                    maker([one.request], "")
         team.leave()
     except Exception:
         team.wait_to_be_ended()
@@ -218,16 +191,12 @@ def _say_next(terminal: Terminal, prompts_file: str, method: str) -> None:
         return
     ctx = click.get_current_context()
     words = ["vidsparse", "compare", prompts_file]
-    left_out = set(_NOT_COMPARED)
-    if ctx.params["engine"] or ctx.params["gpus_per_video"]:
-        # it spreads no prompts.
-        left_out |= {"gpus", "ring"}
     for option in ctx.command.params:
         name = option.name or ""
         given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if not isinstance(option, click.Option) or not given or not option.expose_value:
             continue
-        if name in left_out:
+        if name in _NOT_COMPARED:
             continue
         value = ctx.params[name]
         if option.is_flag:
@@ -281,12 +250,13 @@ def _make_all(
     team: Team | None = None,
 ) -> int:
     """Make the videos that are waiting; the exit code. ``states`` is told of those that failed."""
-    loaded = prepared.load(terminal)
+    ring, apart = (None, False) if team is None else (team.ring, team.apart)
+    maker = Maker(terminal, prepared, ring, apart)
     failed: list[int] = []
     for place, (one, target) in enumerate(waiting, 1):
         label = f"[{place}/{len(waiting)}] {short(one.prompt.text)}"
         try:
-            _make(terminal, loaded, one, folder, target, label, team)
+            _make(terminal, maker, one, folder, target, label)
         except FolderError as error:
             return _stopped(terminal, prepared, waiting[place - 1 :], states, error)
         except Exception as error:
@@ -315,36 +285,17 @@ def _spread_all(
     """As ``_make_all``, by workers; videos are written in the order in which they are finished."""
     left = {one.prompt.number: (one, target) for one, target in waiting}
     failed: list[int] = []
-    with crew.workers(prepared.request) as (engine, groups), ExitStack() as stack:
-        count = groups * crew.size
-        workers = f"{count} {'worker' if count == 1 else 'workers'}"
-        if crew.size > 1:
-            workers += f", {crew.size} to a video"
-        terminal.say(f"Loading {prepared.request.model} on {workers} ...")
-        progress = stack.enter_context(plain_bar(terminal, f"Videos on {workers}"))
-        outcomes = stack.enter_context(
-            closing(
-                spread(
-                    engine,
-                    [(one.prompt.number, one.request) for one, _ in waiting],
-                    groups=groups,
-                    size=crew.size,
-                    ring=crew.ring,
-                )
-            )
-        )
+    tasks = [(one.prompt.number, Generation(one.request)) for one, _ in waiting]
+    with crew.doing(terminal, tasks, "Videos") as outcomes:
         for outcome in outcomes:
             one, target = left[outcome.number]
             try:
-                if outcome.deaths and outcome.made is not None:
-                    died = "a worker" if outcome.deaths == 1 else f"{outcome.deaths} workers"
-                    terminal.warn(f"prompt {outcome.number:04d} was made again: {died} died on it.")
                 if outcome.made is None:
                     assert outcome.error is not None
                     raise outcome.error
-                _write(target, outcome.made.video)
-                folder.write_record(target, outcome.made.record)
-                _print_made(terminal, target, outcome.made.record)
+                (made,) = outcome.made
+                folder.put(target, made.video, made.record)
+                _print_made(terminal, target, made.record)
             except FolderError as error:
                 return _stopped(terminal, prepared, list(left.values()), states, error)
             except WorkerDied as error:
@@ -359,16 +310,7 @@ def _spread_all(
                 states[outcome.number] = "failed"
                 _print_failure(terminal, one, error)
             del left[outcome.number]
-            progress(short(one.prompt.text), len(waiting) - len(left), len(waiting))
     return _summed_up(terminal, prepared, folder, len(waiting), failed)
-
-
-def _write(target: Target, video: bytes) -> None:
-    """Put a worker's video in its place."""
-    try:
-        write_whole(target.video, video)
-    except OSError as error:
-        raise unwritten(target.video, error) from None
 
 
 def _stopped(
@@ -414,20 +356,16 @@ def _summed_up(
 
 def _make(
     terminal: Terminal,
-    loaded: Any,
+    maker: Maker,
     one: PreparedPrompt,
     folder: RunFolder,
     target: Target,
     label: str,
-    team: Team | None,
 ) -> None:
-    from vidsparse.pipelines.generate import generate as run
     from vidsparse.pipelines.video import write_video
 
     assert one.request.fps is not None
-    ring, apart = (None, False) if team is None else (team.ring, team.apart)
-    with step_bar(terminal, label, loaded.compile) as progress:
-        made = run(loaded, one.request, progress=progress, ring=ring, apart=apart)
+    (made,) = maker([one.request], label)
     # an old record stays until then: a video that it does not describe is not finished.
     write_video(made.frames, target.video, one.request.fps, sound=made.sound)
     folder.write_record(target, made.record)

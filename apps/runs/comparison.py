@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vidsparse.apps.runs.crew import Made
 from vidsparse.apps.runs.prepared import PreparedPrompt
 from vidsparse.apps.runs.prompts import slug
 from vidsparse.apps.runs.report_page import ReportedSetting, SideBySide, render
@@ -53,7 +54,7 @@ class Comparison:
     """Runs both sides chunk by chunk and keeps the numbers; frames live for one chunk only.
 
     Args:
-        generate: makes the videos.
+        generate: makes the videos; None where all are measured already or come by ``take``.
         folder: where the side-by-side videos go; it exists.
         kept: the same folder, where what was measured is to outlive this process: each prompt gets
             a record, from which a run with the same settings goes on. ``forget`` removes them.
@@ -62,7 +63,7 @@ class Comparison:
 
     def __init__(
         self,
-        generate: Generate,
+        generate: Generate | None,
         folder: Path,
         kept: RunFolder | None = None,
         *,
@@ -73,6 +74,7 @@ class Comparison:
         self._folder = folder
         self._kept = kept
         self._parts = parts
+        self.taken: set[int] = set()
         self._restored = 0
         self._records: list[Path] = []
         self._comparisons: list[PromptComparison] = []
@@ -84,25 +86,32 @@ class Comparison:
         A GPU and the compiler prepare for one shape, so they get the true one, and a preset fits
         no other; on a CPU a few frames do.
         """
+        assert self._generate is not None
         for requests in warm_ups(chunk, defaults, self._parts):
             self._generate(requests, "warm-up")
 
-    def is_measured(self, chunk: Sequence[PreparedPrompt]) -> bool:
-        """Whether an earlier run that did not come to its end has measured the chunk."""
-        return self._kept is not None and all(
-            self._kept.target(one.prompt).finished for one in chunk
-        )
+    def take(self, one: PreparedPrompt, made: Made) -> PromptComparison:
+        """Put in its place what a worker measured of a prompt; ``run`` takes it from there.
+
+        Raises:
+            OutputError: the folder cannot be written to.
+        """
+        assert self._kept is not None
+        self._kept.put(self._kept.target(one.prompt), made.video, made.record)
+        self.taken.add(one.prompt.number)
+        return _as_recorded(one, made.record)
 
     def run(self, chunk: Sequence[PreparedPrompt]) -> list[PromptComparison]:
         """Make a chunk dense and sparse, measure it, and encode the side-by-side videos.
 
         A chunk that ``is_measured`` is taken from its records.
         """
-        if self.is_measured(chunk):
+        if self._kept is not None and is_measured(self._kept, chunk):
             found = [self._restore(one) for one in chunk]
             self._comparisons += found
-            self._restored += len(found)
+            self._restored += len({one.prompt.number for one in chunk} - self.taken)
             return found
+        assert self._generate is not None
         (side, requests), *before, (name, whole) = runs_of(chunk, self._parts)
         dense = self._generate(requests, _label(chunk, side))
         stages: list[list[Stage]] = [[] for _ in chunk]
@@ -119,8 +128,14 @@ class Comparison:
         self._comparisons += found
         return found
 
-    def report(self, request: GenerateRequest, batch: int) -> Report:
-        """Everything measured, as one value; ``request`` holds the settings of all prompts."""
+    def report(self, request: GenerateRequest, batch: int, workers: str | None = None) -> Report:
+        """Everything measured, as one value.
+
+        Args:
+            request: holds the settings of all prompts.
+            batch: how many prompts were made at once.
+            workers: who measured what came by ``take``.
+        """
         record = self._comparisons[0].sparse.record
         same = AGAINST_STOCK if request.method == "dense" else SAME_KERNEL
         notes = [same, "Both sides ran two untimed steps before the first prompt."]
@@ -134,13 +149,20 @@ class Comparison:
             notes.append(f"Every video of both sides was made by {processes} processes together.")
         if batch > 1:
             notes.append(f"Times are those of batches of {batch}, divided by the batch's size.")
+        if workers is not None:
+            notes.append(
+                f"Prompts were measured side by side by {workers}, each after two such steps of "
+                "its own."
+            )
         if self._restored:
             notes.append(
                 f"{self._restored} of {len(self._comparisons)} prompts were measured by an earlier "
                 "process, which was stopped."
             )
         for each in self._comparisons:
-            notes += [f"Some calls ran {note}." for note in each.sparse.record["notes"]]
+            for note in each.sparse.record["notes"]:
+                what = "Some calls" if note.startswith("dense:") else "The sparse side"
+                notes.append(f"{what} ran {note}.")
         return Report(
             settings={**request.options(), "batch": batch},
             environment={"device": device_name(record["device"]), **record["versions"]},
@@ -200,17 +222,7 @@ class Comparison:
             self._maps.append(record["sparse"]["density_map"])
         width, height = record["picture"]
         self.videos.append(SideBySide(mp4=target.video.read_bytes(), width=width, height=height))
-        quality = dict(record["quality"])
-        frames = tuple(FrameQuality(**frame) for frame in quality.pop("frames"))
-        return PromptComparison(
-            number=one.prompt.number,
-            prompt=one.prompt.text,
-            seed=one.request.seed,
-            quality=VideoQuality(frames=frames, **quality),
-            dense=run_facts(record["dense"]),
-            sparse=run_facts(record["sparse"]),
-            stages=tuple(Stage(**stage) for stage in record["stages"]),
-        )
+        return _as_recorded(one, record)
 
     def forget(self) -> None:
         """Remove the records: the report holds everything, and the next run measures anew."""
@@ -226,6 +238,26 @@ class Comparison:
         assert one.request.fps is not None
         write_video(frames, path, one.request.fps)
         return SideBySide(mp4=path.read_bytes(), width=frames.shape[2], height=frames.shape[1])
+
+
+def is_measured(folder: RunFolder, chunk: Sequence[PreparedPrompt]) -> bool:
+    """Whether an earlier run that did not come to its end has measured the chunk."""
+    return all(folder.target(one.prompt).finished for one in chunk)
+
+
+def _as_recorded(one: PreparedPrompt, record: Mapping[str, Any]) -> PromptComparison:
+    """A prompt's numbers, of what ``Comparison`` wrote when it was measured."""
+    quality = dict(record["quality"])
+    frames = tuple(FrameQuality(**frame) for frame in quality.pop("frames"))
+    return PromptComparison(
+        number=one.prompt.number,
+        prompt=one.prompt.text,
+        seed=one.request.seed,
+        quality=VideoQuality(frames=frames, **quality),
+        dense=run_facts(record["dense"]),
+        sparse=run_facts(record["sparse"]),
+        stages=tuple(Stage(**stage) for stage in record["stages"]),
+    )
 
 
 def _cache_notes(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,6 +1,7 @@
-"""Prompts spread over workers: who makes which, and what becomes of one whose worker dies.
+"""Tasks spread over workers: who does which, and what becomes of one whose worker dies.
 
-A worker is a process that holds the model; several that make each video together are a group. An
+A task is a prompt or a batch of them (``crew_tasks``). A worker is a process that holds the model;
+several that make each video together are a group. An
 engine starts workers: on this machine (``local_workers``) or on a cluster (``ray_workers``). The
 process that runs the command alone reads and writes the run's files and shows progress: a worker
 sends its video as it was encoded, with its record, so that no disk needs to be shared.
@@ -15,18 +16,16 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from vidsparse.errors import VidsparseError
 
 if TYPE_CHECKING:
-    from vidsparse.pipelines.models import LoadedPipeline
+    from vidsparse.apps.runs.maker import Maker
     from vidsparse.pipelines.request import GenerateRequest
 
 TRIES: Final = 3
-"""How often a prompt is begun, or a worker started, where workers die."""
+"""How often a task is begun, or a worker started, where workers die."""
 
 
 class WorkerDied(Exception):
@@ -41,12 +40,29 @@ class Made:
     record: dict[str, Any]
 
 
+class Task(Protocol):
+    """What a group does at a time; it is sent to the workers' processes."""
+
+    @property
+    def request(self) -> GenerateRequest:
+        """Names the model, and the settings that it is loaded with."""
+
+    def run(self, maker: Maker, *, first: bool, fresh: bool) -> list[Made]:
+        """Do it by ``maker``, in every process of a group alike.
+
+        Args:
+            maker: has loaded the model.
+            first: this process of the group sends what is made; from the others nothing is taken.
+            fresh: it is the first task that the process does.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one prompt: its video, or why there is none; ``deaths`` of workers on it."""
+    """What became of one task: what it made, or why nothing; ``deaths`` of workers on it."""
 
     number: int
-    made: Made | None
+    made: list[Made] | None
     error: Exception | None
     deaths: int
 
@@ -75,9 +91,8 @@ class Worker:
     """What runs in a worker's process; one call at a time."""
 
     def __init__(self) -> None:
-        self._loaded: LoadedPipeline | None = None
-        self._first = True
-        self._ring: int | None = None
+        self._maker: Maker | None = None
+        self._first = self._fresh = True
 
     def meeting_point(self, host: str | None) -> str:
         """An address on which the workers of a group can meet here."""
@@ -95,16 +110,20 @@ class Worker:
         ring: int | None = None,
     ) -> None:
         """Load the model of ``request``, after meeting the others of a group of ``count``."""
-        self._ring = ring
         with _in_words():
-            self._load(request, rank, count, meeting)
+            self._load(request, rank, count, meeting, ring)
 
-    def make(self, request: GenerateRequest) -> Made | None:
-        """The video of ``request``; None where another of the group sends it."""
+    def make(self, task: Task) -> list[Made]:
+        """Do ``task``; nothing is sent where another of the group sends it."""
+        assert self._maker is not None
+        fresh, self._fresh = self._fresh, False
         with _in_words():
-            return self._make(request)
+            return task.run(self._maker, first=self._first, fresh=fresh)
 
-    def _load(self, request: GenerateRequest, rank: int, count: int, meeting: str | None) -> None:
+    def _load(
+        self, request: GenerateRequest, rank: int, count: int, meeting: str | None, ring: int | None
+    ) -> None:
+        from vidsparse.apps.runs.maker import Maker
         from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts
         from vidsparse.apps.runs.prompts import Prompt
         from vidsparse.apps.terminal.console import Terminal
@@ -118,21 +137,7 @@ class Worker:
             dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=count)
         one = PreparedPrompt(prompt=Prompt(number=1, text=request.prompt, line=1), request=request)
         prompts = PreparedPrompts(model=resolve_model(request.model), prompts=(one,))
-        self._loaded = prompts.load(Terminal(quiet=True))
-
-    def _make(self, request: GenerateRequest) -> Made | None:
-        from vidsparse.pipelines.generate import generate
-        from vidsparse.pipelines.video import write_video
-
-        assert self._loaded is not None
-        assert request.fps is not None
-        generated = generate(self._loaded, request, ring=self._ring)
-        if not self._first:
-            return None
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "video.mp4"
-            write_video(generated.frames, file, request.fps, sound=generated.sound)
-            return Made(file.read_bytes(), generated.record)
+        self._maker = Maker(Terminal(quiet=True), prompts, ring)
 
 
 @contextmanager
@@ -153,8 +158,8 @@ class _Group:
         self._engine, self._first, self._count, self._ring = engine, first, count, ring
         self._handles: list[Handle] = []
 
-    def make(self, request: GenerateRequest) -> Made:
-        """The video of ``request``.
+    def make(self, task: Task) -> list[Made]:
+        """Do ``task``.
 
         Raises:
             WorkerDied: one of the workers is gone; none is left then.
@@ -162,8 +167,8 @@ class _Group:
         """
         try:
             if not self._handles:
-                self._start(request)
-            made = self._all([handle.call("make", request) for handle in self._handles])[0]
+                self._start(task.request)
+            made = self._all([handle.call("make", task) for handle in self._handles])[0]
         except WorkerDied:
             self.kill()
             raise
@@ -172,7 +177,7 @@ class _Group:
             if self._count > 1:
                 self.kill()
             raise
-        assert isinstance(made, Made)
+        assert isinstance(made, list)
         return made
 
     def _start(self, request: GenerateRequest) -> None:
@@ -216,43 +221,43 @@ class _StartError(Exception):
 
 def spread(
     engine: Engine,
-    requests: Sequence[tuple[int, GenerateRequest]],
+    tasks: Sequence[tuple[int, Task]],
     *,
     groups: int,
     size: int,
     ring: int | None = None,
 ) -> Generator[Outcome, None, None]:
-    """Make the videos of numbered requests on ``groups`` groups of ``size`` workers.
+    """Do numbered tasks, all with one model, on ``groups`` groups of ``size`` workers.
 
     In groups keys and values travel round ``ring`` workers, or as many as the model's heads ask.
 
-    They come as they are finished. A prompt whose worker dies is made again by another, at most
+    They come as they are finished. A task whose worker dies is done again by another, at most
     ``TRIES`` times in all. However the loop over them ends, no worker is left.
 
     Raises:
         VidsparseError: no worker can load the model.
         WorkerDied: workers die while they load it.
     """
-    waiting: queue.SimpleQueue[tuple[int, GenerateRequest]] = queue.SimpleQueue()
-    for item in requests:
+    waiting: queue.SimpleQueue[tuple[int, Task]] = queue.SimpleQueue()
+    for item in tasks:
         waiting.put(item)
     outcomes: queue.SimpleQueue[Outcome | _StartError] = queue.SimpleQueue()
     ending = threading.Event()
-    crew = [_Group(engine, place * size, size, ring) for place in range(min(groups, len(requests)))]
+    crew = [_Group(engine, place * size, size, ring) for place in range(min(groups, len(tasks)))]
 
     def work(group: _Group) -> None:
         while not ending.is_set():
             try:
-                number, request = waiting.get_nowait()
+                number, task = waiting.get_nowait()
             except queue.Empty:
                 return
-            outcomes.put(_attempts(group, number, request, ending))
+            outcomes.put(_attempts(group, number, task, ending))
 
     threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in crew]
     for thread in threads:
         thread.start()
     try:
-        for _ in requests:
+        for _ in tasks:
             outcome = outcomes.get()
             if isinstance(outcome, _StartError):
                 raise outcome.reason
@@ -265,12 +270,12 @@ def spread(
 
 
 def _attempts(
-    group: _Group, number: int, request: GenerateRequest, ending: threading.Event
+    group: _Group, number: int, task: Task, ending: threading.Event
 ) -> Outcome | _StartError:
-    """Begin a prompt until it is made, fails, or too many workers have died of it."""
+    """Begin a task until it is done, fails, or too many workers have died of it."""
     for deaths in range(TRIES):
         try:
-            return Outcome(number, group.make(request), None, deaths)
+            return Outcome(number, group.make(task), None, deaths)
         except WorkerDied as error:
             last = error
             if ending.is_set():

@@ -13,7 +13,7 @@ from typing import Any
 
 from vidsparse.apps.runs.prompts import Prompt, slug
 from vidsparse.errors import OutputError
-from vidsparse.files import clear_partial, file_hash, parse_json, unwritten, write_text
+from vidsparse.files import clear_partial, file_hash, parse_json, unwritten, write_text, write_whole
 
 LOCK_NAME = ".vidsparse.lock"
 
@@ -125,6 +125,18 @@ class RunFolder:
         written = {**record, "settings": self.settings, "file": file}
         written["seal"] = _seal(written)
         write_text(target.record, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
+
+    def put(self, target: Target, video: bytes, record: Mapping[str, Any]) -> None:
+        """Write a video that was encoded elsewhere, and its record.
+
+        Raises:
+            OutputError: the folder cannot be written to.
+        """
+        try:
+            write_whole(target.video, video)
+        except OSError as error:
+            raise unwritten(target.video, error) from None
+        self.write_record(target, record)
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
