@@ -89,15 +89,38 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
+@pytest.fixture(scope="module")
+def window(chromium: Any) -> Any:
+    """The browser's window of a module's first visitors, which has read the page's scripts."""
+    return chromium.new_context()
+
+
 @pytest.fixture
-def visit(chromium: Any, url: str) -> Iterator[Any]:
+def visit(chromium: Any, window: Any, url: str) -> Iterator[Any]:
+    """Opens the page for one visitor after the other, of whom it and the browser know nothing."""
     opened: list[Visitor] = []
 
     def open_page(**options: Any) -> Visitor:
-        opened.append(Visitor(chromium, url, **options))
+        opened.append(Visitor(chromium.new_context() if opened else window, url, **options))
         return opened[-1]
 
     yield open_page
     for visitor in opened:
-        visitor.context.close()
+        if visitor.page.context is not window:
+            visitor.page.context.close()
+    _forget(window, url)
+    for visitor in opened:
         assert visitor.errors == []
+
+
+def _forget(window: Any, url: str) -> None:
+    """Close what is open in a window and forget all but what the cache holds."""
+    blank = window.new_page()
+    for page in window.pages:
+        if page is not blank:
+            page.close()
+    window.clear_cookies()
+    session = window.new_cdp_session(blank)
+    everything = {"origin": url.rstrip("/"), "storageTypes": "all"}
+    session.send("Storage.clearDataForOrigin", everything)
+    blank.close()

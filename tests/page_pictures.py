@@ -36,8 +36,8 @@ def main(folder: Path) -> None:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         # larger videos than the tests make.
         playwright.expect.set_options(timeout=4 * PATIENCE)
-        visitor = Visitor(browser, url, newcomer=True)
-        another = lambda: Visitor(browser, url, newcomer=True)  # noqa: E731
+        visitor = Visitor(browser.new_context(), url, newcomer=True, reduced_motion="no-preference")
+        another = lambda: Visitor(browser.new_context(), url, newcomer=True)  # noqa: E731
         for state, area in states(visitor, another, VIDEOS):
             print(state, file=sys.stderr)
             for look in looks(visitor.page, area):

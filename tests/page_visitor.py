@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from playwright import sync_api as playwright
@@ -14,27 +15,33 @@ SMALL = {"Steps": 3, "Frames (4k+1)": 5, "Width": 64, "Height": 64}
 
 
 class Visitor:
-    """A browser window of its own, and everything it asked for or complained of.
+    """A tab of a browser, and everything it asked for or complained of.
 
     Args:
-        chromium: the browser.
+        context: whose tab it is: a visitor's cookies, storage and cache.
         url: of the page.
         by_hand: open the fold of the method's numbers.
         newcomer: leave the page as it opens.
-        options: of the window.
+        viewport: width and height in pixels.
+        color_scheme: light or dark.
+        reduced_motion: by itself no video plays, which would take a core from what is tested.
     """
 
     def __init__(
         self,
-        chromium: Any,
+        context: Any,
         url: str,
         *,
         by_hand: bool = True,
         newcomer: bool = False,
-        **options: Any,
+        viewport: Mapping[str, int] | None = None,
+        color_scheme: str = "light",
+        reduced_motion: str = "reduce",
     ) -> None:
-        self.context = chromium.new_context(accept_downloads=True, **options)
-        self.page = self.context.new_page()
+        self.page = context.new_page()
+        if viewport is not None:
+            self.page.set_viewport_size(viewport)
+        self.page.emulate_media(color_scheme=color_scheme, reduced_motion=reduced_motion)
         self.page.set_default_timeout(PATIENCE)
         self.asked: list[str] = []
         self.errors: list[str] = []
@@ -45,7 +52,7 @@ class Visitor:
         self.page.wait_for_selector("#generate")
         if newcomer:
             return
-        if options.get("viewport", {}).get("width", NARROW + 1) <= NARROW:
+        if viewport is not None and viewport["width"] <= NARROW:
             self.page.get_by_role("button", name="Settings", exact=True).click()
         if by_hand:
             self.unfold("By hand")

@@ -93,6 +93,11 @@ def what_is_left(transformer: Any) -> list[str]:
     return [type(one).__name__ for one in told] + [k for one in hooks if one for k in one.hooks]
 
 
+def is_first() -> bool:
+    """Whether this process tells what it found; the others only take part."""
+    return dist.get_rank() == 0
+
+
 def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
     """The same with each step cache; what is said of ``first-block`` before dealing."""
     found: dict[str, Any] = {}
@@ -100,7 +105,7 @@ def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
     least = {"wan": 0.1, "hunyuan": 0.4, "ltx": 0.2}
     caches = {"taylorseer": None, **({"first-block": least[name]} if name in least else {})}
     alone = {}
-    for name_of_cache, threshold in caches.items():
+    for name_of_cache, threshold in caches.items() if is_first() else ():
         with StepCache(pipe, name_of_cache, threshold=threshold) as cache:
             alone[name_of_cache] = latents(name, pipe, num_inference_steps=7), cache.blocks_run()
     if name in least:
@@ -111,9 +116,11 @@ def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
                 found["before"] = str(error)
     handle.parallelize()
     for name_of_cache, threshold in caches.items():
-        expected, blocks = alone[name_of_cache]
         with StepCache(pipe, name_of_cache, threshold=threshold) as cache:
             actual = latents(name, pipe, num_inference_steps=7)
+            if not is_first():
+                continue
+            expected, blocks = alone[name_of_cache]
             found[name_of_cache] = {
                 "left_out": [step for step, share in cache.blocks_run().items() if share < 1],
                 "same": blocks == cache.blocks_run(),
@@ -145,8 +152,9 @@ def balanced(when: str) -> dict[str, Any]:
     # where branches are apart the first step is sparse: each plans for itself then.
     options: dict[str, Any] = {"dense_steps": int(not apart), "reuse": 2 if when == "reuse" else 1}
     size = {"height": 128, "width": 128, "num_frames": 33, "num_inference_steps": 5}
-    with sparsify(pipe, method, **options) as alone:
-        expected = latents_of(pipe, **size)
+    if is_first():
+        with sparsify(pipe, method, **options) as alone:
+            expected = latents_of(pipe, **size)
     found: dict[str, Any] = {}
     for name in ("on", "off"):
         with sparsify(pipe, method, **options) as handle:
@@ -155,6 +163,8 @@ def balanced(when: str) -> dict[str, Any]:
             actual = latents_of(pipe, **size)
             moved = {cell.step for cell in handle.trace.cells if cell.heads is not None}
             assert handle.gather_trace()
+            if not is_first():
+                continue
             cells = zip(handle.trace.cells, alone.trace.cells, strict=True)
             balance = handle.trace.balance
             assert balance is not None
@@ -170,6 +180,8 @@ def balanced(when: str) -> dict[str, Any]:
                 "dealt": balance.dealt,
                 "in_order": balance.in_order,
             }
+    if not is_first():
+        return {}
     densities = [cell.computed.mean(0) for cell in alone.trace.cells if cell.computed is not None]
     found["densities"] = torch.stack(densities).mean(0).tolist()
     return found
@@ -216,10 +228,11 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     guidance = 1.0 if when == "apart-unguided" else 3.0
     sounds: list[torch.Tensor] = []
     heard = pipe.transformer.register_forward_hook(lambda *said: sounds.append(sound_of(said[2])))
-    with sparsify(pipe, **options) as alone:
-        expected = video(name, pipe, large=large, guidance=guidance)
-        sound_alone = sounds[-1]
-        computed_alone = alone.summary().computed
+    if is_first():
+        with sparsify(pipe, **options) as alone:
+            expected = video(name, pipe, large=large, guidance=guidance)
+            sound_alone = sounds[-1]
+            computed_alone = alone.summary().computed
     if when in ("host-after", "host-ring"):
         enable(pipe, ring=when == "host-ring")
     handle = sparsify(pipe, **options)
@@ -256,18 +269,24 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     heard.remove()
     calls = len(handle.trace.cells)
     assert handle.gather_trace()
-    assert handle.trace.cells[0].pairs == alone.trace.cells[0].pairs
     computed, notes = handle.summary().computed, handle.trace.notes
-    kinds = [
-        [(cell.step, cell.layer, cell.branch, cell.action) for cell in one.trace.cells]
-        for one in (handle, alone)
-    ]
     again = handle.apart and dist.get_world_size() == 2
     refused = second_thoughts(pipe, handle) if again else []
     handle.remove()
     stock_error = 0.0
-    if kind == "sparse" and not large:
-        stock_error = float((video(name, pipe) - video(name, TINY[name].build())).abs().max())
+    stock = kind == "sparse" and not large
+    # what the host was asked for is its own, and stays.
+    if stock and (is_first() or when.startswith("host")):
+        left = video(name, pipe)
+    if not is_first():
+        return {}
+    assert handle.trace.cells[0].pairs == alone.trace.cells[0].pairs
+    kinds = [
+        [(cell.step, cell.layer, cell.branch, cell.action) for cell in one.trace.cells]
+        for one in (handle, alone)
+    ]
+    if stock:
+        stock_error = float((left - video(name, TINY[name].build())).abs().max())
     # a run begins with noise, which some schedulers make large.
     noise = 4 * float(getattr(pipe.scheduler, "sigmas", torch.ones(1)).max())
     return {

@@ -403,7 +403,7 @@ def test_compare_plays_in_step_and_shows_where_attention_was_sparse(visit: Any) 
 
 
 def test_a_key_stops_the_video_also_where_the_slider_is_there_already(visit: Any) -> None:
-    visitor = visit()
+    visitor = visit(reduced_motion="no-preference")
     visitor.tab("Compare")
     visitor.page.click("#compare")
     visitor.see("#compare-status", "Both videos are ready")
@@ -435,7 +435,7 @@ def test_the_viewer_s_panels_are_the_two_videos_and_their_difference(visit: Any,
 
 
 def test_report_exports_the_command_line_s_page(visit: Any, tmp_path: Path) -> None:
-    visitor = visit(viewport={"width": 1440, "height": 900})
+    visitor = visit(viewport={"width": 1440, "height": 900}, reduced_motion="no-preference")
     visitor.tab("Report")
     playwright.expect(visitor.page.locator("#over")).to_be_hidden()
     playwright.expect(visitor.page.locator("#cancel-report")).to_be_disabled()
@@ -586,7 +586,7 @@ def test_two_visitors_share_the_device_and_nothing_else(visit: Any) -> None:
     two.page.click("#generate")
     two.see("#generate-status", "1 job before yours")
     # closing the window gives the device away.
-    one.context.close()
+    one.page.close()
     two.see("#generate-status", "Your video is ready")
     two.see("#generate-facts", "seed 9")
     playwright.expect(two.page.locator("#history button.thumbnail-item")).to_have_count(1)

@@ -60,13 +60,13 @@ def test_a_job_goes_on_over_a_reload_and_nothing_is_lost(visit: Any, url: str) -
     visitor, other = visit(), visit()
     page = visitor.page
     # longer than a reload takes, however busy the machine.
-    visitor.set("Steps", 150)
+    visitor.set("Steps", 80)
     visitor.prompt("a small blue ring that orbits")
     page.click("#generate")
     visitor.see("#generate-status", "step")
     # leaving asks; the job goes on meanwhile, and its progress is told again.
     assert _reload(visitor) == ["beforeunload"]
-    visitor.see("#generate-status", "/ 150")
+    visitor.see("#generate-status", "/ 80")
     playwright.expect(page.locator("#cancel-generate")).to_be_enabled()
     visitor.see("#generate-status", "Your video is ready")
     playwright.expect(page.locator(TILES)).to_have_count(1)
@@ -76,7 +76,7 @@ def test_a_job_goes_on_over_a_reload_and_nothing_is_lost(visit: Any, url: str) -
     visitor.see("#generate-facts", "a small blue ring that orbits")
     visitor.see("#history", "a small blue ring that orbits · foresight")
     # a second window of the same browser shows the same; another browser nothing of it.
-    second = visitor.context.new_page()
+    second = visitor.page.context.new_page()
     second.goto(url)
     playwright.expect(second.locator(TILES)).to_have_count(1)
     second.close()
@@ -92,7 +92,7 @@ def test_a_comparison_a_report_and_their_tabs_are_there_after_a_reload(visit: An
     page.fill("#prompts textarea", "a red ball\na blue ring")
     visitor.tab("Compare")
     # long enough to be seen at work, however busy the machine.
-    visitor.set("Steps", 30)
+    visitor.set("Steps", 16)
     page.click("#compare")
     visitor.see("#compare-status", "step")
     _reload(visitor)
@@ -159,7 +159,7 @@ def test_several_jobs_of_one_visitor_wait_in_line(visit: Any) -> None:
     visitor = visit()
     page = visitor.page
     # the first still runs once the third is asked for, however busy the machine.
-    for seed, steps in ((1, 120), (2, 4), (3, 4)):
+    for seed, steps in ((1, 60), (2, 4), (3, 4)):
         visitor.set("Steps", steps)
         visitor.set("Seed", seed)
         page.click("#generate")
