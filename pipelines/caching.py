@@ -416,25 +416,17 @@ class StepCache(AbstractContextManager["StepCache"]):
 
     def _count(self, block: Any) -> None:
         """Have the block's own forward counted, below whatever hooks the cache puts around it."""
-        from vidsparse.pipelines.compilation import uncompiled
+        from vidsparse.pipelines.compilation import wrap_forward
 
-        kept = vars(block).get("forward")
-        # the host's hooks read data, which a full graph cannot: what they call is compiled instead.
-        inner, recompile = uncompiled(block)
-        self._undo.append(recompile)
+        def counting(inner: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(inner)
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                self._forwards[-1].run += 1
+                return inner(*args, **kwargs)
 
-        @functools.wraps(inner)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._forwards[-1].run += 1
-            return inner(*args, **kwargs)
+            return counted
 
-        def forget() -> None:
-            vars(block).pop("forward", None)
-            if kept is not None:
-                block.forward = kept
-
-        block.forward = counted
-        self._undo.append(forget)
+        self._undo.append(wrap_forward(block, counting))
 
     def _put_on(self, transformer: Any, config: Any) -> None:
         """Put the host's cache on, also where the host's class does not offer it."""

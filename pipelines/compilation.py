@@ -72,24 +72,35 @@ def compilations(
         callback_handler.remove_end_callback(end)
 
 
-def uncompiled(block: Any) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """A block's forward, compiled alone where the block was, and what puts the block back.
+def wrap_forward(
+    block: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda forward: forward
+) -> Callable[[], None]:
+    """Put ``wrap`` of a block's forward in its place; returns what undoes it.
 
-    Between the two the block itself runs as Python, so that hooks around its forward may look at
-    data.
+    Where the block was compiled, its forward alone is then. Around it the block runs as Python, so
+    that hooks may look at data, and exchange it with other processes, which a full graph cannot.
     """
     import torch
 
-    whole = getattr(block, "_compiled_call_impl", None)
-    if whole is None:
-        return block.forward, lambda: None
-    block._compiled_call_impl = None
+    kept, whole = vars(block).get("forward"), getattr(block, "_compiled_call_impl", None)
+    inner = block.forward
+    if whole is not None:
+        block._compiled_call_impl = None
+        inner = torch.compile(inner, **_OPTIONS.get(block, {"fullgraph": True}))
+    block.forward = wrap(inner)
 
-    def put_back() -> None:
+    def undo() -> None:
+        vars(block).pop("forward", None)
+        if kept is not None:
+            block.forward = kept
         block._compiled_call_impl = whole
 
-    options = _OPTIONS.get(block, {"fullgraph": True})
-    return torch.compile(block.forward, **options), put_back
+    return undo
+
+
+def is_compiled(block: Any) -> bool:
+    """Whether a module's call was compiled."""
+    return getattr(block, "_compiled_call_impl", None) is not None
 
 
 def require_compiler(device: str) -> None:

@@ -45,7 +45,8 @@ def video_attention(
 ) -> Tensor:
     """Attention of one call, ``[B, S, H, D]``; ``address`` holds session, transformer, layer."""
     session, part, layer = address.tolist()
-    return SESSIONS[session].attend(q, k, v, part, layer, mask)
+    # as a graph was told; what processes have exchanged may lie otherwise.
+    return SESSIONS[session].attend(q, k, v, part, layer, mask).contiguous()
 
 
 @video_attention.register_fake

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines.balance import HeadDeal, device_of, imbalance
+from vidsparse.pipelines.compilation import is_compiled, wrap_forward
 from vidsparse.pipelines.packed import Packed, deal_packed
 from vidsparse.ring import Ring
 from vidsparse.trace import Balance
@@ -264,8 +265,9 @@ def _deal_one(
         ]
         by_heads = _exchange_config(config, modules)
         told += [(module.processor, by_heads) for module in modules]
-    undone: list[Callable[[], None]]
     context = config.context_parallel_config
+    # hooks go around what is compiled: all blocks alike, so that they are compiled once.
+    compiled = [wrap_forward(module) for module in transformer.modules() if is_compiled(module)]
     if isinstance(plan, Packed):
         group = context._flattened_mesh.get_group()
         undone = deal_packed(transformer, plan, grid, group)
@@ -273,6 +275,7 @@ def _deal_one(
         plan = dict(plan)
         apply_context_parallel(transformer, context, plan)
         undone = [partial(remove_context_parallel, transformer, plan)]
+    undone += compiled
     for holder, its in told:
         vars(holder)["_parallel_config"] = its
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from tiny_families import PROMPTS, TINY, latents
 from tiny_pipelines import latents_of, tiny_transformer, tiny_wan
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +29,7 @@ from vidsparse.methods.numbers import Numbers
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.adapter import SparseProcessor
 from vidsparse.pipelines.caching import StepCache
+from vidsparse.pipelines.compilation import compile_blocks
 
 JOINT = ("hunyuan-", "cogvideox", "mochi-", "motif-")
 
@@ -235,6 +237,8 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
             computed_alone = alone.summary().computed
     if when in ("host-after", "host-ring"):
         enable(pipe, ring=when == "host-ring")
+    if when.endswith("compiled"):
+        compile_blocks(pipe, backend="aot_eager")
     handle = sparsify(pipe, **options)
     if when == "cached":
         return cached(name, pipe, handle)
@@ -247,6 +251,7 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
             enable(pipe)
     except UnsupportedError as error:
         return {"refused": str(error), "left": what_is_left(pipe.transformer)}
+    compiled_before = counters["stats"]["unique_graphs"]
     seen: list[int] = []
     modules = [
         one
@@ -304,6 +309,7 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
         "calls_alone": len(alone.trace.cells),
         "same_calls": kinds[0] == kinds[1],
         "refused": refused,
+        "compiled": counters["stats"]["unique_graphs"] - compiled_before,
     }
 
 

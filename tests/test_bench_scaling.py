@@ -44,6 +44,7 @@ def made_up(count: int, scale: float = 1.0, **changed: object) -> GpusRow:
         calls=CALLS,
         step="two forwards",
         linear="none",
+        compiled=False,
         kind="even",
         balance=True,
         processes=count,
@@ -208,7 +209,7 @@ def test_the_command_prints_what_it_predicts(tmp_path: Path) -> None:
     assert "0.004 ms for each MB" in result.stderr
     lines = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| wan")]
     # two videos: what was measured, 2x8, and 10 seconds on one and on 2x8.
-    assert [line[4] for line in lines] == ["2", "4", "2x8", "1", "2x8", "2", "2x8", "1", "2x8"]
+    assert [line[5] for line in lines] == ["2", "4", "2x8", "1", "2x8", "2", "2x8", "1", "2x8"]
     answer = CliRunner().invoke(main, [*arguments, "--json"])
     assert len(json.loads(answer.stdout)["rows"]) == len(lines)
     assert CliRunner().invoke(main, [*arguments[:5]]).exit_code == 2

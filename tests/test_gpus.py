@@ -174,7 +174,6 @@ def test_an_interrupted_run_leaves_nothing_half_written_and_says_one_line(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (["--compile"], "--compile does not work on several processes"),
         (["--tile", "nonsense"], "nonsense"),
         (["--ring", "3"], "--ring 3 does not divide the number of GPUs for each video, 2"),
     ],

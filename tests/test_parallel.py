@@ -99,6 +99,9 @@ APART = [
     "wan/fine/apart/4",
     "wan/fine/apart-ring/4",
 ]
+# whose blocks are compiled: by diffusers' plans, by ours around a packed sequence, with sound.
+COMPILED = [f"{name}/fine/compiled" for name in ("wan", "hunyuan", "cosmos3", "ltx2")]
+COMPILED += ["wan/fine/apart-compiled"]
 BY_HOST = [f"{name}/sparse/host-refused" for name in ("hunyuan", "ltx2", "helios")]
 NO_RING = "cosmos3/fine/ring"
 # what is heard beside the video.
@@ -119,6 +122,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         *CACHED,
         "kandinsky6/sparse/cached",
         *BY_HOST,
+        *COMPILED,
         *refused,
         *RINGS,
         NO_RING,
@@ -232,6 +236,16 @@ def test_skewed_heads_are_dealt_by_the_work_of_the_step_before(
     assert off["dealt"] == off["in_order"] == pytest.approx(on["in_order"])
     assert off["dealt"] > 1.8
     assert on["dealt"] < (1.5 if "reuse" in case else 1.25)
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_blocks_of_two_processes_equal_one_that_is_not(
+    found: dict[str, dict[str, Any]], case: str
+) -> None:
+    one = found[case]
+    assert one["compiled"] > 0
+    assert one["error"] <= budget(one)
+    assert one["computed"] == pytest.approx(one["alone"], rel=1e-5)
 
 
 def test_sound_behind_the_video_cannot_be_in_a_ring(found: dict[str, dict[str, Any]]) -> None:

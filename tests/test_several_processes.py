@@ -38,6 +38,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     commands = [
         f"{bench} {wan} --json {file}",
         f"{bench} {wan} --json {file}",
+        f"{bench} {wan} --json {file} --kind even --compile",
         f"broken {bench} --kind even {wan}",
         f"compare {prompts} {VIDEO} --out {file.parent / 'compared'} --apart",
     ]
@@ -54,8 +55,13 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def rows(done: tuple[Path, Any]) -> dict[tuple[str, str, bool], GpusRow]:
-    found = [GpusRow(**row) for row in json.loads(done[0].read_text("utf-8"))["rows"]]
+def all_rows(done: tuple[Path, Any]) -> list[GpusRow]:
+    return [GpusRow(**row) for row in json.loads(done[0].read_text("utf-8"))["rows"]]
+
+
+@pytest.fixture(scope="module")
+def rows(all_rows: list[GpusRow]) -> dict[tuple[str, str, bool], GpusRow]:
+    found = [row for row in all_rows if not row.compiled]
     by_kind = {(row.family, row.kind, row.balance): row for row in found}
     assert len(by_kind) == len(found)
     return by_kind
@@ -83,6 +89,14 @@ def test_all_together_give_what_one_gives(rows: dict[tuple[str, str, bool], Gpus
     # heads by themselves are computed alike; a ring joins parts.
     assert max(row.error for row in rows.values()) < 1e-6
     assert rows["wan-1.3b", "ring", True].error > 0
+
+
+@pytest.mark.slow
+def test_compiled_blocks_have_a_row_of_their_own(all_rows: list[GpusRow]) -> None:
+    (row,) = [row for row in all_rows if row.compiled]
+    (plain,) = [one for one in all_rows if one.kind == "even" and not one.compiled]
+    assert (row.kind, row.computed, row.calls) == ("even", plain.computed, plain.calls)
+    assert row.error < 1e-6
 
 
 @pytest.mark.slow
@@ -122,7 +136,7 @@ def test_rows_that_are_there_are_not_measured_again(done: tuple[Path, Any]) -> N
 
 @pytest.mark.slow
 def test_what_differs_from_one_process_is_not_timed(done: tuple[Path, Any]) -> None:
-    assert done[1].stdout.splitlines()[-1] == "codes 0 0 2 0"
+    assert done[1].stdout.splitlines()[-1] == "codes 0 0 0 2 0"
     assert "no speed is reported for a wrong result" in done[1].stderr
 
 
@@ -131,7 +145,7 @@ def test_rows_are_shown_again(done: tuple[Path, Any]) -> None:
     result = CliRunner().invoke(main, ["bench", "gpus", "--show", str(done[0])])
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 5
+    assert len(lines) == 1 + 6
 
 
 @pytest.mark.slow

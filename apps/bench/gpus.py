@@ -41,6 +41,7 @@ from vidsparse.apps.bench.model_forward import (
 from vidsparse.apps.bench.traffic import Traffic
 from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines import sparsify
+from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.handle import SparseHandle, attention_shape
 from vidsparse.pipelines.linear import quantize_linear
 from vidsparse.pipelines.quiet import quiet_hosts
@@ -150,6 +151,7 @@ class GpusBench:
         dtype: of the weights.
         repeats: steps of each kind that are timed.
         linear: format of linear layers, or ``none``.
+        compiled: blocks are compiled.
         say: where notes go.
     """
 
@@ -157,6 +159,7 @@ class GpusBench:
     dtype: torch.dtype
     repeats: int
     linear: str
+    compiled: bool
     say: Callable[[str], None]
 
     def rows(self, setting: Setting, sharings: Sequence[Sharing]) -> list[GpusRow]:
@@ -248,6 +251,8 @@ class GpusBench:
         """
         variant = setting.sparse[0]
         pipe = setting.model.pipe(_twin(model))
+        if self.compiled:
+            compile_blocks(pipe)
         # without it a run has no guidance, of which the branches could be apart.
         pipe._guidance_scale = 6.0
         options: dict[str, Any] = {"method": "dense"}
@@ -387,6 +392,7 @@ class GpusBench:
             calls=len(last),
             step=setting.model.step,
             linear=self.linear,
+            compiled=self.compiled,
             kind=sharing.kind,
             balance=sharing.balance,
             processes=dist.get_world_size(),

@@ -128,12 +128,12 @@ class Links:
 
 
 # of a video: what its rows have in common.
-Key = tuple[str, str, int, str, str, bool, float, str]
+Key = tuple[str, str, int, str, bool, str, bool, float, str]
 
 
 def key_of(row: GpusRow) -> Key:
     """What rows of the same video on different numbers of GPUs have in common."""
-    told = row.family, row.shape, row.layers, row.linear
+    told = row.family, row.shape, row.layers, row.linear, row.compiled
     return *told, row.kind, row.balance, row.asked, row.impl
 
 

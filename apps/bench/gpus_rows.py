@@ -28,6 +28,7 @@ class GpusRow:
         calls: attention calls of a step that a process takes part in.
         step: what one step is.
         linear: format of linear layers.
+        compiled: blocks were compiled, on one GPU and on all.
         kind: of ``KINDS``: how heads and tokens are shared, and which densities heads have.
         balance: whether heads are dealt to processes by their work.
         processes: how many there were, each with a GPU of its own.
@@ -65,6 +66,7 @@ class GpusRow:
     calls: int
     step: str
     linear: str
+    compiled: bool
     kind: str
     balance: bool
     processes: int
@@ -157,6 +159,7 @@ COLUMNS: Final[Columns[GpusRow]] = {
     "model": lambda row: model_text(row.family, row.layers),
     "shape": lambda row: row.shape,
     "linear": lambda row: row.linear,
+    "compiled": lambda row: "yes" if row.compiled else "no",
     "GPUs": lambda row: str(row.processes),
     "ring of": lambda row: str(row.ring),
     "heads": lambda row: row.dealt,

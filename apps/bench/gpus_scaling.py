@@ -21,6 +21,7 @@ class ScalingRow:
         family: name in ``MODEL_SHAPES``.
         shape: width x height x frames.
         linear: format of linear layers.
+        compiled: blocks were compiled.
         heads: how dense heads are, and how processes got theirs.
         gpus: how many, or machines x GPUs of each.
         ring: how many of them keys and values travel round.
@@ -36,6 +37,7 @@ class ScalingRow:
     family: str
     shape: str
     linear: str
+    compiled: bool
     heads: str
     gpus: str
     ring: int
@@ -114,6 +116,7 @@ def _said(
         family=row.family,
         shape=shape,
         linear=row.linear,
+        compiled=row.compiled,
         heads=row.dealt,
         gpus=str(hosts),
         ring=found.ring,
@@ -146,6 +149,7 @@ COLUMNS: Final[Columns[ScalingRow]] = {
     "model": lambda row: row.family,
     "shape": lambda row: row.shape,
     "linear": lambda row: row.linear,
+    "compiled": lambda row: "yes" if row.compiled else "no",
     "heads": lambda row: row.heads,
     "GPUs": lambda row: row.gpus,
     "ring of": lambda row: str(row.ring),

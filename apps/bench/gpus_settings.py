@@ -57,13 +57,17 @@ class Sharing:
             return "guidance branches apart"
         return f"{self.kind} heads " + ("dealt by work" if self.balance else "in order")
 
-    def covers(self, row: GpusRow, setting: Setting, linear: str, count: int) -> bool:
+    def covers(
+        self, row: GpusRow, setting: Setting, linear: str, compiled: bool, count: int
+    ) -> bool:
         """Whether ``row`` is what ``count`` processes would measure of ``setting`` in this way."""
         variant = setting.sparse[0]
-        told = (row.family, row.shape, row.linear, row.warmup, row.steps, row.processes)
+        run = (row.warmup, row.steps, row.processes)
         asked = sum(self.densities(setting.computed, row.heads)) / row.heads
         return (
-            told == (setting.family, setting.shape, linear, setting.warmup, setting.steps, count)
+            (row.family, row.shape) == (setting.family, setting.shape)
+            and (row.linear, row.compiled) == (linear, compiled)
+            and run == (setting.warmup, setting.steps, count)
             and (row.kind, row.balance) == (self.kind, self.balance)
             and self.ring in (None, row.ring)
             and row.layers == (setting.layers or setting.model.full_layers())

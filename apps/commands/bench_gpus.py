@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from vidsparse.apps.bench.gpus_rows import COLUMNS, GpusRow, gpus_file, rounded
-from vidsparse.apps.bench.gpus_settings import KINDS, sharings_of
+from vidsparse.apps.bench.gpus_settings import KINDS, Sharing, sharings_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.model import PLAN
 from vidsparse.apps.bench.model_settings import EXACT, Setting, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.shown import show_file, shown_rows
+from vidsparse.apps.results.row_file import RowFile
 from vidsparse.apps.runs.team import Team, check_gpus, check_ring, join, launch, said_once
 from vidsparse.apps.terminal.bench_options import json_rows_option, model_run_options
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.errors import OptionError
 from vidsparse.masks import parse_tile
+from vidsparse.pipelines.compilation import require_compiler
 from vidsparse.pipelines.placement import LINEARS, check_linear
-
-if TYPE_CHECKING:
-    import torch
-
-    from vidsparse.apps.results.row_file import RowFile
 
 
 @click.command(
@@ -87,6 +83,7 @@ Examples:
     type=click.Choice(LINEARS),
     help="Linear layers in 8 bits.",
 )
+@click.option("--compile", "compiled", is_flag=True, help="Compile blocks, on one GPU and on all.")
 @click.option(
     "--implementation",
     default="auto",
@@ -128,6 +125,7 @@ def bench_gpus(
     tile: str | None,
     quantize: str,
     linear: str,
+    compiled: bool,
     implementation: str,
     repeats: int,
     device: str,
@@ -143,6 +141,8 @@ def bench_gpus(
     together from the steps. First all processes together are held against one, on few layers and a
     short video with the same plans; nothing is timed where they differ by more than rounding.
     """
+    from vidsparse.apps.bench.gpus import GpusBench
+
     if show is not None:
         shown = gpus_file(Path(show))
         show_file(terminal, shown, shown.typed(GpusRow), COLUMNS)
@@ -163,6 +163,8 @@ def bench_gpus(
         )
         where, kind = device_and_dtype(device, dtype)
         check_linear(linear, device, str(kind).removeprefix("torch."))
+        if compiled:
+            require_compiler(device)
         file = None if json_path is None else gpus_file(Path(json_path))
         if team is None:
             if gpus is None:
@@ -172,11 +174,23 @@ def bench_gpus(
             return launch(terminal, gpus, "rows that were written are kept.")
         team.connect(device)
         terminal.show(described(where, kind))
+        bench = GpusBench(
+            device=where,
+            dtype=kind,
+            repeats=repeats,
+            linear=linear,
+            compiled=compiled,
+            say=terminal.say,
+        )
         with shown_rows(terminal, COLUMNS, header(where, "diffusers")) as show_row:
             for setting in settings:
-                rows = _measured(
-                    terminal, team, setting, kinds, ring, repeats, linear, where, kind, file
-                )
+                sharings = sharings_of(kinds, ring, team.count, setting.model.forwards)
+                missing = _missing(team, setting, sharings, linear, compiled, file)
+                if not missing:
+                    terminal.say(f"{setting.family} {setting.shape}: measured already")
+                    continue
+                terminal.say(f"{setting.family} {setting.shape}, one step is {setting.model.step}")
+                rows = bench.rows(setting, missing)
                 if not team.first:
                     continue
                 for row in rows:
@@ -188,36 +202,23 @@ def bench_gpus(
     return 0
 
 
-def _measured(
-    terminal: Terminal,
+def _missing(
     team: Team,
     setting: Setting,
-    kinds: Sequence[str],
-    ring: int | None,
-    repeats: int,
+    sharings: Sequence[Sharing],
     linear: str,
-    device: torch.device,
-    dtype: torch.dtype,
+    compiled: bool,
     file: RowFile | None,
-) -> list[GpusRow]:
-    """The rows that the file has not, measured by all processes."""
-    from vidsparse.apps.bench.gpus import GpusBench
-
-    sharings = sharings_of(kinds, ring, team.count, setting.model.forwards)
-    if team.first:
-        known = [] if file is None else file.typed(GpusRow)
-        missing = [
-            place
-            for place, sharing in enumerate(sharings)
-            if not any(sharing.covers(row, setting, linear, team.count) for row in known)
-        ]
-        team.tell(missing)
-    else:
+) -> list[Sharing]:
+    """What the file has no rows of; every process hears it of the first."""
+    if not team.first:
         # the file may be on another machine.
-        missing = team.hear()
-    if not missing:
-        terminal.say(f"{setting.family} {setting.shape}: measured already")
-        return []
-    terminal.say(f"{setting.family} {setting.shape}, one step is {setting.model.step}")
-    bench = GpusBench(device=device, dtype=dtype, repeats=repeats, linear=linear, say=terminal.say)
-    return bench.rows(setting, [sharings[place] for place in missing])
+        return [sharings[place] for place in team.hear()]
+    known = [] if file is None else file.typed(GpusRow)
+    places = [
+        place
+        for place, sharing in enumerate(sharings)
+        if not any(sharing.covers(row, setting, linear, compiled, team.count) for row in known)
+    ]
+    team.tell(places)
+    return [sharings[place] for place in places]

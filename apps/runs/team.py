@@ -198,11 +198,6 @@ def check_shared(request: GenerateRequest, count: int, apart: bool = False) -> N
             f"--apart does not work with the step cache {request.cache} yet. "
             "Hint: --cache none, or leave --apart out."
         )
-    if request.compile:
-        raise UnsupportedError(
-            "--compile does not work on several processes yet. "
-            "Hint: leave it out (and --speed, which may set it), or use one GPU."
-        )
 
 
 def check_gpus(device: str | None, count: int) -> None:
