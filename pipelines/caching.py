@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vidsparse.errors import OptionError, UnsupportedError, listed
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.family import Family
+from vidsparse.pipelines.forwards import wrap_forward
 from vidsparse.pipelines.placement import check_choice
 
 if TYPE_CHECKING:
@@ -416,7 +417,6 @@ class StepCache(AbstractContextManager["StepCache"]):
 
     def _count(self, block: Any) -> None:
         """Have the block's own forward counted, below whatever hooks the cache puts around it."""
-        from vidsparse.pipelines.compilation import wrap_forward
 
         def counting(inner: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(inner)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from vidsparse.errors import UnsupportedError
-
-_OPTIONS: Final[weakref.WeakKeyDictionary[Any, dict[str, Any]]] = weakref.WeakKeyDictionary()
-"""What each compiled block was compiled with."""
+from vidsparse.pipelines.forwards import compile_block
 
 
 def compile_blocks(pipe: Any, **options: Any) -> None:
@@ -31,8 +28,7 @@ def compile_blocks(pipe: Any, **options: Any) -> None:
     adapter = find_adapter(pipe)
     for transformer in transformers_of(pipe, adapter):
         for block in transformer_blocks(transformer, adapter):
-            _OPTIONS[block] = {"fullgraph": True, **options}
-            block.compile(**_OPTIONS[block])
+            compile_block(block, **options)
 
 
 @contextmanager
@@ -70,37 +66,6 @@ def compilations(
     finally:
         callback_handler.remove_start_callback(begin)
         callback_handler.remove_end_callback(end)
-
-
-def wrap_forward(
-    block: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda forward: forward
-) -> Callable[[], None]:
-    """Put ``wrap`` of a block's forward in its place; returns what undoes it.
-
-    Where the block was compiled, its forward alone is then. Around it the block runs as Python, so
-    that hooks may look at data, and exchange it with other processes, which a full graph cannot.
-    """
-    import torch
-
-    kept, whole = vars(block).get("forward"), getattr(block, "_compiled_call_impl", None)
-    inner = block.forward
-    if whole is not None:
-        block._compiled_call_impl = None
-        inner = torch.compile(inner, **_OPTIONS.get(block, {"fullgraph": True}))
-    block.forward = wrap(inner)
-
-    def undo() -> None:
-        vars(block).pop("forward", None)
-        if kept is not None:
-            block.forward = kept
-        block._compiled_call_impl = whole
-
-    return undo
-
-
-def is_compiled(block: Any) -> bool:
-    """Whether a module's call was compiled."""
-    return getattr(block, "_compiled_call_impl", None) is not None
 
 
 def require_compiler(device: str) -> None:

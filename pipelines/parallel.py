@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines.balance import HeadDeal, device_of, imbalance
-from vidsparse.pipelines.compilation import is_compiled, wrap_forward
+from vidsparse.pipelines.forwards import is_compiled, wrap_forward
 from vidsparse.pipelines.packed import Packed, deal_packed
 from vidsparse.ring import Ring
 from vidsparse.trace import Balance
@@ -254,6 +254,12 @@ def _deal_one(
             "a first-block cache that is there before parallelize() decides by what a process "
             "holds of the video, which would be a part: processes would leave out other steps. "
             "Hint: call parallelize() first, and put the StepCache on after it."
+        )
+    if is_compiled(transformer):
+        raise UnsupportedError(
+            "a transformer that is compiled as a whole cannot be dealt to several processes: what "
+            "splits its sequence looks at data. "
+            "Hint: pipe.transformer.compile_repeated_blocks(fullgraph=True)."
         )
     plan = shares.plan(transformer)
     told: list[tuple[Any, Any]] = [(transformer, config)]

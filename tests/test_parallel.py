@@ -15,6 +15,8 @@ from tiny_families import TINY
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines import sparsify
+from vidsparse.pipelines.lookup import find_adapter
+from vidsparse.pipelines.parallel import deal
 
 WORKER = Path(__file__).with_name("parallel_worker.py")
 
@@ -346,3 +348,11 @@ def test_the_page_of_what_works_together_says_the_same() -> None:
 def test_parallelize_without_processes_says_how_to_start_them() -> None:
     with sparsify(TINY["wan"].build()) as handle, pytest.raises(UnsupportedError, match="torchrun"):
         handle.parallelize()
+
+
+def test_a_transformer_that_is_compiled_as_a_whole_is_not_dealt() -> None:
+    pipe = TINY["wan"].build()
+    pipe.transformer.compile(backend="eager")
+    adapter = find_adapter(pipe)
+    with pytest.raises(UnsupportedError, match="compile_repeated_blocks"):
+        deal([pipe.transformer], adapter.shares, None, "Wan", lambda: None)
