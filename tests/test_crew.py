@@ -306,6 +306,8 @@ PROMPTS = [
     "a large red circle that moves right on a plain black background",
     "a small blue ring that orbits",
     "a green square that moves left",
+    "a large yellow star that moves up",
+    "a small red ring that moves down",
 ]
 
 

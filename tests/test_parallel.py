@@ -101,16 +101,16 @@ APART = [
     "wan/fine/apart/4",
     "wan/fine/apart-ring/4",
 ]
-# whose blocks are compiled: by diffusers' plans, by ours around a packed sequence, with sound.
-COMPILED = [f"{name}/fine/compiled" for name in ("wan", "hunyuan", "cosmos3", "ltx2")]
-COMPILED += ["wan/fine/apart-compiled"]
+# whose blocks are compiled: dealt by diffusers' plans, by ours around a packed sequence, apart.
+COMPILED = ["wan/fine/compiled", "cosmos3/fine/compiled", "wan/fine/apart-compiled"]
 BY_HOST = [f"{name}/sparse/host-refused" for name in ("hunyuan", "ltx2", "helios")]
 NO_RING = "cosmos3/fine/ring"
 # what is heard beside the video.
 SOUNDS = [f"{name}/sparse/parallelize" for name in ("ltx2", "cosmos3", "kandinsky6", "minimax")]
 CACHED = [f"{name}/sparse/cached" for name in ("wan", "hunyuan", "ltx")]
 
-pytestmark = pytest.mark.slow
+# all cases at once, before the first test.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         [sys.executable, str(WORKER), str(out), "2", *two, "4", *four],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
