@@ -141,8 +141,6 @@ def bench_gpus(
     together from the steps. First all processes together are held against one, on few layers and a
     short video with the same plans; nothing is timed where they differ by more than rounding.
     """
-    from vidsparse.apps.bench.gpus import GpusBench
-
     if show is not None:
         shown = gpus_file(Path(show))
         show_file(terminal, shown, shown.typed(GpusRow), COLUMNS)
@@ -172,6 +170,9 @@ def bench_gpus(
             check_ring(ring, gpus)
             check_gpus(device, gpus)
             return launch(terminal, gpus, "rows that were written are kept.")
+        # what imports the hosts, which rows that are shown again do without.
+        from vidsparse.apps.bench.gpus import GpusBench
+
         team.connect(device)
         terminal.show(described(where, kind))
         bench = GpusBench(

@@ -1,10 +1,10 @@
 """Tasks spread over workers: who does which, and what becomes of one whose worker dies.
 
 A task is a prompt or a batch of them (``crew_tasks``). A worker is a process that holds the model;
-several that make each video together are a group. An
-engine starts workers: on this machine (``local_workers``) or on a cluster (``ray_workers``). The
-process that runs the command alone reads and writes the run's files and shows progress: a worker
-sends its video as it was encoded, with its record, so that no disk needs to be shared.
+several that make each video together are a group. An engine starts workers: on this machine
+(``local_workers``) or on a cluster (``ray_workers``). The process that runs the command alone reads
+and writes the run's files and shows progress: a worker sends its video as it was encoded, with its
+record, so that no disk needs to be shared.
 """
 
 from __future__ import annotations
