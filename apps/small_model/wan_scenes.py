@@ -96,7 +96,7 @@ class Scenes(Wan):
         vae_muon_rate=2e-3,
     )
     # every later session: weights are there; outlines are learnt at the short size, where the time
-    # of a step buys most clips, and two fifths of the time go to the long one
+    # of a step buys most clips, and half of the time goes to the long one, whose bodies bend
     further = Recipe(
         vae_minutes=0.0,
         latent_minutes=3.0,
@@ -110,9 +110,9 @@ class Scenes(Wan):
             LatentPlan(size=_LONG, batch=1, batches=4),
         ),
         step_plans=(
-            StepPlan(source=0, batch=48, share=0.55),
+            StepPlan(source=0, batch=48, share=0.45),
             StepPlan(source=1, batch=12, share=0.2),
-            StepPlan(source=2, batch=4, share=0.2),
+            StepPlan(source=2, batch=4, share=0.3),
         ),
         check_clips=4,
         learning_rate=9e-4,
