@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from vidsparse.apps.small_model import scenes as package
+from vidsparse.apps.small_model.drawing import SHAPES, distance
 from vidsparse.apps.small_model.model import ClipSize
-from vidsparse.apps.small_model.scenes import captions, reading, render, world
+from vidsparse.apps.small_model.scenes import captions, outlines, reading, render, world
 from vidsparse.apps.small_model.vae import held_out_psnr
 from vidsparse.apps.small_model.verdicts import Verdict
 from vidsparse.apps.small_model.wan_scenes import SCENES
@@ -303,6 +304,26 @@ def test_a_missing_a_further_and_a_recoloured_body_are_told() -> None:
     assert both.bodies == (("blue", "star"), ("red", "ball"))
     assert shown != both
     assert reading.read_clip(film(scene(body(colour="green"), ground="sea"), 3)) != shown
+
+
+def outline(shape: str, stretch: float, turn: float, side: int = 40) -> torch.Tensor:
+    axis = ((torch.arange(side) + 0.5) / side * 2 - 1) * 1.6
+    y, x = torch.meshgrid(axis, axis, indexing="ij")
+    cos, sin = np.cos(turn), np.sin(turn)
+    u, v = (cos * x + sin * y) / stretch, cos * y - sin * x
+    return distance(shape, u, v) < 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_stretched_and_turned_body_is_still_the_shape_that_it_is(shape: str) -> None:
+    masks = torch.stack([outline(shape, 1.2, turn) for turn in (0.0, 0.4, 1.1, 2.0, 2.9)])
+    assert outlines.overlaps(masks).argmax(1).tolist() == [SHAPES.index(shape)] * 5
+
+
+def test_a_bar_is_like_no_shape() -> None:
+    bar = torch.zeros(1, 40, 40, dtype=torch.bool)
+    bar[:, 18:22, 2:38] = True
+    assert outlines.overlaps(bar).max() < 0.5
 
 
 def test_the_reader_sees_no_body_in_plain_grey() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -21,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vidsparse.apps.small_model.drawing import SHAPES, distance
+from vidsparse.apps.small_model.drawing import SHAPES
 from vidsparse.apps.small_model.verdicts import Verdict
 
 from .captions import caption
+from .outlines import overlaps
 from .world import COLOURS, PAN, SHAKE, SIZES, ZOOM, Scene, held_out_scenes
 
 # frames are read at this many pixels of their short side
@@ -34,6 +34,8 @@ _SATURATED: Final = 0.56
 # a body fills at least this share of what the smallest one does
 _LEAST_AREA: Final = 0.25 * math.pi * min(SIZES.values()) ** 2 / 4 * 0.45
 _LEAST_PRESENCE: Final = 0.3
+# true bodies overlap by 0.76 at the least with the shape that they are
+_LEAST_OVERLAP: Final = 0.55
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,45 +113,29 @@ def _largest_piece(mask: Tensor) -> Tensor:
         piece = grown
 
 
-def _outline(mask: Tensor) -> Tensor:
-    """Numbers that say what shape a mask [H, W] is, whatever its place, size and rotation."""
-    rows, columns = mask.nonzero().float().unbind(1)
-    y, x = rows - rows.mean(), columns - columns.mean()
-    unit = math.sqrt(len(x) / math.pi)
-    radius, angle = torch.hypot(x, y) / unit, torch.atan2(y, x)
-    # a disc of the same area ends at one: how much lies in which ring
-    edges = torch.tensor([0.3, 0.5, 0.7, 0.9, 1.1, 1.3])
-    rings = torch.sigmoid((edges.view(-1, 1) - radius) / 0.08).mean(1)
-    turns = [
-        2
-        * torch.hypot((weight := radius**3) @ torch.cos(m * angle), weight @ torch.sin(m * angle))
-        / len(x)
-        for m in (1, 2, 3, 4, 5)
-    ]
-    return torch.cat([rings, torch.stack(turns)])
-
-
-@lru_cache(maxsize=1)
-def _templates() -> Tensor:
-    """Outlines [shapes, K] of the true shapes."""
-    axis = (torch.arange(96) + 0.5) / 96 * 2.6 - 1.3
-    y, x = torch.meshgrid(axis, axis, indexing="ij")
-    return torch.stack([_outline(distance(shape, x, y) < 0) for shape in SHAPES])
+def _closed(mask: Tensor) -> Tensor:
+    """A mask [H, W] without the cracks and specks that gloss and patterns leave in it."""
+    wide = F.max_pool2d(F.pad(mask[None, None].float(), [2] * 4), 3, 1, 1)
+    return -F.max_pool2d(-wide, 3, 1, 1)[0, 0, 2:-2, 2:-2] > 0
 
 
 def _shape(masks: Tensor) -> str | None:
-    """The shape of the body that masks [T, H, W] show, None where there is none."""
+    """The shape of the body that masks [T, H, W] show: "unclear" where it is like none of them.
+
+    None where there is no body.
+    """
     least = _LEAST_AREA * _SIDE**2
-    pieces = [_largest_piece(mask) for mask in masks if mask.sum() >= least]
+    pieces = [_closed(_largest_piece(mask)) for mask in masks if mask.sum() >= least]
     pieces = [piece for piece in pieces if piece.sum() >= least]
     if len(pieces) < _LEAST_PRESENCE * len(masks):
         return None
     # where it is largest it is least covered by others, or nearest
     pieces.sort(key=lambda piece: -int(piece.sum()))
     clear = pieces[: max(1, len(pieces) // 2)]
-    outline = torch.stack([_outline(piece) for piece in clear]).median(0).values
-    gaps = (_templates() - outline).abs().sum(1)
-    return SHAPES[int(gaps.argmin())]
+    # three quarters of the frames may cover a part of it, or blur it
+    covered = overlaps(torch.stack(clear)).quantile(0.75, dim=0)
+    best = int(covered.argmax())
+    return SHAPES[best] if covered[best] >= _LEAST_OVERLAP else "unclear"
 
 
 # --- camera ---
