@@ -51,6 +51,7 @@ from vidsparse.pipelines.parallel import (
     parallel_groups,
 )
 from vidsparse.pipelines.position import (
+    BRANCHES,
     denoising_position,
     guided,
     named_arguments,
@@ -79,6 +80,8 @@ class Adapter:
             None where its arguments are not what the family's pipelines pass.
         branches: guidance branches in the order of a step's forwards; one entry where guidance
             is batched or distilled. Used where the pipeline does not name the branch itself.
+        stacked: where a forward's branch is not named and there is guidance, both branches stand
+            in its batch, the conditional one last.
         shares: how the sequence is dealt to several processes; None where it cannot be.
         tiled: a step may be more forwards than there are branches, each for a part of the video.
         outputs: the transformer's last modules, one for the video and one for each thing beside it.
@@ -91,6 +94,7 @@ class Adapter:
     processor: type[SparseProcessor]
     layout: Callable[[Any, Mapping[str, Any]], Layout | str | None]
     branches: tuple[str, ...] = ("conditional",)
+    stacked: bool = False
     shares: Shares | None = None
     tiled: bool = False
     outputs: tuple[str, ...] = ("proj_out",)
@@ -159,6 +163,7 @@ class Session:
         self._watches: list[Callable[[], object]] = []
         self._site: CallSite | None = None
         self._layout: Layout | None = None
+        self._texts: list[tuple[int, ...]] = []
         self._dense_because: str | None = None
         self._context: str | None = None
         self._timesteps: Any = None
@@ -346,10 +351,12 @@ class Session:
             grid=grid,
             branch=branch,
             part=part,
-            stacked=2 if self._context == "cond_uncond" and guided(pipe) else 1,
+            stacked=2 if self._stacks() and guided(pipe) else 1,
             window=window,
         )
         self._forwards_in_step += 1
+        if self._layout is not None:
+            self._texts += self._layout.new_texts(self._site.stacked, self._texts)
 
     def _deal_heads(self, part: int, before: int, step: int) -> None:
         """Deal a transformer's heads to processes anew, by what each computed the step before."""
@@ -368,14 +375,20 @@ class Session:
         self._timesteps = timesteps
         self._timestep_values = timesteps.tolist()[:count]
         self._forwards_in_step = 0
+        self._texts.clear()
         for engine in self.engines:
             engine.begin_run(steps)
             engine.trace, engine.branches = self.engines[0].trace, self.engines[0].branches
 
+    def _stacks(self) -> bool:
+        """Whether the forward to come has both branches in its batch where there is guidance."""
+        said = self._context
+        return self.adapter.stacked if said is None else said == "cond_uncond"
+
     def _branch(self) -> tuple[str, int]:
         """The branch of the forward to come, and which part of the video it is about, from 1."""
         if self._context is not None:
-            return _BRANCHES.get(self._context, self._context), 1
+            return BRANCHES.get(self._context, self._context), 1
         branches = self.adapter.branches
         again, place = divmod(self._forwards_in_step, len(branches))
         # what was planned for one part of the video is nothing for another.
@@ -474,12 +487,15 @@ class Session:
         if site is None:
             # a block that was called by itself.
             return swapped(dense(swapped(q), swapped(k), swapped(v))).contiguous()
-        whole = [(slice(0, q.shape[0]), 0)]
-        groups = whole if because or layout is None else layout.groups(q.shape[0], layer)
-        undivided = len(groups) == 1 and groups[0][1] == 0
-        stacked = site.stacked if len(groups) == 1 and not q.shape[0] % site.stacked else 1
+        site, batch = replace(site, layer=layer), q.shape[0]
+        calls = (
+            [(slice(0, batch), 0, replace(site, stacked=1))]
+            if because or layout is None
+            else layout.calls(batch, site, self._texts)
+        )
+        undivided = len(calls) == 1 and calls[0][1] == 0
         out = None if undivided else torch.empty_like(q, memory_format=torch.contiguous_format)
-        for rows, padding in groups:
+        for rows, padding, where in calls:
             tokens = q.shape[1] - padding
             grid = replace(site.grid, text=site.grid.text - padding)
             part_out = swapped(
@@ -487,7 +503,7 @@ class Session:
                     swapped(q[rows, :tokens]),
                     swapped(k[rows, :tokens]),
                     swapped(v[rows, :tokens]),
-                    replace(site, layer=layer, grid=grid, stacked=stacked, **(of_heads or {})),
+                    replace(where, grid=grid, **(of_heads or {})),
                     dense,
                     keep_dense=chooses_backend(stock),
                     dense_because=because,
@@ -506,15 +522,6 @@ def is_stock(processor: Any, adapter: Adapter) -> bool:
     """Whether ``processor`` is one of the host's that the adapter stands in for."""
     return type(processor).__name__ in adapter.stock_processors
 
-
-# what pipelines call their forwards. LTX-2 has more of them, whose own names will do.
-_BRANCHES: Final = {
-    "cond": "conditional",
-    "uncond": "unconditional",
-    "pred_cond": "conditional",
-    "pred_uncond": "unconditional",
-    "cond_uncond": "conditional",
-}
 
 _SESSION_IDS: Final = itertools.count()
 

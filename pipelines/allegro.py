@@ -69,5 +69,6 @@ ADAPTER: Final = Adapter(
     stock_processors=("AllegroAttnProcessor2_0",),
     processor=AllegroSparseProcessor,
     layout=_layout,
+    stacked=True,
     shares=Shares(plan=_plan),
 )

@@ -91,5 +91,7 @@ ADAPTER: Final = Adapter(
     stock_processors=("CogVideoXAttnProcessor2_0", _FUSED),
     processor=CogVideoXSparseProcessor,
     layout=_layout,
+    # CogVideoX says so, ConsisID does not.
+    stacked=True,
     shares=Shares(plan=_plan),
 )

@@ -46,5 +46,6 @@ ADAPTER: Final = Adapter(
     stock_processors=("EasyAnimateAttnProcessor2_0",),
     processor=EasyAnimateSparseProcessor,
     layout=_layout,
+    stacked=True,
     shares=Shares(plan=_plan),
 )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor
 
 from vidsparse.grid import TokenGrid
+from vidsparse.site import CallSite
+
+UNCONDITIONAL: Final = "unconditional"
+"""The branch of guidance without the prompt."""
 
 Patch: TypeAlias = tuple[int, int, int]
 """Frames, lines and columns of a latent in one token."""
@@ -39,16 +43,60 @@ class Layout:
         for sample, count in enumerate(self.valid):
             samples.setdefault(count, []).append(sample)
         if len(samples) < 2:
-            count = self.valid[0] if self.valid else self.grid.text
-            return [(slice(0, batch), self.grid.text - count)]
-        # a slice takes part of a batch without a copy.
+            return [(slice(0, batch), self.padding(0))]
+        return [(_sliced(rows), self.grid.text - count) for count, rows in samples.items()]
+
+    def padding(self, sample: int) -> int:
+        """Tokens to cut off a sample's end."""
+        return self.grid.text - self.valid[sample] if self.valid else 0
+
+    def new_texts(self, stacked: int, known: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Valid text of the samples of each of ``stacked`` branches, where it is not ``known``."""
+        count = len(self.valid) // stacked
+        halves = (self.valid[i * count : (i + 1) * count] for i in range(stacked))
+        return [text for text in dict.fromkeys(halves) if text and text not in known]
+
+    def calls(
+        self, batch: int, site: CallSite, texts: Sequence[tuple[int, ...]]
+    ) -> list[tuple[slice | list[int], int, CallSite]]:
+        """The attention calls of a batch: its samples, the tokens to cut off, and the site.
+
+        Samples run together that have equally much text in every branch of guidance, so that each
+        finds there the plan that it was given here. Branches of one batch whose text differs run
+        apart, the conditional one first, which plans for both.
+
+        Args:
+            batch: samples, of all branches that stand in it.
+            site: the forward's, with its layer.
+            texts: valid text of a branch's samples, for every branch that the run has shown.
+        """
+        groups = self.groups(batch, site.layer)
+        stacked = 1 if batch % site.stacked else site.stacked
+        count = batch // stacked
+        samples: dict[tuple[int, ...], list[int]] = {}
+        for sample in range(count):
+            samples.setdefault(tuple(text[sample] for text in texts), []).append(sample)
+        without = self.layers_with_text is not None and site.layer >= self.layers_with_text
+        if without or (len(groups) == 1 and len(samples) == 1):
+            return [(*groups[0], replace(site, stacked=stacked))]
+        last = (count * (stacked - 1), site.branch)
+        branches = [last, (0, UNCONDITIONAL)] if stacked > 1 else [last]
         return [
             (
-                slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] - rows[0] + 1 else rows,
-                self.grid.text - count,
+                _sliced([first + sample for sample in rows]),
+                self.padding(first + rows[0]),
+                replace(
+                    site, branch=branch, stacked=1, samples=tuple(rows) if len(samples) > 1 else ()
+                ),
             )
-            for count, rows in samples.items()
+            for first, branch in branches
+            for rows in samples.values()
         ]
+
+
+def _sliced(rows: list[int]) -> slice | list[int]:
+    """Rising numbers as a slice where they can be one: it takes part of a batch without a copy."""
+    return slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] - rows[0] + 1 else rows
 
 
 def latent_grid(

@@ -1,14 +1,23 @@
-"""Where a run stands: which denoising step comes next, by what pipelines and schedulers keep."""
+"""Where a run stands: which denoising step comes next, and which branches of guidance."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from vidsparse.errors import UnsupportedError
+
+# what pipelines call their forwards. LTX-2 has more of them, whose own names will do.
+BRANCHES: Final = {
+    "cond": "conditional",
+    "uncond": "unconditional",
+    "pred_cond": "conditional",
+    "pred_uncond": "unconditional",
+    "cond_uncond": "conditional",
+}
 
 
 def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, int, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import random_qkv
 from tiny_families import TINY, latents
 from torch import Tensor
@@ -14,8 +18,11 @@ from vidsparse import sparsify
 from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError
 from vidsparse.grid import TokenGrid
+from vidsparse.grouping import MERGES
+from vidsparse.masks import unpack_bits
 from vidsparse.methods import SPARSE_METHODS, make_method
-from vidsparse.plan import SparsePlan
+from vidsparse.pipelines.layout import Layout
+from vidsparse.plan import SparsePlan, make_plan
 from vidsparse.planning import Ordered
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
@@ -112,7 +119,7 @@ def test_lists_of_a_short_video_s_plan_are_made_once_for_all_calls_that_it_serve
             counted.append(len(made))
             # one that keeps none gives the same.
             for kept in fresh._plans.values():
-                kept.lists = None
+                kept.lists.clear()
             assert torch.equal(out, attend(fresh, step, branch, seed=step))
             made.clear()
     # the first two calls plan: from the second branch on it is known that another follows.
@@ -172,6 +179,174 @@ def test_a_pipeline_says_whether_branches_stand_in_one_batch(guidance: float, st
             engine.observer = lambda q, k, v, site: seen.add((q.shape[0], site.stacked))
         latents("cogvideox", pipe, guidance_scale=guidance)
     assert seen == {(stacked, stacked)}
+
+
+def with_all_text(video: Tensor, grid: TokenGrid, tile: tuple[int, int]) -> Tensor:
+    """A mask of whole tiles of the video, and beside it every tile that holds text or is short."""
+    tiles = [-(-grid.tokens // size) for size in tile]
+    mask = torch.ones(*video.shape[:2], *tiles, dtype=torch.bool)
+    mask[:, :, : video.shape[2], : video.shape[3]] = video
+    return mask
+
+
+def pairs_of(plan: SparsePlan) -> Tensor:
+    """The pairs of tokens that a plan computes, bool ``[B, H, S, S]``; none of them twice."""
+    rows, keys = plan.tile
+    tiles = [-(-plan.tokens // size) for size in plan.tile]
+    batch, heads, blocks, _ = plan.q_tiles.shape
+    seen = torch.zeros(batch, heads, *tiles, dtype=torch.int32)
+    listed = unpack_bits(plan.kv_bits, tiles[1])
+    assert torch.equal(listed.sum(-1, dtype=torch.int32), plan.kv_count)
+    for place in itertools.product(range(batch), range(heads), range(blocks)):
+        for tile in plan.q_tiles[place].tolist():
+            if tile >= 0:
+                seen[place[0], place[1], tile] += listed[place].int()
+    assert seen.max() == 1
+    pairs = seen.bool().repeat_interleave(rows, 2).repeat_interleave(keys, 3)
+    return pairs[..., : plan.tokens, : plan.tokens]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    video=st.integers(40, 330),
+    texts=st.tuples(st.integers(0, 70), st.integers(0, 70)),
+    tile=st.sampled_from([(16, 16), (32, 16), (64, 64), (128, 16)]),
+    merge=st.sampled_from(sorted(MERGES)),
+    seed=st.integers(0, 999),
+)
+def test_a_plan_for_another_text_keeps_the_video_s_choice_and_computes_all_text(
+    video: int, texts: tuple[int, int], tile: tuple[int, int], merge: str, seed: int
+) -> None:
+    grids = [TokenGrid(1, 1, video, text) for text in texts]
+    whole = [video // size for size in tile]
+    chosen = torch.rand(2, 3, *whole, generator=torch.Generator().manual_seed(seed)) < 0.3
+    made, wanted = (
+        make_plan(with_all_text(chosen, grid, tile), tile, grid.tokens, merge, block_rows=64)
+        for grid in grids
+    )
+    fitted = made.with_text(video, grids[1].tokens)
+    pairs = pairs_of(fitted)
+    # blocks of several tiles compute what any of them wants; which share one was settled before.
+    mask = with_all_text(chosen, grids[1], tile)
+    least = mask.repeat_interleave(tile[0], 2).repeat_interleave(tile[1], 3)
+    assert bool((pairs | ~least[..., : fitted.tokens, : fitted.tokens]).all())
+    if tile[0] >= 64:
+        assert torch.equal(pairs, pairs_of(wanted))
+    share = pairs.double().mean((2, 3)).float()
+    torch.testing.assert_close(fitted.computed, share, atol=1e-6, rtol=0)
+    if texts[0] or not any(video % size for size in tile):
+        torch.testing.assert_close(fitted.selected, wanted.selected, atol=1e-6, rtol=0)
+    assert fitted.tokens == wanted.tokens
+    # which goes back to where it came from.
+    again = pairs_of(fitted.with_text(video, grids[0].tokens))
+    assert torch.equal(again | pairs_of(made), again)
+
+
+@pytest.mark.parametrize("name", ["fg-attn", "foresight", "sol-attn"])
+@pytest.mark.parametrize("refresh", [0, 2])
+def test_branches_whose_text_differs_in_length_attend_by_one_plan(name: str, refresh: int) -> None:
+    method = make_method(name)
+    engine = AttentionEngine(
+        method, schedule=Schedule(dense_steps=1, reuse=2, refresh=refresh), layers=1
+    )
+    engine.begin_run(4)
+    texts = {"conditional": 37, "unconditional": 5}
+    q, k, v = random_qkv(GRID.video + 37, 64, torch.float32, seed=0)
+    for step in range(4):
+        for branch, text in texts.items():
+            grid = replace(GRID, text=text)
+            few = few_of(q, k, v, text)
+            engine.attend(*few, CallSite(0, step, 1.0, grid, branch))
+    cells = engine.trace.cells
+    assert {c.branch for c in cells if c.action == "replan"} <= {"conditional"}
+    assert {c.action for c in cells if c.branch == "unconditional"} <= {"reuse", "dense", "refresh"}
+    # what is chosen of the video is the same: by the plan of its own a branch computes as much.
+    own = AttentionEngine(method, schedule=Schedule(dense_steps=0), layers=1)
+    own.begin_run(4)
+    own.attend(*few_of(q, k, v, 5), CallSite(0, 0, 1.0, replace(GRID, text=5)))
+    shares = [c.computed for c in (cells[-1], own.trace.cells[-1])]
+    assert all(share is not None for share in shares)
+    torch.testing.assert_close(*shares, atol=0.03, rtol=0)
+
+
+def few_of(q: Tensor, k: Tensor, v: Tensor, text: int) -> tuple[Tensor, Tensor, Tensor]:
+    of = slice(GRID.video + text)
+    return q[:, :, of], k[:, :, of], v[:, :, of]
+
+
+@pytest.mark.parametrize("name", ["allegro", "easyanimate", "consisid"])
+def test_pipelines_that_do_not_name_it_have_both_branches_in_one_batch(name: str) -> None:
+    pipe = TINY[name].build()
+    seen = set()
+    with sparsify(pipe, "fg-attn", dense_steps=0) as handle:
+        for engine in handle.engines:
+            engine.observer = lambda q, k, v, site: seen.add((q.shape[0], site.stacked))
+        latents(name, pipe, guidance_scale=4.0)
+        latents(name, pipe, guidance_scale=1.0)
+    assert seen == {(2, 2), (1, 1)}
+
+
+def test_branches_of_one_batch_whose_text_differs_attend_one_after_the_other_by_one_plan() -> None:
+    pipe = TINY["mochi"].build()
+    with sparsify(pipe, "fg-attn", dense_steps=1) as handle:
+        latents("mochi", pipe, guidance_scale=4.0)
+        cells = [c for c in handle.trace.cells if c.layer == 0]
+    assert len({c.pairs for c in cells}) == 2
+    first = [("conditional", "dense"), ("unconditional", "dense")]
+    assert [(c.branch, c.action) for c in cells] == first + 2 * [
+        ("conditional", "replan"),
+        ("unconditional", "reuse"),
+    ]
+
+
+def calls(layout: Layout, batch: int, stacked: int, *texts: tuple[int, ...]) -> list[Any]:
+    site = CallSite(0, 0, 1.0, layout.grid, stacked=stacked)
+    made = layout.calls(batch, site, texts)
+    return [(rows, cut, where.branch, where.stacked, where.samples) for rows, cut, where in made]
+
+
+def test_samples_run_together_that_have_equally_much_text_in_every_branch() -> None:
+    grid = TokenGrid(1, 2, 2, text=10)
+    whole = slice(0, 2)
+    assert calls(Layout(grid), 2, 1) == [(whole, 0, "conditional", 1, ())]
+    # the prompts differ, and what stands for no prompt does not: samples run apart in both.
+    with_prompt, without = (4, 7), (3, 3)
+    first, second = slice(0, 1), slice(1, 2)
+    assert calls(Layout(grid, without), 2, 1, with_prompt, without) == [
+        (first, 7, "conditional", 1, (0,)),
+        (second, 7, "conditional", 1, (1,)),
+    ]
+    # in one batch the half with the prompt comes first, which plans for the other.
+    assert calls(Layout(grid, without + with_prompt), 4, 2, without, with_prompt) == [
+        (slice(2, 3), 6, "conditional", 1, (0,)),
+        (slice(3, 4), 3, "conditional", 1, (1,)),
+        (first, 7, "unconditional", 1, (0,)),
+        (second, 7, "unconditional", 1, (1,)),
+    ]
+    assert calls(Layout(grid, (4, 4, 7, 7)), 4, 2, (4, 4), (7, 7)) == [
+        (slice(2, 4), 3, "conditional", 1, ()),
+        (whole, 6, "unconditional", 1, ()),
+    ]
+    assert calls(Layout(grid, (4, 7, 4)), 3, 1, (4, 7, 4)) == [
+        ([0, 2], 6, "conditional", 1, (0, 2)),
+        (second, 3, "conditional", 1, (1,)),
+    ]
+    # of equally much text all samples run at once.
+    assert calls(Layout(grid, (4,) * 4), 4, 2, (4, 4)) == [(slice(0, 4), 6, "conditional", 2, ())]
+    assert Layout(grid, (4, 7, 4, 7)).new_texts(2, []) == [(4, 7)]
+    assert Layout(grid, (4, 7)).new_texts(2, [(4,)]) == [(7,)]
+
+
+def test_samples_of_other_prompts_never_share_a_plan_or_what_it_lacks() -> None:
+    engine = engine_of(dense_steps=0, reuse=2)
+    q, k, v = random_qkv(GRID.video + 9, 64, torch.float32, seed=0)
+    for step in range(2):
+        for samples, text in enumerate((5, 9)):
+            where = CallSite(0, step, 1.0, replace(GRID, text=text), samples=(samples,))
+            engine.attend(*few_of(q, k, v, text), where)
+    assert [c.action for c in engine.trace.cells] == ["replan", "replan", "reuse", "reuse"]
+    assert {kept.plan.tokens - GRID.video for kept in engine._plans.values()} == {5, 9}
+    assert not any(kept.fitted for kept in engine._plans.values())
 
 
 def test_papers_plan_for_every_branch() -> None:

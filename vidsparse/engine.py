@@ -70,8 +70,18 @@ Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
 """Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
 
 # layer, branch (none where branches share a plan), and all else that a plan depends on: window,
-# grid, batch, heads, device.
-PlanKey = tuple[int, str | None, int, TokenGrid, int, int, tuple[int, ...] | None, torch.device]
+# samples, grid, batch, heads, device.
+PlanKey = tuple[
+    int,
+    str | None,
+    int,
+    tuple[int, ...],
+    TokenGrid,
+    int,
+    int,
+    tuple[int, ...] | None,
+    torch.device,
+]
 
 
 class AttentionEngine:
@@ -212,7 +222,7 @@ class AttentionEngine:
         if self.observer is not None and dense_because is None:
             self.observer(q, k, v, site)
         self.branches.add(site.branch)
-        key = self._plan_key(q, site)
+        key = self._plan_key(q, site, ring)
         numbers = self.method.numbers if isinstance(self.method, SparseMethod) else None
         if numbers is not None and dense_because is None:
             # said in the first step, though it may be a dense one.
@@ -327,7 +337,7 @@ class AttentionEngine:
         self._check_ring(route)
         method, grid = self.method, site.grid
         deal = deal_tokens(self.order, grid, ring.count, ring.rank, stretch_step(method), q.device)
-        plan = self._take_kept(site, cell, key)
+        plan = self._take_kept(site, cell, key, ring)
         if plan is None:
             order = token_order(self.order, grid, q.device)
             route = replace(route, quantize=None)
@@ -440,16 +450,18 @@ class AttentionEngine:
     def _lists(self, plan: SparsePlan, key: PlanKey, size: int | None, route: Route) -> Lists:
         """What a call by ``plan`` is given of it: made once if that is small and both are kept."""
         kept = self._plans.get(key)
-        if kept is None or kept.plan is not plan:
+        if kept is None or not kept.holds(plan):
             return Lists.of(plan, size, by_kernel=route.lists)
-        if kept.lists is not None:
-            return kept.lists
+        if plan.tokens in kept.lists:
+            return kept.lists[plan.tokens]
         lists = Lists.of(plan, size, by_kernel=route.lists)
         if lists.small:
-            kept.lists = lists
+            kept.lists[plan.tokens] = lists
         return lists
 
-    def _take_kept(self, site: CallSite, cell: Cell, key: PlanKey) -> SparsePlan | None:
+    def _take_kept(
+        self, site: CallSite, cell: Cell, key: PlanKey, ring: Ring | None = None
+    ) -> SparsePlan | None:
         """The plan that a call goes by without making one, as its action says."""
         kept = self._plans.get(key)
         if kept is None:
@@ -459,7 +471,9 @@ class AttentionEngine:
         if cell.action != Action.REUSE.value and not refreshed:
             return None
         cell.plan_step = kept.made
-        return kept.use(site.step)
+        # in a ring a plan is of other lengths, and of this very text.
+        tokens = kept.plan.tokens if ring is not None else site.grid.tokens
+        return kept.use(site.step, site.grid.video, tokens)
 
     def _keep(self, plan: SparsePlan, site: CallSite, cell: Cell, key: PlanKey) -> SparsePlan:
         """Keep a plan for the steps and branches that may go by it, and return it."""
@@ -508,11 +522,15 @@ class AttentionEngine:
             # nothing follows that it serves, but a decoder that wants the memory.
             del self._lacking[site.branch, key]
 
-    def _plan_key(self, q: Tensor, site: CallSite) -> PlanKey:
+    def _plan_key(self, q: Tensor, site: CallSite, ring: Ring | None) -> PlanKey:
         shared = isinstance(self.method, SparseMethod) and self.method.plans == "shared"
-        branch = None if shared else site.branch
+        branch, grid = None if shared else site.branch, site.grid
+        if shared and ring is None:
+            # branches may differ in text. What of it leads is frames of the past, where there are
+            # any: the plan for a video behind others is another.
+            grid = replace(grid, text=grid.lead, text_first=False)
         heads = q.shape[1], site.heads
-        return site.layer, branch, site.window, site.grid, q.shape[0], *heads, q.device
+        return site.layer, branch, site.window, site.samples, grid, q.shape[0], *heads, q.device
 
     def _route(self, q: Tensor, k: Tensor, v: Tensor) -> Route:
         # found once a run for all calls alike: asking the device takes time of the host's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from torch import Tensor
@@ -47,14 +47,19 @@ class Lists:
 
 @dataclass(slots=True)
 class KeptPlan:
-    """A plan, the step and branch that made it, the last step it served, how many it has served."""
+    """A plan, the step and branch that made it, the last step it served, how many it has served.
+
+    Of branches whose text differs in length each has it for its own, and its own lists: both are by
+    the tokens of the whole sequence.
+    """
 
     plan: SparsePlan
     made: int
     by: str
     last: int
     served: int = 1
-    lists: Lists | None = None
+    fitted: dict[int, SparsePlan] = field(default_factory=dict)
+    lists: dict[int, Lists] = field(default_factory=dict)
 
     def serves(self, step: int, branch: str, reuse: int) -> bool:
         """Whether it may serve ``step``: it ages by steps that are run, not by those left out.
@@ -65,11 +70,19 @@ class KeptPlan:
             return branch != self.by
         return step > self.made and (step == self.last or self.served < reuse)
 
-    def use(self, step: int) -> SparsePlan:
-        """Take it for ``step``."""
+    def use(self, step: int, video: int, tokens: int) -> SparsePlan:
+        """Take it for ``step``, for a sequence of so many tokens, of which ``video`` come first."""
         self.served += step != self.last
         self.last = step
-        return self.plan
+        if tokens == self.plan.tokens:
+            return self.plan
+        if tokens not in self.fitted:
+            self.fitted[tokens] = self.plan.with_text(video, tokens)
+        return self.fitted[tokens]
+
+    def holds(self, plan: SparsePlan) -> bool:
+        """Whether ``plan`` is this one, as it is kept."""
+        return plan is self.plan or plan is self.fitted.get(plan.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class CallSite:
             last.
         window: which of several stretches of a video a forward is about, where a step has more
             than one forward a branch.
+        samples: which of the batch's samples, where these differ in text and attend apart.
     """
 
     layer: int
@@ -38,3 +39,4 @@ class CallSite:
     heads: tuple[int, ...] | None = None
     stacked: int = 1
     window: int = 1
+    samples: tuple[int, ...] = ()
