@@ -82,7 +82,7 @@ class Adapter:
             is batched or distilled. Used where the pipeline does not name the branch itself.
         stacked: where a forward's branch is not named and there is guidance, both branches stand
             in its batch, the conditional one last.
-        shares: how the sequence is dealt to several processes; None where it cannot be.
+        shares: how the sequence is dealt to several processes.
         tiled: a step may be more forwards than there are branches, each for a part of the video.
         outputs: the transformer's last modules, one for the video and one for each thing beside it.
     """
@@ -95,7 +95,7 @@ class Adapter:
     layout: Callable[[Any, Mapping[str, Any]], Layout | str | None]
     branches: tuple[str, ...] = ("conditional",)
     stacked: bool = False
-    shares: Shares | None = None
+    shares: Shares
     tiled: bool = False
     outputs: tuple[str, ...] = ("proj_out",)
 
@@ -245,12 +245,11 @@ class Session:
 
     def parallelize(self, config: Any) -> None:
         """Deal the sequences of all transformers to the processes of ``config``, until detached."""
-        family, shares = self.adapter.family.name, self.adapter.shares
 
         def grid() -> TokenGrid | None:
             return None if self._layout is None else self._layout.grid
 
-        self._watches += deal(self._living(), shares, config, family, grid)
+        self._watches += deal(self._living(), self.adapter.shares, config, grid)
 
     def check_apart(self) -> None:
         """Check that guidance branches can be computed apart from each other.
@@ -259,8 +258,7 @@ class Session:
             UnsupportedError: pipelines do not call a transformer once for each, or look at what the
                 first call gave too early; it has a step cache, or is dealt to processes already.
         """
-        shares = self.adapter.shares
-        check_apart(self._living(), () if shares is None else shares.apart)
+        check_apart(self._living(), self.adapter.shares.apart)
         if any(engine.dense_fallback for engine in self.engines):
             raise UnsupportedError(
                 "dense_fallback does not work where guidance branches are shared out to "
@@ -329,9 +327,9 @@ class Session:
         self._dense_because = None if isinstance(layout, Layout) else layout or NO_VIDEO
         grid = _NO_GRID if self._layout is None else self._layout.grid
         if self._layout is not None:
-            config, shares = getattr(module, "_parallel_config", None), self.adapter.shares
-            if config is not None and shares is not None:
-                check_tokens(grid, config, shares.plan(module))
+            config = getattr(module, "_parallel_config", None)
+            if config is not None:
+                check_tokens(grid, config, self.adapter.shares.plan(module))
         step, steps, timesteps = denoising_position(pipe, arguments)
         last = self._site.step if self._site is not None else -1
         # every pipeline call sets new timesteps; a step that goes back covers loops that do not.

@@ -15,6 +15,8 @@ from torch import Tensor
 from vidsparse.pipelines.adapter import Adapter
 from vidsparse.pipelines.families import HELIOS
 from vidsparse.pipelines.layout import Layout, latent_grid, with_history
+from vidsparse.pipelines.packed import Packed
+from vidsparse.pipelines.parallel import Shares
 from vidsparse.pipelines.projection import rotate
 from vidsparse.pipelines.wan import WanSparseProcessor
 
@@ -42,7 +44,10 @@ class HeliosSparseProcessor(WanSparseProcessor):
         q, k, v = self.projected(attn, hidden_states)
         if rotary_emb is not None:
             q, k = self.rotated(q, rotary_emb), self.rotated(k, rotary_emb)
-        past = hidden_states.shape[1] - (original_context_length or hidden_states.shape[1])
+        # of several processes the first may have nothing of the section.
+        past = 0
+        if original_context_length is not None:
+            past = hidden_states.shape[1] - original_context_length
         if attn.is_amplify_history and past:
             scale = 1 + torch.sigmoid(attn.history_key_scale) * (attn.max_scale - 1)
             # one for all heads or one for each.
@@ -61,6 +66,16 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     return Layout(with_history(grid, short, coarse, patch))
 
 
+def _plan(transformer: Any) -> Packed:
+    """Frames of the past that are the grid's are dealt with the section, others stay whole."""
+    return Packed(
+        blocks=("blocks",),
+        carried="hidden_states",
+        every={"temb": 1, "rotary_emb": 1},
+        ending="original_context_length",
+    )
+
+
 ADAPTER: Final = Adapter(
     family=HELIOS,
     attention=re.compile(r"blocks\.\d+\.attn1"),
@@ -68,4 +83,5 @@ ADAPTER: Final = Adapter(
     processor=HeliosSparseProcessor,
     layout=_layout,
     branches=("conditional", "unconditional"),
+    shares=Shares(plan=_plan),
 )

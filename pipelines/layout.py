@@ -125,7 +125,8 @@ def with_history(
     frames, height, width = (0, 0, 0) if clean is None else _patches(clean, patch)
     if (height, width) != (video.height, video.width):
         lead, frames = lead + frames * height * width, 0
-    return replace(video, frames=video.frames + frames, text=video.text + lead, lead=lead)
+    video = replace(video, frames=video.frames + frames, text=video.text + lead)
+    return replace(video, lead=lead) if video.text > lead else replace(video, text_first=True)
 
 
 def _patches(latent: Tensor, patch: Patch, scale: int = 1) -> tuple[int, ...]:

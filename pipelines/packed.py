@@ -31,6 +31,8 @@ class Packed:
         blocks: the names of the transformer's lists of them, in the order they run.
         carried: the argument that holds the sequence, which one block hands on to the next.
         every: further arguments of blocks with something for every token, where a block has them.
+        ending: the argument that counts the tokens, the last of the video, that blocks treat apart
+            from those before them; each process is told how many of them it has.
         dim: the axis of tokens of what is carried.
         output: its place among a block's outputs; None where it is the only one.
         text_apart: text behind the video is an argument of its own.
@@ -39,6 +41,7 @@ class Packed:
     blocks: tuple[str, ...]
     carried: str
     every: Mapping[str, Dims]
+    ending: str | None = None
     dim: int = 1
     output: int | None = None
     text_apart: bool = False
@@ -71,14 +74,24 @@ class _Sequence:
         dist.all_gather(received, video, group=self._group)
         return torch.cat([before, *received, after], dim)
 
-    def _parts(self, x: Tensor, dim: int, shares: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What stands before the video, the video and what follows; ``shares`` that ``x`` has."""
+    def own_ending(self, count: int) -> int:
+        """How many of the video's last ``count`` tokens a process has."""
+        video = self._known_grid().video
+        end = video // self._count * (dist.get_rank(self._group) + 1)
+        return min(video // self._count, max(0, end - (video - count)))
+
+    def _known_grid(self) -> TokenGrid:
         grid = self._grid()
         if grid is None:
             raise UnsupportedError(
                 "a sequence whose video is not known cannot be dealt to several processes. "
                 "Hint: run this pipeline in one process."
             )
+        return grid
+
+    def _parts(self, x: Tensor, dim: int, shares: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What stands before the video, the video and what follows; ``shares`` that ``x`` has."""
+        grid = self._known_grid()
         video = grid.video // self._count * shares
         after = 0 if self._text_apart else grid.text - grid.before
         before, share, rest = torch.split(x, [x.shape[dim] - video - after, video, after], dim)
@@ -114,6 +127,8 @@ def deal_packed(
         for name, dims in {**packed.every, **first}.items():
             if name in bound.arguments:
                 bound.arguments[name] = own(bound.arguments[name], dims)
+        if packed.ending is not None:
+            bound.arguments[packed.ending] = tokens.own_ending(bound.arguments[packed.ending])
         return bound.args, bound.kwargs
 
     def gather(module: Any, args: tuple[Any, ...], output: Any) -> Any:

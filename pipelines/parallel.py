@@ -108,7 +108,7 @@ def own_tokens(whole: Tensor, dim: int, count: int) -> Tensor:
     return whole.narrow(dim, dist.get_rank() * count, count)
 
 
-def check_parallel(config: Any, shares: Shares | None) -> None:
+def check_parallel(config: Any, shares: Shares) -> None:
     """Check a ``_parallel_config`` that the host has set; None passes.
 
     Raises:
@@ -117,11 +117,6 @@ def check_parallel(config: Any, shares: Shares | None) -> None:
     """
     if config is None:
         return
-    if shares is None:
-        raise UnsupportedError(
-            "sparse attention does not run under context parallelism in this family yet. "
-            "Hint: run the pipeline without enable_parallelism()."
-        )
     if not shares.host:
         raise UnsupportedError(
             "sparse attention follows enable_parallelism() only in Wan; context parallelism of "
@@ -200,9 +195,8 @@ def _configured(ring: int, ulysses: int, halves: int = 1) -> Any:
 
 def deal(
     transformers: Iterable[nn.Module],
-    shares: Shares | None,
+    shares: Shares,
     config: Any,
-    family: str,
     grid: Callable[[], TokenGrid | None],
 ) -> list[Callable[[], None]]:
     """Deal the transformers' sequences to the processes of ``config``; returns what undoes it.
@@ -210,12 +204,8 @@ def deal(
     ``grid`` says that of the forward that goes on.
 
     Raises:
-        UnsupportedError: the family or a transformer cannot be dealt; then none is.
+        UnsupportedError: a transformer cannot be dealt; then none is.
     """
-    if shares is None:
-        raise UnsupportedError(
-            f"{family} cannot be dealt to several processes yet. Hint: run it in one process."
-        )
     undone: list[Callable[[], None]] = []
     try:
         for transformer in transformers:

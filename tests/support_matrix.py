@@ -111,14 +111,8 @@ _NO_SIGNATURE: Final = Limit(
     "failed to bind arguments|[Mm]issing required positional argument",
 )
 _PARALLEL: Final = Limit(
-    "refused: `SparseHandle.parallelize` has the plan that is right here, where there is one",
+    "refused: `SparseHandle.parallelize` has the plan that is right here",
     "context parallelism",
-    host=False,
-)
-
-_NOT_DEALT: Final = Limit(
-    "refused: frames of the past stand in front of the video, and blocks look at its parts apart",
-    "cannot be dealt",
     host=False,
 )
 
@@ -161,7 +155,6 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     ("fuse-qkv", "motif"): _CROSS_TEXT,
     # what runs on several processes: test_parallel.py.
     **{("context-parallel", one): _PARALLEL for one in VARIANTS.values() if one != "wan"},
-    ("parallelize", "helios"): _NOT_DEALT,
 }
 """Cells that do not work."""
 

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GRIDS = {
     # past frames in larger patches; two past frames and a section of three; image and prompt.
     "framepack": {TokenGrid(2 + 3, 4, 4, text=4 + 4 + 9 + 12, lead=4 + 4)},
-    "helios": {TokenGrid(2 + 3, 4, 4, text=4 + 4, lead=4 + 4)},
+    "helios": {TokenGrid(2 + 3, 4, 4, text=4 + 4, text_first=True)},
     # its first stages are smaller than the past.
     "helios-pyramid": {
-        TokenGrid(3, 1, 1, text=4 + 4 + 2 * 16, lead=4 + 4 + 2 * 16),
-        TokenGrid(3, 2, 2, text=4 + 4 + 2 * 16, lead=4 + 4 + 2 * 16),
-        TokenGrid(2 + 3, 4, 4, text=4 + 4, lead=4 + 4),
+        TokenGrid(3, 1, 1, text=4 + 4 + 2 * 16, text_first=True),
+        TokenGrid(3, 2, 2, text=4 + 4 + 2 * 16, text_first=True),
+        TokenGrid(2 + 3, 4, 4, text=4 + 4, text_first=True),
     },
     # prompts of two lengths, and sound.
     "cosmos3": {TokenGrid(3, 8, 8, text=text + 8, lead=text) for text in (26, 27)},

@@ -7,6 +7,7 @@ alone, without ComfyUI, is in ``test_comfyui.py``.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import os
@@ -83,7 +84,13 @@ def wan_from_image() -> Any:
 
 
 def hunyuan() -> Any:
-    return patcher(supported.HunyuanVideo(HUNYUAN))
+    """With what later versions ask for as well, as their loaders have it for such weights."""
+    from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
+
+    later = {"use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False}
+    asked = {field.name for field in dataclasses.fields(HunyuanVideoParams)}
+    more = {name: value for name, value in later.items() if name in asked}
+    return patcher(supported.HunyuanVideo({**HUNYUAN, **more}))
 
 
 def ltx() -> Any:

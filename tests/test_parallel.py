@@ -33,6 +33,8 @@ DEALT = {
     "hunyuan": 96,
     "hunyuan-image-concat": 96,
     "framepack": 48,
+    "helios": 48,
+    "helios-pyramid": 192,
     "hunyuan15": 96,
     "cogvideox": 96,
     "cogvideox-2b": 96,
@@ -57,7 +59,6 @@ DEALT = {
 }
 REFUSED = {
     "hunyuan-image": "token replacement",
-    "helios": "Helios cannot be dealt",
     "wan-animate": "has no plan",
     "consisid": "looks at faces",
 }
@@ -72,7 +73,7 @@ CASES = [*SPARSE, *DENSE, *SWAPPED, *HOST, *CALIBRATED]
 FAMILIES = [name for name in DEALT if name in VARIANTS.values() and name != "cosmos3"]
 METHODS = ("sparse", "reused", "refreshed", "sol-attn", "xattention", "layers", "dense")
 RINGS = [
-    *(f"{name}/fine/ring" for name in FAMILIES),
+    *(f"{name}/fine/ring" for name in (*FAMILIES, "helios-pyramid")),
     *(f"hunyuan/{method}/ring" for method in METHODS),
     *(f"cogvideox/{method}/ring" for method in ("dense", "sparse")),
     "wan/calibrated/ring",
@@ -81,7 +82,8 @@ RINGS = [
 ]
 # two by two; rings of more processes than there are heads; what is chosen where nothing is said.
 FOUR = [
-    *(f"{name}/fine/both" for name in ("wan", "hunyuan", "cogvideox")),
+    # of Helios the first process has nothing of the section, frames of the past alone.
+    *(f"{name}/fine/both" for name in ("wan", "hunyuan", "cogvideox", "helios")),
     "hunyuan/dense/both",
     "wan/calibrated/both",
     *(f"{name}/fine/ring" for name in ("wan", "hunyuan")),
@@ -153,7 +155,7 @@ def budget(one: dict[str, Any], *, of_16_bits: bool = False) -> float:
     """What sums in another order may cost, through two layers and two steps."""
     # 64 units in the last place; one where queries and keys are rounded to 16 bits on the way.
     unit = torch.finfo(torch.bfloat16).eps if of_16_bits else 64 * torch.finfo(torch.float32).eps
-    rounding: float = unit * one["largest"]
+    rounding: float = max(unit * one["largest"], 2 * one.get("rounding", 0.0))
     # a remainder is rounded to one of 127 steps of what is lacking, and may go either way.
     remainder: float = one["lost"] / 127
     return rounding + remainder
@@ -355,4 +357,4 @@ def test_a_transformer_that_is_compiled_as_a_whole_is_not_dealt() -> None:
     pipe.transformer.compile(backend="eager")
     adapter = find_adapter(pipe)
     with pytest.raises(UnsupportedError, match="compile_repeated_blocks"):
-        deal([pipe.transformer], adapter.shares, None, "Wan", lambda: None)
+        deal([pipe.transformer], adapter.shares, None, lambda: None)
