@@ -24,6 +24,7 @@ from vidsparse.methods import SPARSE_METHODS, make_method
 from vidsparse.pipelines.layout import Layout
 from vidsparse.plan import SparsePlan, make_plan
 from vidsparse.planning import Ordered
+from vidsparse.ring import own_rows
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
@@ -201,7 +202,7 @@ def pairs_of(plan: SparsePlan) -> Tensor:
         for tile in plan.q_tiles[place].tolist():
             if tile >= 0:
                 seen[place[0], place[1], tile] += listed[place].int()
-    assert seen.max() == 1
+    assert seen.max() <= 1
     pairs = seen.bool().repeat_interleave(rows, 2).repeat_interleave(keys, 3)
     return pairs[..., : plan.tokens, : plan.tokens]
 
@@ -232,11 +233,20 @@ def test_a_plan_for_another_text_keeps_the_video_s_choice_and_computes_all_text(
     assert bool((pairs | ~least[..., : fitted.tokens, : fitted.tokens]).all())
     if tile[0] >= 64:
         assert torch.equal(pairs, pairs_of(wanted))
-    share = pairs.double().mean((2, 3)).float()
-    torch.testing.assert_close(fitted.computed, share, atol=1e-6, rtol=0)
     if texts[0] or not any(video % size for size in tile):
+        share = pairs.double().mean((2, 3)).float()
+        torch.testing.assert_close(fitted.computed, share, atol=1e-6, rtol=0)
         torch.testing.assert_close(fitted.selected, wanted.selected, atol=1e-6, rtol=0)
     assert fitted.tokens == wanted.tokens
+    # in a ring each process has the same of its own rows.
+    cut = whole[0] // 2
+    tiles = [-(-grid.tokens // tile[0]) for grid in grids]
+    stretches = [(range(cut), range(cut)), (range(cut, tiles[0]), range(cut, tiles[1]))]
+    for before, after in stretches:
+        own = own_rows(made, before, merge).with_text(video, grids[1].tokens, before)
+        its = pairs[:, :, after.start * tile[0] : after.stop * tile[0]]
+        assert torch.equal(pairs_of(own)[:, :, : its.shape[2]], its)
+        assert torch.equal(own.computed, fitted.computed)
     # which goes back to where it came from.
     again = pairs_of(fitted.with_text(video, grids[0].tokens))
     assert torch.equal(again | pairs_of(made), again)

@@ -222,7 +222,7 @@ class AttentionEngine:
         if self.observer is not None and dense_because is None:
             self.observer(q, k, v, site)
         self.branches.add(site.branch)
-        key = self._plan_key(q, site, ring)
+        key = self._plan_key(q, site)
         numbers = self.method.numbers if isinstance(self.method, SparseMethod) else None
         if numbers is not None and dense_because is None:
             # said in the first step, though it may be a dense one.
@@ -337,7 +337,7 @@ class AttentionEngine:
         self._check_ring(route)
         method, grid = self.method, site.grid
         deal = deal_tokens(self.order, grid, ring.count, ring.rank, stretch_step(method), q.device)
-        plan = self._take_kept(site, cell, key, ring)
+        plan = self._take_kept(site, cell, key)
         if plan is None:
             order = token_order(self.order, grid, q.device)
             route = replace(route, quantize=None)
@@ -354,7 +354,7 @@ class AttentionEngine:
             )
             plan = own_rows(plan, tiles, method.merge)
             cell.selection = self._selection_cost(q, grid.tokens)
-            plan = self._keep(plan, site, cell, key)
+            plan = self._keep(plan, site, cell, key, tiles)
         cell.selected, cell.computed = plan.selected, share_with_means(plan, method.means)
         return attend_in_ring(
             ring, deal, (q, k, v), plan, grid, method.means, self._route(q, k, v), self.kernel
@@ -459,9 +459,7 @@ class AttentionEngine:
             kept.lists[plan.tokens] = lists
         return lists
 
-    def _take_kept(
-        self, site: CallSite, cell: Cell, key: PlanKey, ring: Ring | None = None
-    ) -> SparsePlan | None:
+    def _take_kept(self, site: CallSite, cell: Cell, key: PlanKey) -> SparsePlan | None:
         """The plan that a call goes by without making one, as its action says."""
         kept = self._plans.get(key)
         if kept is None:
@@ -471,11 +469,16 @@ class AttentionEngine:
         if cell.action != Action.REUSE.value and not refreshed:
             return None
         cell.plan_step = kept.made
-        # in a ring a plan is of other lengths, and of this very text.
-        tokens = kept.plan.tokens if ring is not None else site.grid.tokens
-        return kept.use(site.step, site.grid.video, tokens)
+        return kept.use(site.step, site.grid.video, site.grid.tokens)
 
-    def _keep(self, plan: SparsePlan, site: CallSite, cell: Cell, key: PlanKey) -> SparsePlan:
+    def _keep(
+        self,
+        plan: SparsePlan,
+        site: CallSite,
+        cell: Cell,
+        key: PlanKey,
+        tiles: range | None = None,
+    ) -> SparsePlan:
         """Keep a plan for the steps and branches that may go by it, and return it."""
         assert isinstance(self.method, SparseMethod)
         shared = self.method.plans == "shared"
@@ -484,7 +487,7 @@ class AttentionEngine:
         cell.plan_step = site.step
         served = cell.action == Action.REFRESH.value or (shared and len(self.branches) > 1)
         if self.schedule.reuse > 1 or served:
-            self._plans[key] = KeptPlan(plan, site.step, site.branch, site.step)
+            self._plans[key] = KeptPlan(plan, site.step, site.branch, site.step, tiles)
         return plan
 
     def _has_room(self, q: Tensor, site: CallSite, ring: Ring | None) -> bool:
@@ -522,10 +525,10 @@ class AttentionEngine:
             # nothing follows that it serves, but a decoder that wants the memory.
             del self._lacking[site.branch, key]
 
-    def _plan_key(self, q: Tensor, site: CallSite, ring: Ring | None) -> PlanKey:
+    def _plan_key(self, q: Tensor, site: CallSite) -> PlanKey:
         shared = isinstance(self.method, SparseMethod) and self.method.plans == "shared"
         branch, grid = None if shared else site.branch, site.grid
-        if shared and ring is None:
+        if shared:
             # branches may differ in text. What of it leads is frames of the past, where there are
             # any: the plan for a video behind others is another.
             grid = replace(grid, text=grid.lead, text_first=False)

@@ -50,13 +50,14 @@ class KeptPlan:
     """A plan, the step and branch that made it, the last step it served, how many it has served.
 
     Of branches whose text differs in length each has it for its own, and its own lists: both are by
-    the tokens of the whole sequence.
+    the tokens of the whole sequence. In a ring the plan is of a process's own query ``tiles``.
     """
 
     plan: SparsePlan
     made: int
     by: str
     last: int
+    tiles: range | None = None
     served: int = 1
     fitted: dict[int, SparsePlan] = field(default_factory=dict)
     lists: dict[int, Lists] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class KeptPlan:
         if tokens == self.plan.tokens:
             return self.plan
         if tokens not in self.fitted:
-            self.fitted[tokens] = self.plan.with_text(video, tokens)
+            self.fitted[tokens] = self.plan.with_text(video, tokens, self.tiles)
         return self.fitted[tokens]
 
     def holds(self, plan: SparsePlan) -> bool:

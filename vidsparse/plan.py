@@ -106,21 +106,26 @@ class SparsePlan:
             computed=last(self.computed),
         )
 
-    def with_text(self, video: int, tokens: int) -> SparsePlan:
+    def with_text(self, video: int, tokens: int, tiles: range | None = None) -> SparsePlan:
         """This plan for a sequence whose text has another length: ``tokens`` in all.
 
         ``video`` tokens stand before the text in both. What was chosen among them stays; tiles with
         text in them are computed in full, both ways, as in every plan, and so is a tile that the
-        video does not fill. Of a plan without text, the share ``selected`` is known but for that.
+        video does not fill. Of a plan without text, shares are known but for that.
+
+        A plan of ``own_rows`` says of which query ``tiles``.
         """
         (rows, keys), device = self.tile, self.kv_bits.device
         batch, heads, _, per_block = self.q_tiles.shape
         whole_rows, whole_keys = video // rows, video // keys
-        chunks, tiles = tile_count(tokens, keys), tile_count(tokens, rows)
+        chunks, before = tile_count(tokens, keys), tile_count(self.tokens, rows)
+        tiles = range(before) if tiles is None else tiles
+        # of these tiles: how many hold video alone, and the text, which all stands in the last.
+        own = min(tiles.stop, whole_rows) - tiles.start
+        last = own + tile_count(tokens, rows) - whole_rows if tiles.stop == before else own
 
         # blocks of the video, without the tiles that held text.
-        q_tiles = self.q_tiles.masked_fill(self.q_tiles >= whole_rows, -1)
-        held = (q_tiles >= 0).sum(-1, dtype=torch.int32)
+        q_tiles = self.q_tiles.masked_fill(self.q_tiles >= own, -1)
         first = whole_keys // 32
         of_text = unpack_bits(self.kv_bits[..., first:], tile_count(self.tokens, keys) - 32 * first)
         listed = of_text[..., whole_keys - 32 * first :].sum(-1, dtype=torch.int32)
@@ -131,39 +136,39 @@ class SparsePlan:
         bits = F.pad(self.kv_bits[..., :width], (0, max(0, width - self.kv_bits.shape[-1])))
         bits = bits & of_video | every & ~of_video
         # one that had nothing else has nothing to do, and goes where there is no room for it.
-        idle = held == 0
+        idle = (q_tiles < 0).all(-1)
         count = count.masked_fill(idle, 0)
         bits = bits.masked_fill(idle.unsqueeze(-1), 0)
-        busy = idle.int().argsort(dim=-1, stable=True)[..., :whole_rows]
-        held, count = held.gather(2, busy), count.gather(2, busy)
+        busy = idle.int().argsort(dim=-1, stable=True)[..., :own]
         q_tiles, bits = (
             x.gather(2, busy.unsqueeze(-1).expand(*busy.shape, x.shape[-1]))
             for x in (q_tiles, bits)
         )
-        attended = count * keys - (chunks * keys - tokens)
-        pairs = (attended * held * rows).sum(-1, dtype=torch.float64)
 
         # those of the text, which list everything and so go first.
-        text = torch.arange(whole_rows, tiles, dtype=torch.int32, device=device)
+        text = torch.arange(own, last, dtype=torch.int32, device=device)
         text = F.pad(text, (0, -len(text) % per_block), value=-1).view(-1, per_block)
         alike = (batch, heads, len(text))
-        text_rows, text_keys = tokens - whole_rows * rows, tokens - whole_keys * keys
-        # what had been chosen among whole tiles of the video, and the text of either length.
-        before = self.tokens - whole_rows * rows, self.tokens - whole_keys * keys
-        chosen = self.selected.double() * float(self.tokens) ** 2
-        if self.tokens > video:
-            chosen -= before[0] * self.tokens + whole_rows * rows * before[1]
-        else:
-            chosen *= whole_rows * rows * whole_keys * keys / float(video) ** 2
-        chosen += text_rows * tokens + whole_rows * rows * text_keys
+
+        def fitted(share: Tensor) -> Tensor:
+            """A share of pairs: what it had among whole tiles of the video, and the text now."""
+            of_rows, of_keys = whole_rows * rows, whole_keys * keys
+            pairs = share.double() * float(self.tokens) ** 2
+            if self.tokens > video:
+                pairs -= (self.tokens - of_rows) * self.tokens + of_rows * (self.tokens - of_keys)
+            else:
+                pairs *= of_rows * of_keys / float(video) ** 2
+            pairs += (tokens - of_rows) * tokens + of_rows * (tokens - of_keys)
+            return (pairs / float(tokens) ** 2).float()
+
         return replace(
             self,
             q_tiles=torch.cat([text.expand(batch, heads, -1, -1), q_tiles], 2),
-            kv_count=torch.cat([count.new_full(alike, chunks), count], 2),
+            kv_count=torch.cat([count.new_full(alike, chunks), count.gather(2, busy)], 2),
             kv_bits=torch.cat([every.expand(*alike, -1), bits], 2),
             tokens=tokens,
-            selected=(chosen / float(tokens) ** 2).float(),
-            computed=((pairs + text_rows * tokens) / float(tokens) ** 2).float(),
+            selected=fitted(self.selected),
+            computed=fitted(self.computed),
         )
 
     def listed(self, mask: Tensor, kv_index: Tensor) -> Tensor:
