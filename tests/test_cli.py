@@ -533,6 +533,48 @@ def test_an_interrupt_that_a_library_turns_into_an_error_still_ends_the_run(
     assert _videos(out) == ["0001-a-red-circle-that-moves-right.mp4"]
 
 
+class _Going:
+    """What is interrupted while it goes, where Python drops the interrupt."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        self._signum = signum
+
+    def __del__(self) -> None:
+        signal.raise_signal(self._signum)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends signals")
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_that_comes_while_an_object_goes_is_not_lost(
+    signum: signal.Signals,
+    status: int,
+    generate: Run,
+    machine: _Machine,
+    out: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def second(text: str) -> None:
+        if "square" in text:
+            going = _Going(signum)
+            del going
+            time.sleep(10)
+            unheard.append(text)
+
+    unheard: list[str] = []
+    machine.before = second
+    before = signal.getsignal(signum)
+    signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    try:
+        done = generate()
+    finally:
+        signal.signal(signum, before)
+    assert not unheard
+    assert done.exit_code == status, done.output
+    assert done.stderr.rstrip().endswith("Interrupted; finished videos are kept.")
+    assert "ignored" not in done.stderr + capfd.readouterr().err
+    assert _videos(out) == ["0001-a-red-circle-that-moves-right.mp4"]
+
+
 def test_an_edited_line_is_made_under_its_new_name_and_the_old_file_stays(
     generate: Run, machine: _Machine, prompts: Path, out: Path
 ) -> None:

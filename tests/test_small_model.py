@@ -42,6 +42,7 @@ from vidsparse.pipelines.generate import generate as generate_for_commands
 from vidsparse.pipelines.models import MODELS, resolve_model, unknown_words
 from vidsparse.pipelines.models import load as load_for_commands
 from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.pipelines.video import read_video
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -612,15 +613,18 @@ def test_a_batch_of_prompts_draws_what_single_prompts_draw(trained: Run) -> None
 def test_fidelity_judges_a_folder_and_says_that_it_failed(
     trained: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report, sheet = tmp_path / "fidelity.json", tmp_path / "sheet.png"
+    report, sheet, videos = (tmp_path / name for name in ("fidelity.json", "sheet.png", "videos"))
     asked = f"--model {trained.folder} --size 32x32 --frames 9 --steps 1 --batch 24"
-    assert fidelity.main([*asked.split(), "--json", str(report), "--sheet", str(sheet)]) == 1
+    kept = ["--json", str(report), "--sheet", str(sheet), "--videos", str(videos)]
+    assert fidelity.main([*asked.split(), *kept]) == 1
     told = json.loads(report.read_text(encoding="utf-8"))
     assert len(told["verdicts"]) == 24
     last = capsys.readouterr().out.splitlines()[-1]
     assert f"all right {told['right']}, " in last
     assert f"of 24 (bar {trained.model.world.bar})" in last
     assert sheet.stat().st_size > 0
+    assert sorted(path.name for path in videos.iterdir()) == [f"{n:02d}.mp4" for n in range(24)]
+    assert read_video(videos / "23.mp4").shape == (9, 32, 32, 3)
 
 
 def test_vae_psnr_judges_a_folder_and_says_that_it_failed(

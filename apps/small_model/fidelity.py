@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vidsparse.pipelines.video import write_video
+
 from .registry import small_model_of
 
 
@@ -90,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1, help="prompts at a time (default: 1)")
     parser.add_argument("--json", type=Path, help="write every reading here")
     parser.add_argument("--sheet", type=Path, help="write a contact sheet (PNG) here")
+    parser.add_argument("--videos", type=Path, help="keep every clip in this folder")
     options = parser.parse_args(arguments)
     card = json.loads((options.model / "vidsparse.json").read_text(encoding="utf-8"))
     size = options.size or str(card["size"])
@@ -146,6 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if options.sheet:
         save_sheet(options.sheet, contact_sheet(clips))
+    if options.videos:
+        options.videos.mkdir(parents=True, exist_ok=True)
+        for number, clip in enumerate(clips):
+            write_video(clip, options.videos / f"{number:02d}.mp4", float(card["fps"]))
     return 0 if right >= world.bar else 1
 
 

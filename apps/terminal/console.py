@@ -220,13 +220,28 @@ def _failed(terminal: Terminal, error: Exception) -> int:
 @contextmanager
 def _endable(terminal: Terminal) -> Iterator[None]:
     """Note that Ctrl-C came, and let SIGTERM do the same; a second SIGTERM ends the process."""
+    came = signal.SIGINT
 
     def end(signum: int, _: object) -> None:
+        nonlocal came
+        came = signal.Signals(signum)
         terminal.ending = True
         if signum == signal.SIGTERM:
             signal.signal(signum, signal.SIG_DFL)
             terminal.terminated = True
         raise KeyboardInterrupt
+
+    def unraisable(ignored: sys.UnraisableHookArgs) -> None:
+        """Interrupt once more where Python has dropped it, since it came while an object went."""
+        dropped = isinstance(ignored.exc_value, KeyboardInterrupt) and came in ours
+        if not dropped or not hasattr(signal, "pthread_kill"):
+            reported(ignored)
+            return
+        signal.signal(came, end)
+        # in here it would be dropped again. a signal of the thread's own ends its waiting, too.
+        again = threading.Timer(0.05, signal.pthread_kill, (threading.get_ident(), came))
+        again.daemon = True
+        again.start()
 
     usual: dict[signal.Signals, Any] = {
         signal.SIGINT: signal.default_int_handler,
@@ -238,9 +253,11 @@ def _endable(terminal: Terminal) -> Iterator[None]:
         ours = {}
     for signum in ours:
         signal.signal(signum, end)
+    reported, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
         yield
     finally:
+        sys.unraisablehook = reported
         for signum, how in ours.items():
             signal.signal(signum, how)
 
