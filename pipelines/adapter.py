@@ -485,9 +485,9 @@ class Session:
         if site is None:
             # a block that was called by itself.
             return swapped(dense(swapped(q), swapped(k), swapped(v))).contiguous()
-        site, batch = replace(site, layer=layer), q.shape[0]
+        site, batch = replace(site, layer=layer, **(of_heads or {})), q.shape[0]
         calls = (
-            [(slice(0, batch), 0, replace(site, stacked=1))]
+            [(slice(0, batch), 0, site)]
             if because or layout is None
             else layout.calls(batch, site, self._texts)
         )
@@ -495,13 +495,12 @@ class Session:
         out = None if undivided else torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, padding, where in calls:
             tokens = q.shape[1] - padding
-            grid = replace(site.grid, text=site.grid.text - padding)
             part_out = swapped(
                 self.engines[part].attend(
                     swapped(q[rows, :tokens]),
                     swapped(k[rows, :tokens]),
                     swapped(v[rows, :tokens]),
-                    replace(where, grid=grid, **(of_heads or {})),
+                    where,
                     dense,
                     keep_dense=chooses_backend(stock),
                     dense_because=because,

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from vidsparse.grid import TokenGrid
 from vidsparse.site import CallSite
-
-UNCONDITIONAL: Final = "unconditional"
-"""The branch of guidance without the prompt."""
 
 Patch: TypeAlias = tuple[int, int, int]
 """Frames, lines and columns of a latent in one token."""
@@ -59,7 +56,7 @@ class Layout:
     def calls(
         self, batch: int, site: CallSite, texts: Sequence[tuple[int, ...]]
     ) -> list[tuple[slice | list[int], int, CallSite]]:
-        """The attention calls of a batch: its samples, the tokens to cut off, and the site.
+        """The attention calls of a batch: its samples, the tokens to cut off, and where it stands.
 
         Samples run together that have equally much text in every branch of guidance, so that each
         finds there the plan that it was given here. Branches of one batch whose text differs run
@@ -75,23 +72,34 @@ class Layout:
         count = batch // stacked
         samples: dict[tuple[int, ...], list[int]] = {}
         for sample in range(count):
-            samples.setdefault(tuple(text[sample] for text in texts), []).append(sample)
+            key = tuple(text[sample] for text in texts if len(text) == count)
+            samples.setdefault(key, []).append(sample)
         without = self.layers_with_text is not None and site.layer >= self.layers_with_text
         if without or (len(groups) == 1 and len(samples) == 1):
-            return [(*groups[0], replace(site, stacked=stacked))]
+            rows, padding = groups[0]
+            # every attention call comes by here, most of them with nothing to change.
+            same = not padding and stacked == site.stacked
+            return [(rows, padding, site if same else _fitted(site, padding, stacked=stacked))]
         last = (count * (stacked - 1), site.branch)
-        branches = [last, (0, UNCONDITIONAL)] if stacked > 1 else [last]
-        return [
-            (
-                _sliced([first + sample for sample in rows]),
-                self.padding(first + rows[0]),
-                replace(
-                    site, branch=branch, stacked=1, samples=tuple(rows) if len(samples) > 1 else ()
-                ),
-            )
-            for first, branch in branches
-            for rows in samples.values()
-        ]
+        branches = [last, (0, "unconditional")] if stacked > 1 else [last]
+        calls = []
+        for first, branch in branches:
+            for of_branch in samples.values():
+                padding = self.padding(first + of_branch[0])
+                where = _fitted(
+                    site,
+                    padding,
+                    branch=branch,
+                    stacked=1,
+                    samples=tuple(of_branch) if len(samples) > 1 else (),
+                )
+                calls.append((_sliced([first + sample for sample in of_branch]), padding, where))
+        return calls
+
+
+def _fitted(site: CallSite, padding: int, **of_call: Any) -> CallSite:
+    """The site of a call whose text is so much shorter."""
+    return replace(site, grid=replace(site.grid, text=site.grid.text - padding), **of_call)
 
 
 def _sliced(rows: list[int]) -> slice | list[int]:

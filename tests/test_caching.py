@@ -110,8 +110,7 @@ def test_what_a_cache_leaves_out_is_what_was_not_run(cache: str, name: str) -> N
     else:
         # the first three, and from then on every other one.
         assert shares == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0, 4: 1.0, 5: 0.0, 6: 1.0}
-        # Mochi's branches are of one forward, and attend apart where their text differs.
-        outputs.check_extrapolated(1 if name == "mochi" else len(TINY[name].branches))
+        outputs.check_extrapolated(len(TINY[name].branches))
     # nothing of it stays.
     assert not [block for block in blocks if "forward" in vars(block)]
     assert torch.equal(latents(name, pipe), expected)

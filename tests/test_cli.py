@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -508,6 +509,17 @@ def test_ten_thousand_prompts_are_looked_at_in_seconds(
     assert time.monotonic() - began < 10
 
 
+@contextmanager
+def usual(signum: signal.Signals) -> Iterator[None]:
+    """Have a signal do what it does in a program of its own."""
+    before = signal.getsignal(signum)
+    signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signum, before)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="sends signals")
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_that_a_library_turns_into_an_error_still_ends_the_run(
@@ -521,12 +533,8 @@ def test_an_interrupt_that_a_library_turns_into_an_error_still_ends_the_run(
                 raise OSError("cannot read the weights") from None
 
     machine.before = second
-    before = signal.getsignal(signum)
-    signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
-    try:
+    with usual(signum):
         done = generate()
-    finally:
-        signal.signal(signum, before)
     assert done.exit_code == status, done.output
     assert done.stderr.rstrip().endswith("Interrupted; finished videos are kept.")
     assert "weights" not in done.stderr
@@ -562,12 +570,8 @@ def test_an_interrupt_that_comes_while_an_object_goes_is_not_lost(
 
     unheard: list[str] = []
     machine.before = second
-    before = signal.getsignal(signum)
-    signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
-    try:
+    with usual(signum):
         done = generate()
-    finally:
-        signal.signal(signum, before)
     assert not unheard
     assert done.exit_code == status, done.output
     assert done.stderr.rstrip().endswith("Interrupted; finished videos are kept.")

@@ -332,8 +332,8 @@ TINY: dict[str, Tiny] = {
         batch=False,
     ),
     "mochi": Tiny(
-        # its branches stand in one batch, and run apart where their text differs.
-        branches=TWO,
+        # its branches stand in one batch, and attend apart where their text differs.
+        attending=TWO,
         build=mochi,
         call={"max_sequence_length": 16},
         size=(13, 64, 64),

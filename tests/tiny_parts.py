@@ -121,6 +121,7 @@ class Tiny:
         guided: the guidance argument, or None where the pipeline holds its guidance itself, or
             has none.
         branches: transformer forwards in a step, guided; batched guidance is one.
+        attending: branches of attention calls, where one forward has several.
         exact: dense calls are the stock ones bit for bit; otherwise padding is cut, not masked, or
             rotation rounds once where the host does twice.
         batch: the pipeline takes several prompts.
@@ -133,6 +134,7 @@ class Tiny:
     odd: tuple[int, int, int] = (13, 80, 48)
     guided: str | None = "guidance_scale"
     branches: tuple[str, ...] = ONE
+    attending: tuple[str, ...] = ()
     exact: bool = True
     batch: bool = True
     without: tuple[str, ...] = ()

@@ -528,7 +528,7 @@ class AttentionEngine:
     def _plan_key(self, q: Tensor, site: CallSite) -> PlanKey:
         shared = isinstance(self.method, SparseMethod) and self.method.plans == "shared"
         branch, grid = None if shared else site.branch, site.grid
-        if shared:
+        if shared and (grid.text_first or grid.text > grid.lead):
             # branches may differ in text. What of it leads is frames of the past, where there are
             # any: the plan for a video behind others is another.
             grid = replace(grid, text=grid.lead, text_first=False)
