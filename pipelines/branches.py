@@ -269,9 +269,9 @@ class Halves:
         for x in (table, shares):
             dist.recv(x, self._partner)
         return SparsePlan(
-            q_tiles=table[..., :per_block],
-            kv_count=table[..., per_block],
-            kv_bits=table[..., per_block + 1 :],
+            q_tiles=table[..., :per_block].contiguous(),
+            kv_count=table[..., per_block].contiguous(),
+            kv_bits=table[..., per_block + 1 :].contiguous(),
             tile=method.tile,
             tokens=tokens,
             selected=shares[0],

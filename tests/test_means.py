@@ -247,6 +247,10 @@ def test_counts_by_kernel_are_those_of_the_lists(tokens: int, keys: int, size: i
     words = pack_bits(listed).to(DEVICE)
     got = count_left_out(words, keys, tokens, size, expected.shape[-1])
     assert torch.equal(got.cpu(), expected)
+    # as a plan that came with more from another process.
+    part = torch.cat([words + 1, words], -1)[..., words.shape[-1] :]
+    got = count_left_out(part, keys, tokens, size, expected.shape[-1])
+    assert torch.equal(got.cpu(), expected)
 
 
 # ---- on a GPU ----

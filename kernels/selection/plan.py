@@ -252,6 +252,7 @@ def group_by_xor(words: Tensor, per_block: int, window: int | None = None) -> Te
     Returns:
         Tile numbers int32 ``[B, H, ceil(T / R), R]``, -1 where the last block has fewer.
     """
+    words = words.contiguous()
     batch, heads, tiles, width = words.shape
     blocks = triton.cdiv(tiles, per_block)
     window = blocks * per_block if window is None else min(window, blocks * per_block)
@@ -290,7 +291,7 @@ def join_blocks(
     """
     batch, heads, tiles, width = words.shape
     blocks, per_block = q_tiles.shape[2:]
-    q_tiles = q_tiles.contiguous()
+    words, q_tiles = words.contiguous(), q_tiles.contiguous()
     joined = words.new_empty(batch, heads, blocks, width)
     count = words.new_empty(batch, heads, blocks)
     pairs = words.new_empty(batch, heads, blocks, dtype=torch.int64)
@@ -335,6 +336,7 @@ def list_bits(words: Tensor, index: Tensor) -> None:
 
     C holds as many as there are; what lies behind them in a row stays as it is.
     """
+    words = words.contiguous()
     width, columns = words.shape[-1], index.shape[-1]
     with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
         list_kernel[(words.numel() // width,)](
@@ -353,6 +355,7 @@ def count_left_out(words: Tensor, keys: int, tokens: int, size: int, columns: in
     ``words`` int32 ``[B, H, G, W]`` has a bit for each chunk of ``keys`` tokens; ``size`` is a
     multiple of ``keys``. Columns behind the last group are zeros.
     """
+    words = words.contiguous()
     counts = torch.empty(*words.shape[:3], columns, dtype=torch.uint8, device=words.device)
     width = words.shape[-1]
     block = min(COUNT_GROUPS, triton.next_power_of_2(columns))
