@@ -9,11 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.launcher import api
 
+from vidsparse.apps.runs.team import KEPT_VIDEOS, launch
+from vidsparse.apps.terminal.console import Terminal
 from vidsparse.pipelines.video import read_video
 
 pytestmark = pytest.mark.slow
@@ -186,6 +190,27 @@ def test_what_cannot_be_done_is_said_once_and_starts_nothing(
     assert done.stderr.count("Error:") == 1
     assert says in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_torch_that_cannot_be_told_how_long_to_wait_starts_them_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass
+    class Older:
+        min_nodes: int
+        max_nodes: int
+        nproc_per_node: int
+        run_id: str
+        rdzv_backend: str
+        rdzv_endpoint: str
+        max_restarts: int
+
+    started: list[Older] = []
+    monkeypatch.setattr(api, "LaunchConfig", Older)
+    monkeypatch.setattr(api, "elastic_launch", lambda config, _: lambda *_: started.append(config))
+    terminal = Terminal(quiet=True)
+    assert launch(terminal, 3, KEPT_VIDEOS) == 0
+    assert [one.nproc_per_node for one in started] == [3]
 
 
 def test_standard_input_is_refused(tmp_path: Path) -> None:

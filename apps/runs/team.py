@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.apps.terminal.console import BAD_INPUT, FAILED, INTERRUPTED, TERMINATED, Terminal
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
@@ -253,6 +253,10 @@ def launch(terminal: Terminal, count: int, kept: str) -> int:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    # torch before 2.12 always gives processes 30 s to end.
+    patience: dict[str, Any] = {"shutdown_timeout": 10}
+    if patience.keys() - {field.name for field in fields(LaunchConfig)}:
+        patience.clear()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -261,7 +265,7 @@ def launch(terminal: Terminal, count: int, kept: str) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        shutdown_timeout=10,
+        **patience,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "vidsparse", *sys.argv[1:])
