@@ -1,12 +1,15 @@
 """Several processes that denoise tiny videos together; the first writes what they found.
 
-Arguments are the file to write, then a number of processes and the cases that they run, as often
-as one likes. The processes are forked, so that one import serves them all.
+Arguments are cpu or cuda, the file to write, then a number of processes and the cases that they
+run, as often as one likes. On a CPU the processes are forked, so that one import serves them all;
+on GPUs each starts anew, with one of its own.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
@@ -68,6 +71,14 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+device = "cpu"
+
+
+def tiny(name: str) -> Any:
+    """The variant ``name``, where it is computed."""
+    return TINY[name].build().to(device)
+
+
 def video(name: str, pipe: Any, *, large: bool = False, guidance: float = 3.0) -> torch.Tensor:
     """The latents of two tiny videos where that can be, with guidance, from the same noise."""
     tiny = TINY[name]
@@ -86,7 +97,7 @@ def enable(pipe: Any, *, ring: bool = False) -> None:
     """What a user calls without us."""
     count = dist.get_world_size()
     shape = (count, 1) if ring else (1, count)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("ring", "ulysses"))
     config = ContextParallelConfig(ring_degree=shape[0], ulysses_degree=shape[1], mesh=mesh)
     pipe.transformer.enable_parallelism(config=config)
 
@@ -141,7 +152,7 @@ def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
 
 def lost(name: str, expected: torch.Tensor) -> float:
     """What sparsity did to ``expected``."""
-    pipe = TINY[name].build()
+    pipe = tiny(name)
     with sparsify(pipe, "dense"):
         return float((video(name, pipe, large=True) - expected).abs().max())
 
@@ -153,7 +164,7 @@ def rounding(name: str) -> float:
     """
     if name != "helios-pyramid":
         return 0.0
-    pipe = TINY[name].build()
+    pipe = tiny(name)
     with sparsify(pipe, "dense"):
         expected = video(name, pipe, large=True)
         with sdpa_kernel(SDPBackend.MATH):
@@ -164,6 +175,7 @@ def balanced(when: str) -> dict[str, Any]:
     """Eight heads, of which the last four compute several times as much as the first four."""
     pipe = tiny_wan()
     pipe.transformer = tiny_transformer(num_attention_heads=8)
+    pipe.to(device)
     shares = torch.tensor([0.02, 0.03, 0.04, 0.05, 0.3, 0.5, 0.7, 0.9]).expand(1, 2, 8)
     apart = when == "apart"
     if apart:
@@ -239,7 +251,7 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     if kind == "balanced":
         return balanced(when)
     options = METHODS[kind]
-    pipe = TINY[name].build()
+    pipe = tiny(name)
     # a ring of all processes, or of half as many.
     half = dist.get_world_size() // 2
     ring = {"ring": 2 * half, "both": half, "apart-ring": half}.get(when)
@@ -310,7 +322,7 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
         for one in (handle, alone)
     ]
     if stock:
-        stock_error = float((left - video(name, TINY[name].build())).abs().max())
+        stock_error = float((left - video(name, tiny(name))).abs().max())
     # a run begins with noise, which some schedulers make large.
     noise = 4 * float(getattr(pipe.scheduler, "sigmas", torch.ones(1)).max())
     return {
@@ -333,9 +345,13 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     }
 
 
-def take_part(rank: int, count: int, cases: list[str], store: Path, out: Path) -> None:
+def take_part(
+    rank: int, count: int, cases: list[str], store: Path, out: Path, on: str = "cpu"
+) -> None:
     """Run every case as one of ``count`` processes; the first adds what it found to ``out``."""
-    dist.init_process_group("gloo", init_method=store.as_uri(), rank=rank, world_size=count)
+    compute_on(on)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=store.as_uri(), rank=rank, world_size=count)
     found = {f"{case}/{count}": run(*case.split("/")) for case in cases}
     if rank == 0:
         before = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
@@ -343,9 +359,40 @@ def take_part(rank: int, count: int, cases: list[str], store: Path, out: Path) -
     dist.destroy_process_group()
 
 
+def compute_on(on: str) -> None:
+    """Have all that follows compute on ``cpu`` or ``cuda``."""
+    global device
+    device = on
+    torch.set_num_threads(1)
+    # diffusers numbers a process's device by this count, which is 0 on a CPU, and fails there.
+    vars(torch.accelerator)["device_count"] = lambda: 1
+
+
+def on_gpus(count: int, cases: list[str], store: Path, out: Path) -> bool:
+    """Start ``count`` processes with a GPU each; a forked one could not use what its parent has."""
+    context = multiprocessing.get_context("spawn")
+    children = []
+    for rank in range(count):
+        # as commands do: each process sees one GPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        arguments = (rank, count, cases, store, out, "cuda")
+        children.append(context.Process(target=take_part, args=arguments))
+        children[-1].start()
+    good = True
+    while waiting := {child.sentinel: child for child in children if child.exitcode is None}:
+        multiprocessing.connection.wait(waiting)
+        if any(child.exitcode for child in children):
+            good = False
+            for other in waiting.values():
+                other.kill()
+    return good and not any(child.exitcode for child in children)
+
+
 def together(count: int, cases: list[str], out: Path) -> bool:
-    """Fork ``count`` processes that run ``cases``; whether all ended well."""
+    """Have ``count`` processes run ``cases``; whether all ended well."""
     with tempfile.TemporaryDirectory() as folder:
+        if device == "cuda":
+            return on_gpus(count, cases, Path(folder) / "store", out)
         children = []
         for rank in range(count):
             if (child := os.fork()) == 0:
@@ -370,10 +417,8 @@ def together(count: int, cases: list[str], out: Path) -> bool:
 
 def main() -> int:
     """Run what the arguments say, one number of processes after another."""
-    torch.set_num_threads(1)
-    # diffusers numbers a process's device by this count, which is 0 on a CPU, and fails there.
-    vars(torch.accelerator)["device_count"] = lambda: 1
-    out, *words = sys.argv[1:]
+    on, out, *words = sys.argv[1:]
+    compute_on(on)
     groups: list[tuple[int, list[str]]] = []
     for word in words:
         if word.isdecimal():
