@@ -6,6 +6,7 @@ as one likes. The processes are forked, so that one import serves them all.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -371,6 +372,9 @@ def together(count: int, cases: list[str], out: Path) -> bool:
 def main() -> int:
     """Run what the arguments say, one number of processes after another."""
     torch.set_num_threads(1)
+    # as conftest.py does for tests.
+    gc.set_threshold(10_000, 20, 20)
+    gc.freeze()
     # diffusers numbers a process's device by this count, which is 0 on a CPU, and fails there.
     vars(torch.accelerator)["device_count"] = lambda: 1
     out, *words = sys.argv[1:]
