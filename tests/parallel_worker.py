@@ -7,6 +7,7 @@ on GPUs each starts anew, with one of its own.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -419,6 +420,9 @@ def main() -> int:
     """Run what the arguments say, one number of processes after another."""
     on, out, *words = sys.argv[1:]
     compute_on(on)
+    # as conftest.py does for tests.
+    gc.set_threshold(10_000, 20, 20)
+    gc.freeze()
     groups: list[tuple[int, list[str]]] = []
     for word in words:
         if word.isdecimal():

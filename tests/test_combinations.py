@@ -41,8 +41,11 @@ def works(combination: str, *, quick: str | None = None) -> Any:
     return pytest.mark.parametrize("name", slow_but(names if quick is None else [quick], names))
 
 
-def check(name: str, prepare: Prepare, *, steps: int = 3, **changes: Any) -> None:
-    """Hold a full mask beside ``prepare`` to the stock pipeline beside it, in both orders."""
+def check(name: str, prepare: Prepare, *, steps: int = 3, **changes: Any) -> torch.Tensor:
+    """Hold a full mask beside ``prepare`` to the stock pipeline beside it, in both orders.
+
+    Returns what the stock pipeline makes.
+    """
     build = TINY[name].build
     stock = build()
     prepare(stock)
@@ -60,6 +63,7 @@ def check(name: str, prepare: Prepare, *, steps: int = 3, **changes: Any) -> Non
         assert summary.notes == ()
         assert summary.computed == 1.0
         torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(expected), **CLOSE)
+    return expected
 
 
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-4}
@@ -135,7 +139,8 @@ def lora_of(name: str) -> dict[str, torch.Tensor]:
 @works("lora", quick="wan")
 def test_lora(name: str) -> None:
     weights = lora_of(name)
-    plain = latents(name, TINY[name].build())
+    # of as many steps as what it is held against.
+    plain = latents(name, TINY[name].build(), num_inference_steps=3)
 
     def load(pipe: Any) -> None:
         if hasattr(pipe, "load_lora_weights"):
@@ -155,19 +160,11 @@ def test_lora(name: str) -> None:
         load(pipe)
         pipe.transformer.unload_lora()
 
-    seen = []
-    for prepare in (load, scale, fuse):
-        check(name, prepare)
-        pipe = TINY[name].build()
-        prepare(pipe)
-        seen.append(latents(name, pipe))
-    for styled in seen:
+    loaded, scaled, fused = (check(name, prepare) for prepare in (load, scale, fuse))
+    for styled in (loaded, scaled, fused):
         assert not torch.allclose(styled, plain, **CLOSE)
-    assert not torch.allclose(seen[0], seen[1], **CLOSE)
-    pipe = TINY[name].build()
-    unload(pipe)
-    assert torch.equal(latents(name, pipe), plain)
-    check(name, unload)
+    assert not torch.allclose(loaded, scaled, **CLOSE)
+    assert torch.equal(check(name, unload), plain)
 
 
 @works("layerwise-casting", quick="wan")
@@ -195,8 +192,8 @@ def linear_int8(pipe: Any) -> None:
     quantize_linear(pipe, "int8", edges=0, smallest=16)
 
 
-def check_linear_int8(name: str, prepare: Prepare) -> None:
-    """Hold a full mask over 8-bit layers to the stock pipeline over such layers.
+def check_linear_int8(name: str, *prepares: Prepare) -> None:
+    """Hold a full mask over 8-bit layers, beside each of these, to the stock pipeline over such.
 
     What differs in the last bit may round to another unit in a later layer, so the two may be as
     far apart as rounding has put either of them, and no farther.
@@ -205,15 +202,16 @@ def check_linear_int8(name: str, prepare: Prepare) -> None:
     stock = TINY[name].build()
     linear_int8(stock)
     expected = latents(name, stock, num_inference_steps=3)
-    pipe = TINY[name].build()
-    linear_int8(pipe)
-    with sparsify(pipe, top_p=1.0, dense_steps=1) as handle:
-        prepare(pipe)
-        ours = latents(name, pipe, num_inference_steps=3)
-        assert handle.summary().notes == ()
-        assert handle.summary().computed == 1.0
     assert 0 < (expected - exact).norm() < 0.2 * exact.norm()
-    assert (ours - expected).norm() <= (expected - exact).norm()
+    for prepare in prepares:
+        pipe = TINY[name].build()
+        linear_int8(pipe)
+        with sparsify(pipe, top_p=1.0, dense_steps=1) as handle:
+            prepare(pipe)
+            ours = latents(name, pipe, num_inference_steps=3)
+            assert handle.summary().notes == ()
+            assert handle.summary().computed == 1.0
+        assert (ours - expected).norm() <= (expected - exact).norm()
 
 
 @works("linear", quick="wan")
@@ -224,10 +222,10 @@ def test_linear(name: str) -> None:
 @pytest.mark.slow
 @works("linear-offload")
 def test_linear_offload(name: str) -> None:
-    for offload in GROUP_OFFLOADS:
-        check_linear_int8(name, offload)
     check_linear_int8(
-        name, lambda pipe: accelerate.cpu_offload_with_hook(pipe.transformer, torch.device("cpu"))
+        name,
+        *GROUP_OFFLOADS,
+        lambda pipe: accelerate.cpu_offload_with_hook(pipe.transformer, torch.device("cpu")),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,58 @@ def test_reducing_by_slices_is_reducing_by_elements(
         theirs = reduced(x, keep)
     assert ours.isnan().any()
     assert torch.equal(ours.nan_to_num(99), theirs.nan_to_num(99))
+
+
+@triton.jit
+def _twice(x):
+    # of triton's own library, which sees the language by another name.
+    return tl.cumsum(x, 0) + tl.sort(x)
+
+
+@triton.jit
+def _call_often(x_ptr, out_ptr, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    x = tl.load(x_ptr + at)
+    for _ in range(3):
+        x = _twice(x) * 0.5 + tl.sum(x, 0).to(tl.bfloat16).to(tl.float32)
+    tl.store(out_ptr + at, x)
+
+
+def test_replacing_the_language_once_is_replacing_it_at_every_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton.runtime import interpreter
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 8)
+
+    def called() -> Tensor:
+        out = torch.zeros_like(x)
+        _call_often[(2,)](x, out, 8)
+        return out
+
+    count = 0
+    spec = importlib.util.find_spec("triton.runtime.interpreter")
+    assert spec is not None
+    assert spec.loader is not None
+    own = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(own)
+    # by the copy's, that sets the language as this one's does.
+    own.__dict__.update(
+        {name: vars(interpreter)[name] for name in ("interpreter_builder", "interpreter_semantic")}
+    )
+
+    def replace(function: Any) -> Any:
+        nonlocal count
+        count += 1
+        return own._patch_lang(function)
+
+    ours = [called(), called()]
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace)
+        patch.setattr(interpreter, "_get_np_dtype", own._get_np_dtype)
+        theirs = called()
+    assert count > 6
+    assert torch.equal(ours[0], theirs)
+    assert torch.equal(ours[1], theirs)
+    assert torch.equal(called(), theirs)
