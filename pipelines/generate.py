@@ -68,7 +68,7 @@ def generate(
     cancel: Cancel | None = None,
     attach: Attach | None = None,
     ring: int | None = None,
-    apart: bool = False,
+    apart: bool | None = False,
 ) -> Generated:
     """Generate one video.
 
@@ -87,7 +87,8 @@ def generate(
         attach: given the handle of a sparse run, for its trace or a probe.
         ring: of several processes, how many keys and values travel round; None leaves it to
             ``SparseHandle.parallelize``.
-        apart: whether halves of the processes compute one guidance branch each, as there.
+        apart: whether halves of the processes compute one guidance branch each, as there; None
+            where that can be, which is faster.
 
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
@@ -107,7 +108,7 @@ def generate_batch(
     cancel: Cancel | None = None,
     attach: Attach | None = None,
     ring: int | None = None,
-    apart: bool = False,
+    apart: bool | None = False,
 ) -> list[Generated]:
     """Generate a video for each request in one pipeline call.
 
@@ -340,7 +341,7 @@ def check_preset(loaded: LoadedPipeline, request: GenerateRequest) -> Preset | N
 
 @contextmanager
 def _maybe_sparse(
-    loaded: LoadedPipeline, request: GenerateRequest, ring: int | None, apart: bool
+    loaded: LoadedPipeline, request: GenerateRequest, ring: int | None, apart: bool | None
 ) -> Iterator[SparseHandle | None]:
     several = process_count() > 1
     if request.method == "dense":
@@ -376,6 +377,11 @@ def _maybe_sparse(
         **request.method_options,
     ) as handle:
         if several:
+            if apart is None:
+                assert request.guidance is not None
+                # a step cache comes after this, and knows whole forwards alone.
+                two = request.guidance > 1 and request.cache == "none" and ring is None
+                apart = two and handle.can_be_apart
             handle.parallelize(ring=ring, apart=apart)
         yield handle
 

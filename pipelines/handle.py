@@ -120,6 +120,20 @@ class SparseHandle:
             session.split_branches()
 
     @property
+    def can_be_apart(self) -> bool:
+        """Whether ``parallelize(apart=True)`` can share guidance branches out here.
+
+        It pays where a run has guidance: without it both halves compute the same.
+        """
+        if process_count() % HALVES:
+            return False
+        try:
+            self._session.check_apart()
+        except UnsupportedError:
+            return False
+        return True
+
+    @property
     def apart(self) -> bool:
         """Whether guidance branches are shared out to processes."""
         return self._session.halves is not None

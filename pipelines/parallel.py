@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.pipelines.balance import HeadDeal, device_of, imbalance
+from vidsparse.pipelines.exchange import Dealing, bring_to_tokens, send_to_heads
 from vidsparse.pipelines.forwards import is_compiled, wrap_forward
 from vidsparse.pipelines.packed import Packed, deal_packed
 from vidsparse.ring import Ring
@@ -409,7 +410,7 @@ def exchanged(
     """
     q, k, v = qkv
     text, front = (0, 0) if grid is None else (grid.text, grid.before)
-    group, count = groups.heads, groups.sharers
+    group = groups.heads
     together = (q.shape[1] - text) * groups.processes + text
     if grid is None or together != grid.tokens:
         raise UnsupportedError(
@@ -418,34 +419,9 @@ def exchanged(
         )
     if group is None:
         return attend(q, k, v)
-
-    def parts(x: Tensor) -> tuple[Tensor, Tensor]:
-        """The video, and the text before and after it."""
-        video = x.shape[1] - text
-        beside = torch.cat([x[:, :front], x[:, front + video :]], 1)
-        return x[:, front : front + video], beside
-
-    def joined(video: Tensor, beside: Tensor) -> Tensor:
-        return torch.cat([beside[:, :front], video, beside[:, front:]], 1)
-
-    order = None if deal is None else deal.on(q.device)
-    if not text:
-        heads = (to_heads(x, group, order) for x in (q, k, v))
-        return to_tokens(attend(*heads), group, order)
-    own = slice(*(q.shape[2] // count * place for place in (groups.place, groups.place + 1)))
-    whole = []
-    for x in (q, k, v):
-        video, beside = parts(x)
-        video = to_heads(video, group, order)
-        its = beside[:, :, own] if order is None else beside.index_select(2, order[own])
-        whole.append(joined(video, its))
-    video, beside = parts(attend(*whole))
-    received = [beside.new_empty(beside.shape) for _ in range(count)]
-    dist.all_gather(received, beside.contiguous(), group=group)
-    beside = torch.cat(received, 2)
-    if order is not None:
-        beside = torch.empty_like(beside).index_copy_(2, order, beside)
-    return joined(to_tokens(video, group, order), beside)
+    dealing = Dealing(group, front, text, None if deal is None else deal.on(q.device))
+    sent = [send_to_heads(x, dealing) for x in (q, k, v)]
+    return bring_to_tokens(attend(*(one.arrived() for one in sent)), dealing)
 
 
 def gather_heads(trace: Trace, groups: Groups) -> bool:
@@ -498,49 +474,3 @@ def gather_heads(trace: Trace, groups: Groups) -> bool:
     if loads[0, 1]:
         trace.balance = Balance(count, *(loads[:, 0] / loads[:, 1]).tolist())
     return True
-
-
-def to_heads(x: Tensor, group: Any, order: Tensor | None = None) -> Tensor:
-    """From ``[B, S / N, H, D]`` to ``[B, S, H / N, D]``: all tokens of this process's heads.
-
-    ``order`` ``[H]`` are the heads of the first process, then of the second, and so on.
-
-    Raises:
-        UnsupportedError: H is no multiple of the N processes.
-    """
-    count = dist.get_world_size(group)
-    batch, tokens, heads, width = x.shape
-    if heads % count:
-        raise UnsupportedError(
-            f"{heads} attention heads cannot be dealt to {count} processes in equal shares. "
-            "Hint: take a number of processes that divides them, or a ring as well."
-        )
-    if order is None:
-        parts = x.reshape(batch, tokens, count, heads // count, width)
-        parts = _exchanged(parts.permute(2, 0, 1, 3, 4), group)
-    else:
-        # into their places in the copy that the exchange takes anyway.
-        parts = x.permute(2, 0, 1, 3).index_select(0, order)
-        parts = _exchanged(torch.unflatten(parts, 0, (count, -1)), group).permute(0, 2, 3, 1, 4)
-    return parts.transpose(0, 1).reshape(batch, count * tokens, heads // count, width)
-
-
-def to_tokens(x: Tensor, group: Any, order: Tensor | None = None) -> Tensor:
-    """From ``[B, S, H / N, D]`` back to ``[B, S / N, H, D]``; undoes ``to_heads``."""
-    count = dist.get_world_size(group)
-    batch, tokens, heads, width = x.shape
-    parts = x.reshape(batch, count, tokens // count, heads, width)
-    if order is None:
-        parts = _exchanged(parts.transpose(0, 1), group)
-        return parts.permute(1, 2, 0, 3, 4).reshape(batch, tokens // count, count * heads, width)
-    parts = _exchanged(parts.permute(1, 3, 0, 2, 4), group).flatten(0, 1)
-    out = x.new_empty(batch, tokens // count, count * heads, width)
-    return out.index_copy_(2, order, parts.permute(1, 2, 0, 3))
-
-
-def _exchanged(parts: Tensor, group: Any) -> Tensor:
-    """Part i of ``[N, ...]`` goes to process i; returns what came from each, in their order."""
-    parts = parts.contiguous()
-    received = parts.new_empty(parts.shape)
-    dist.all_to_all_single(received, parts, group=group)
-    return received

@@ -36,12 +36,12 @@ COUNT = 2
 
 def mistake() -> None:
     """Give attention's output back to the tokens behind those that it is of."""
-    right = parallel.to_tokens
+    right = parallel.bring_to_tokens
 
     def wrong(x: torch.Tensor, *more: Any) -> torch.Tensor:
         return right(x, *more).roll(1, dims=1)
 
-    vars(parallel)["to_tokens"] = wrong
+    vars(parallel)["bring_to_tokens"] = wrong
 
 
 def take_part(rank: int, port: int, arguments: list[str]) -> None:

@@ -8,6 +8,7 @@ on GPUs each starts anew, with one of its own.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -35,6 +36,7 @@ from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.adapter import SparseProcessor
 from vidsparse.pipelines.caching import StepCache
 from vidsparse.pipelines.compilation import compile_blocks
+from vidsparse.pipelines.exchange import Dealing, bring_to_tokens, send_to_heads
 
 # the first stage of a pyramid is a quarter as high and as wide.
 JOINT = ("hunyuan-", "cogvideox", "mochi-", "motif-", "helios-pyramid")
@@ -247,8 +249,38 @@ def second_thoughts(pipe: Any, handle: Any) -> list[str]:
     return said
 
 
+def exchange() -> dict[str, Any]:
+    """Heads for tokens and back, of which every process knows what should come."""
+    count, rank = dist.get_world_size(), dist.get_rank()
+    wrong, tried = [], 0
+    kinds = itertools.product(
+        (torch.float32, torch.bfloat16), (8, 6), (1, 3), ((0, 0), (3, 0), (2, 3)), (False, True)
+    )
+    for dtype, width, batch, (front, back), is_dealt in kinds:
+        heads, tokens = 2 * count, 5
+        torch.manual_seed(tried)
+        # a part of what one projection gave, as the hosts' fused ones do.
+        whole = torch.randn(batch, front + count * tokens + back, heads, 3 * width, dtype=dtype)
+        whole = whole[..., width : 2 * width]
+        order = torch.randperm(heads)
+        runs = (front, front + rank * tokens, front + count * tokens)
+        own = torch.cat(
+            [whole[:, : runs[0]], whole[:, runs[1] : runs[1] + tokens], whole[:, runs[2] :]], 1
+        )
+        dealing = Dealing(dist.group.WORLD, front, front + back, order if is_dealt else None)
+        its = order[2 * rank : 2 * rank + 2] if is_dealt else slice(2 * rank, 2 * rank + 2)
+        come = send_to_heads(own, dealing).arrived()
+        back_again = bring_to_tokens(come, dealing)
+        if not (torch.equal(come, whole[:, :, its]) and torch.equal(back_again, own)):
+            wrong.append([str(dtype), width, batch, front, back, is_dealt])
+        tried += 1
+    return {"wrong": wrong, "tried": tried}
+
+
 def run(name: str, kind: str, when: str) -> dict[str, Any]:
     """Compare with one process: the largest difference and value, tokens held, the density."""
+    if name == "exchange":
+        return exchange()
     if kind == "balanced":
         return balanced(when)
     options = METHODS[kind]

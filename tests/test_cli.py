@@ -69,7 +69,7 @@ class _Machine:
         requests: Any,
         progress: Any = None,
         ring: int | None = None,
-        apart: bool = False,
+        apart: bool | None = False,
     ) -> list[Generated]:
         return [self.generate(request, progress) for request in requests]
 

@@ -90,6 +90,7 @@ def test_torchrun_starts_them_as_well_and_a_ring_makes_the_same(
     assert_alike(tmp_path, alone)
     record = json.loads(files(tmp_path, ".json")[0].read_text(encoding="utf-8"))
     assert (record["processes"], record["ring"]) == (2, 2)
+    assert "apart" not in record
 
 
 def test_what_cannot_be_done_is_said_once_under_torchrun(tmp_path: Path) -> None:
@@ -109,6 +110,8 @@ def test_one_process_prints_and_writes(together: tuple[Path, Any]) -> None:
 def test_the_record_says_how_many_processes_there_were(together: tuple[Path, Any]) -> None:
     record = json.loads(files(together[0], ".json")[0].read_text(encoding="utf-8"))
     assert record["processes"] == 2
+    # Wan's two branches, each by one of them, unless the command says otherwise.
+    assert record["apart"]
 
 
 def test_a_finished_video_is_kept(together: tuple[Path, Any]) -> None:

@@ -106,6 +106,7 @@ APART = [
 # whose blocks are compiled: dealt by diffusers' plans, by ours around a packed sequence, apart.
 COMPILED = ["wan/fine/compiled", "cosmos3/fine/compiled", "wan/fine/apart-compiled"]
 BY_HOST = [f"{name}/sparse/host-refused" for name in ("hunyuan", "ltx2", "helios")]
+EXCHANGE = "exchange/of/heads"
 NO_RING = "cosmos3/fine/ring"
 # of which text is encoded by the pipeline, so that all of it follows to a GPU.
 ON_GPUS = ("wan", "wan-two-experts", "wan-vace", "chronoedit", "hunyuan", "skyreels-v2")
@@ -138,7 +139,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         "wan/sparse/apart-unguided",
         "hunyuan/sparse/apart",
     ]
-    four = [*FOUR, "ltx2/fine/both", *balanced["4"], "wan/balanced/apart"]
+    four = [*FOUR, "ltx2/fine/both", *balanced["4"], "wan/balanced/apart", EXCHANGE]
     four += [case.removesuffix("/4") for case in APART if case.endswith("/4")]
     # two unless the name says another number.
     return compared("cpu", ["2", *two, "4", *four], out)
@@ -182,6 +183,11 @@ def test_two_gpus_equal_one(tmp_path: Path) -> None:
         limit = budget(one, OF_TF32) if "ring" in case else budget(one)
         assert one["error"] <= limit, case
         assert one["computed"] == pytest.approx(one["alone"], rel=1e-5), case
+
+
+def test_heads_come_for_tokens_and_go_back_bit_for_bit(found: dict[str, dict[str, Any]]) -> None:
+    one = found[f"{EXCHANGE}/4"]
+    assert (one["wrong"], one["tried"]) == ([], 48)
 
 
 @pytest.mark.parametrize("case", [*RINGS, *(f"{case}/4" for case in FOUR)])

@@ -1,4 +1,4 @@
-"""Commands of several processes, here two on a CPU (gloo): ``bench gpus``, ``compare --apart``."""
+"""Commands of several processes, here two on a CPU (gloo): ``bench gpus`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         f"{bench} {wan} --json {file}",
         f"{bench} {wan} --json {file} --kind even --compile",
         f"broken {bench} --kind even {wan}",
-        f"compare {prompts} {VIDEO} --out {file.parent / 'compared'} --apart",
+        f"compare {prompts} {VIDEO} --out {file.parent / 'compared'}",
     ]
     words = " then ".join(commands).split()
     told = subprocess.run(
@@ -156,7 +156,7 @@ def test_both_sides_of_a_comparison_are_made_by_all(done: tuple[Path, Any]) -> N
     (one,) = report["prompts"]
     for side in ("dense", "sparse"):
         assert (one[side]["processes"], one[side]["apart"]) == (2, True)
-    # both branches of a step, each by one of the processes.
+    # both branches of a step, each by one of the processes, unless the command says otherwise.
     assert 0 < report["summary"]["computed"] < 1
     assert one["psnr"] > 15
     assert done[1].stderr.count("Warming up") == 1

@@ -107,7 +107,7 @@ def compare(
     parts: bool,
     gpus: int | None,
     ring: int | None,
-    apart: bool,
+    apart: bool | None,
     gpus_per_video: int | None,
     engine: str | None,
     address: str | None,

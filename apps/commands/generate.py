@@ -88,7 +88,7 @@ def generate(
     gpus: int | None,
     gpus_per_video: int | None,
     ring: int | None,
-    apart: bool,
+    apart: bool | None,
     engine: str | None,
     address: str | None,
     **options: Any,

@@ -143,7 +143,7 @@ def crew_options(
     engine: str | None,
     address: str | None,
     ring: int | None = None,
-    apart: bool = False,
+    apart: bool | None = False,
 ) -> CrewOptions | None:
     """How prompts are spread; None where all GPUs work on each video, or there is only one.
 

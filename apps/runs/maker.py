@@ -34,7 +34,7 @@ class Maker:
         terminal: Terminal,
         prepared: PreparedPrompts,
         ring: int | None = None,
-        apart: bool = False,
+        apart: bool | None = False,
     ) -> None:
         self._terminal, self._prepared = terminal, prepared
         self._ring, self._apart = ring, apart

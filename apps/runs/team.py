@@ -39,13 +39,13 @@ class Team:
         rank: its number from 0; 0 is the first.
         count: how many there are.
         ring: how many keys and values travel round; None leaves it to the model's heads.
-        apart: whether each half of them computes one guidance branch.
+        apart: whether each half of them computes one guidance branch; None where that can be.
     """
 
     rank: int
     count: int
     ring: int | None = None
-    apart: bool = False
+    apart: bool | None = False
 
     def __str__(self) -> str:
         ring = "" if self.ring is None else f" in rings of {self.ring}"
@@ -98,7 +98,7 @@ def _from_the_first(numbers: list[int]) -> list[int]:
 
 
 def join(
-    terminal: Terminal, gpus: int | None, ring: int | None, apart: bool = False
+    terminal: Terminal, gpus: int | None, ring: int | None, apart: bool | None = False
 ) -> Team | None:
     """The team that this process was started into; None where it runs by itself.
 
@@ -163,7 +163,7 @@ def said_once(team: Team | None) -> Iterator[None]:
         raise
 
 
-def check_ring(ring: int | None, count: int, apart: bool = False) -> None:
+def check_ring(ring: int | None, count: int, apart: bool | None = False) -> None:
     """Check that ``count`` processes can make rings of ``ring``, and perhaps two halves first.
 
     Raises:
@@ -183,7 +183,7 @@ def check_ring(ring: int | None, count: int, apart: bool = False) -> None:
         )
 
 
-def check_shared(request: GenerateRequest, count: int, apart: bool = False) -> None:
+def check_shared(request: GenerateRequest, count: int, apart: bool | None = False) -> None:
     """Check that ``count`` processes can make a video of ``request`` together.
 
     With guidance branches ``apart`` where that is so.

@@ -362,10 +362,11 @@ def gpus_options(function: Function) -> Function:
             "heads out.  [default: as few as the model's heads need]",
         ),
         click.option(
-            "--apart",
-            is_flag=True,
+            "--apart/--no-apart",
+            default=None,
             help="Of the GPUs of a video, let each half compute one of a step's two guidance "
-            "branches; Wan's models.",
+            "branches.  [default: where it can be: Wan's models, an even number, no --ring, no "
+            "step cache]",
         ),
     )
     for each in reversed(options):
