@@ -84,9 +84,9 @@ def send_to_heads(x: Tensor, dealing: Dealing) -> Travelling:
         video = element[front : front + tokens]
         parts = video.new_empty(count, tokens, each, video.shape[-1])
         if dealing.order is None:
-            parts.copy_(video.unflatten(1, (count, each)).transpose(0, 1))
+            parts.copy_(torch.unflatten(video, 1, (count, each)).transpose(0, 1))
         else:
-            for part, heads in zip(parts, dealing.order.split(each), strict=True):
+            for part, heads in zip(parts, torch.split(dealing.order, each), strict=True):
                 torch.index_select(video, 1, heads, out=part)
         sent.append(parts.flatten(0, 1).view(x.dtype))
         works.append(_all_to_all(its[front:end], sent[-1], dealing.group))
@@ -122,7 +122,7 @@ def bring_to_tokens(x: Tensor, dealing: Dealing) -> Tensor:
         _place_heads(out[:, front + tokens :], text[:, :, front:], dealing.order)
     for video, work, one in zip(videos, works, out, strict=True):
         work.wait()
-        of_heads = video.unflatten(0, (count, 1, tokens))
+        of_heads = torch.unflatten(video, 0, (count, 1, tokens))
         _place_heads(one[None, front : front + tokens], of_heads, dealing.order)
     return out
 
@@ -131,9 +131,9 @@ def _place_heads(out: Tensor, dealt: Tensor, order: Tensor | None) -> None:
     """Copy ``dealt`` ``[N, B, S, H / N, D]`` to ``out`` ``[B, S, H, D]``, heads in their order."""
     out, dealt = _wide(out, dealt)
     if order is None:
-        out.unflatten(2, (dealt.shape[0], -1)).copy_(dealt.permute(1, 2, 0, 3, 4))
+        torch.unflatten(out, 2, (dealt.shape[0], -1)).copy_(dealt.permute(1, 2, 0, 3, 4))
         return
-    for part, heads in zip(dealt, order.split(dealt.shape[3]), strict=True):
+    for part, heads in zip(dealt, torch.split(order, dealt.shape[3]), strict=True):
         out.index_copy_(2, heads, part)
 
 
