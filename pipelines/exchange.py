@@ -115,9 +115,8 @@ def bring_to_tokens(x: Tensor, dealing: Dealing) -> Tensor:
     out = x.new_empty(batch, tokens + dealing.text, count * each, width)
     if dealing.text:
         beside = torch.cat([x[:, :front], x[:, end:]], 1)
-        texts = [torch.empty_like(beside) for _ in range(count)]
-        dist.all_gather(texts, beside, group=dealing.group)
-        text = torch.stack(texts)
+        text = beside.new_empty(count, *beside.shape)
+        dist.all_gather(list(text), beside, group=dealing.group)
         _place_heads(out[:, :front], text[:, :, :front], dealing.order)
         _place_heads(out[:, front + tokens :], text[:, :, front:], dealing.order)
     for video, work, one in zip(videos, works, out, strict=True):

@@ -259,22 +259,25 @@ def exchange() -> dict[str, Any]:
     for dtype, width, batch, (front, back), is_dealt in kinds:
         heads, tokens = 2 * count, 5
         torch.manual_seed(tried)
-        # a part of what one projection gave, as the hosts' fused ones do.
-        whole = torch.randn(batch, front + count * tokens + back, heads, 3 * width, dtype=dtype)
-        whole = whole[..., width : 2 * width]
+        whole = torch.randn(batch, front + count * tokens + back, heads, width, dtype=dtype)
         order = torch.randperm(heads)
         runs = (front, front + rank * tokens, front + count * tokens)
         own = torch.cat(
             [whole[:, : runs[0]], whole[:, runs[1] : runs[1] + tokens], whole[:, runs[2] :]], 1
         )
+        # a part of what one projection gave, as the hosts' fused ones do.
+        own = torch.stack([own, own + 1, own], 2)[:, :, 2]
+        assert not own.is_contiguous()
         dealing = Dealing(dist.group.WORLD, front, front + back, order if is_dealt else None)
         its = order[2 * rank : 2 * rank + 2] if is_dealt else slice(2 * rank, 2 * rank + 2)
         come = send_to_heads(own, dealing).arrived()
         back_again = bring_to_tokens(come, dealing)
         if not (torch.equal(come, whole[:, :, its]) and torch.equal(back_again, own)):
-            wrong.append([str(dtype), width, batch, front, back, is_dealt])
+            wrong.append([rank, str(dtype), width, batch, front, back, is_dealt])
         tried += 1
-    return {"wrong": wrong, "tried": tried}
+    of_all: list[Any] = [None] * count
+    dist.all_gather_object(of_all, wrong)
+    return {"wrong": [one for each in of_all for one in each], "tried": tried}
 
 
 def run(name: str, kind: str, when: str) -> dict[str, Any]:

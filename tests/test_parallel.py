@@ -100,6 +100,11 @@ APART = [
     "wan-two-experts/fine/apart",
     "wan-vace/fine/apart",
     "chronoedit/fine/apart",
+    # every other pipeline around these transformers: commands have branches apart by themselves.
+    "wan-image/fine/apart",
+    "wan-ti2v/fine/apart",
+    "wan-ti2v-image/fine/apart",
+    "lucy-edit/fine/apart",
     "wan/fine/apart/4",
     "wan/fine/apart-ring/4",
 ]

@@ -81,7 +81,7 @@ class Traffic:
         received: list[int] | None = None,
         sent: list[int] | None = None,
         group: Any = None,
-        **_: Any,
+        async_op: bool = False,
     ) -> None:
         kept = len(input) // dist.get_world_size(group)
         if sent is not None:

@@ -49,7 +49,8 @@ class Team:
 
     def __str__(self) -> str:
         ring = "" if self.ring is None else f" in rings of {self.ring}"
-        return f"{self.count} processes{ring}" + (", branches apart" if self.apart else "")
+        apart = {None: ", branches apart where they can be", True: ", branches apart", False: ""}
+        return f"{self.count} processes{ring}{apart[self.apart]}"
 
     @property
     def first(self) -> bool:

@@ -365,8 +365,8 @@ def gpus_options(function: Function) -> Function:
             "--apart/--no-apart",
             default=None,
             help="Of the GPUs of a video, let each half compute one of a step's two guidance "
-            "branches.  [default: where it can be: Wan's models, an even number, no --ring, no "
-            "step cache]",
+            "branches.  [default: where all GPUs make each video and it can be: Wan's models, an "
+            "even number, no --ring, no step cache]",
         ),
     )
     for each in reversed(options):
