@@ -6,6 +6,8 @@ import json
 import random
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from vidsparse.apps.small_model import (
@@ -34,6 +37,7 @@ from vidsparse.apps.small_model.cogvideox import SHAPES_JOINT, rotary_angles
 from vidsparse.apps.small_model.export import build_tokenizer, export
 from vidsparse.apps.small_model.model import ClipSize, Recipe, SmallModel
 from vidsparse.apps.small_model.registry import SMALL_MODELS
+from vidsparse.apps.small_model.together import Together
 from vidsparse.apps.small_model.wan import SHAPES
 from vidsparse.apps.small_model.wan_scenes import SCENES
 from vidsparse.apps.small_model.worlds import SHAPES_WORLD
@@ -686,12 +690,92 @@ def test_training_goes_on_from_an_exported_model(
     assert 0 < max(changes) < 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [SHAPES], ids=[SHAPES.name], indirect=True)
+def test_two_processes_train_one_model_on_clips_of_their_own(trained: Run, tmp_path: Path) -> None:
+    worker = Path(__file__).with_name("together_worker.py")
+    start = ["--start", "latents", "--weights", str(trained.checkpoints)]
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--", str(worker)]
+    ran = subprocess.run(
+        [sys.executable, "-m", *launch, str(tmp_path), "--model", trained.model.name, *start],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    # one of them tells and writes
+    assert ran.stdout.count("exported to") == 1
+    assert files(tmp_path / trained.model.name) == files(trained.folder)
+    drawn = [load_file(tmp_path / f"drawn{rank}.safetensors")["values"] for rank in range(2)]
+    assert drawn[0].shape != drawn[1].shape or not torch.equal(*drawn)
+    first, second = (load_file(tmp_path / f"weights{rank}.safetensors") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_an_exported_model_is_written_again_bit_for_bit(trained: Run, tmp_path: Path) -> None:
     asked = f"--model {trained.model.name} --out {tmp_path} --start export"
     train.main([*asked.split(), "--weights", str(trained.folder)])
     for name in files(trained.folder):
         made = tmp_path / trained.model.name / name
         assert made.read_bytes() == (trained.folder / name).read_bytes(), name
+
+
+def latents_of(model: SmallModel, weight: float) -> train.Latents:
+    """What a moment of drawing leaves, at 9 frames of 64x64."""
+    size = ClipSize(frames=9, side=64)
+    plans = (train.LatentPlan(size=size, batch=2, batches=1),)
+    torch.manual_seed(0)
+    return train.draw_latents(
+        model,
+        model.build_vae(),
+        seconds=0.001,
+        device=torch.device("cpu"),
+        seed=0,
+        log=lambda _: None,
+        plans=plans,
+        body_weight=weight,
+    )[0]
+
+
+def test_the_loss_weighs_places_where_bodies_are() -> None:
+    drawn = latents_of(SCENES, 6.0)
+    assert drawn.weights is not None
+    assert drawn.weights.shape == (2, 1, *drawn.values.shape[2:])
+    assert set(drawn.weights.unique().tolist()) == {1.0, 6.0}
+    assert (drawn.weights == 6).float().mean() < 0.7
+    # one draw takes place before a caption's words do
+    shown = SCENES.world.sample(random.Random(0))
+    for places in SCENES.world.centres(shown, 9):
+        for latent, (x, y) in enumerate((places[[0, 4, 8]] * 8).astype(int)):
+            assert drawn.weights[0, 0, latent, y, x] == 6
+    assert latents_of(SCENES, 1.0).weights is None
+    # nothing there says where bodies are
+    assert latents_of(SHAPES, 6.0).weights is None
+
+
+def test_the_loss_is_the_mean_by_weight() -> None:
+    drawn = latents_of(SHAPES, 1.0)
+    plan = train.StepPlan(source=0, batch=2, share=1.0)
+    first = torch.zeros(2, 1, *drawn.values.shape[2:])
+    first[:, :, 0] = 1
+
+    def loss(weights: torch.Tensor | None) -> float:
+        torch.manual_seed(0)
+        learner = train.Learner(
+            SHAPES,
+            SHAPES.build_transformer(),
+            SHAPES.build_text_encoder(),
+            device=torch.device("cpu"),
+            learning_rate=0.0,
+            muon_rate=0.0,
+            together=Together(),
+        )
+        return learner.step(replace(drawn, weights=weights), plan, 1.0).item()
+
+    plain, one, others = loss(None), loss(first), loss(1 - first)
+    assert one != pytest.approx(others, rel=1e-3)
+    # one latent frame of three
+    assert (one + 2 * others) / 3 == pytest.approx(plain, rel=1e-5)
+    assert (2 * one + 2 * others) / 4 == pytest.approx(loss(1 + first), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 
 from .learner import Latents, Learner
 from .model import ClipSize, Crop, LatentPlan, Recipe, SmallModel, StepPlan
+from .together import Together
 from .vae import Log
 
 _WARM_UP = 2
@@ -51,6 +52,7 @@ def _time_steps(
         device=device,
         learning_rate=0.0,
         muon_rate=0.0,
+        together=Together(),
     )
     room = model.world.vocabulary.caption_tokens
     for plan in plans:
@@ -65,8 +67,8 @@ def _time_steps(
             ids=torch.ones(plan.batch, 1, room, dtype=torch.long, device=device),
         )
         begun = time.monotonic()
-        learner.step(source, plan.batch, 1.0)
-        seconds, memory = _timed(lambda s=source, b=plan.batch: learner.step(s, b, 1.0), device)  # type: ignore[misc]
+        learner.step(source, plan, 1.0)
+        seconds, memory = _timed(lambda s=source, p=plan: learner.step(s, p, 1.0), device)  # type: ignore[misc]
         tokens = learner.tokens(source.values)
         log(
             f"step {size} batch {plan.batch}: {1 / seconds:.2f} it/s, {plan.batch / seconds:.1f} "

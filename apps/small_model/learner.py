@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .model import SmallModel
+from .model import SmallModel, StepPlan
 from .muon import Muon, hidden_matrices
+from .together import Together
 from .vae import Average
 from .words import END_ID
 
@@ -26,17 +27,21 @@ _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.M
 
 @dataclass(frozen=True, kw_only=True)
 class Latents:
-    """Training clips of one size: latents [N, C, t, h, w] and captions [N, variants, L] as ids."""
+    """Training clips of one size: latents [N, C, t, h, w] and captions [N, variants, L] as ids.
+
+    ``weights`` [N, 1, t, h, w] say how often an error counts in the loss: once where none are.
+    """
 
     values: Tensor
     ids: Tensor
+    weights: Tensor | None = None
 
 
 class Learner:
     """Trains ``transformer`` and ``encoder`` in place; ``average`` holds their moving average.
 
     ``learning_rate`` is AdamW's, for embeddings, norms, first and last layers; ``muon_rate`` is for
-    the matrices inside the blocks.
+    the matrices inside the blocks. All processes of ``together`` begin with the first's weights.
     """
 
     def __init__(
@@ -48,7 +53,9 @@ class Learner:
         device: torch.device,
         learning_rate: float,
         muon_rate: float,
+        together: Together,
     ):
+        self._together = together
         self._model, self._device, self._cuda = model, device, device.type == "cuda"
         self._transformer = transformer.to(device).train()
         self._encoder = encoder.to(device).train()
@@ -57,6 +64,7 @@ class Learner:
                 if isinstance(module, model.block_class):
                     module.compile(dynamic=False)
         self.parameters = [*transformer.parameters(), *encoder.parameters()]
+        together.share(self.parameters)
         hidden = hidden_matrices(transformer, encoder)
         chosen = {id(p) for p in hidden}
         self._learning_rate, self._muon_rate = learning_rate, muon_rate
@@ -82,13 +90,13 @@ class Learner:
         sides = (1, patch, patch) if isinstance(patch, int) else patch
         return math.prod(n // p for n, p in zip(latents.shape[2:], sides, strict=True))
 
-    def step(self, source: Latents, batch: int, factor: float) -> Tensor:
-        """One update on ``batch`` clips drawn from ``source``, at ``factor`` of the peak rates.
+    def step(self, source: Latents, plan: StepPlan, factor: float) -> Tensor:
+        """One update on clips drawn from ``source`` by ``plan``, at ``factor`` of the peak rates.
 
         Returns:
             The loss, a scalar that has not been waited for.
         """
-        device = self._device
+        device, batch = self._device, plan.batch
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate * factor
         pick = torch.randint(0, len(source.values), (batch,), device=device)
@@ -99,7 +107,9 @@ class Learner:
         noise = torch.randn_like(clean)
         # stratified times: every part of the schedule in every batch
         u = torch.rand(batch, device=device) + torch.arange(batch, device=device)
-        noisy, timestep, target = self._model.corrupt(clean, noise, u / batch)
+        u = u / batch
+        u = plan.lean * u / (1 + (plan.lean - 1) * u)
+        noisy, timestep, target = self._model.corrupt(clean, noise, u)
         precision = torch.autocast(device.type, torch.bfloat16, enabled=self._cuda)
         with precision, self._attention():
             predicted = self._model.predict(
@@ -108,8 +118,14 @@ class Learner:
                 timestep,
                 self._model.embed(self._encoder, ids),
             )
-            loss = (predicted.float() - target).square().mean()
+            error = (predicted.float() - target).square().mean(1, keepdim=True)
+            if source.weights is None:
+                loss = error.mean()
+            else:
+                weights = source.weights[pick].float()
+                loss = (error * weights).sum() / weights.sum()
             torch.autograd.backward(loss)
+        self._together.mean([p.grad for p in self.parameters if p.grad is not None])
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self._muon.step(self._muon_rate * factor)
         self._optimizer.step()

@@ -59,7 +59,8 @@ class LatentPlan:
 class StepPlan:
     """Which latents a training step takes, how many, and in what share of the steps.
 
-    The plan is active from ``begins`` to ``ends``, shares of the training time.
+    The plan is active from ``begins`` to ``ends``, shares of the training time. ``lean`` multiplies
+    the shift of its times towards noise: the longer a clip, the more of its plan noise hides.
     """
 
     source: int
@@ -67,6 +68,7 @@ class StepPlan:
     share: float
     begins: float = 0.0
     ends: float = 1.0
+    lean: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,8 @@ class Recipe:
         learning_rate: AdamW's, for embeddings, norms, first and last layers.
         muon_rate: Muon's, for the matrices inside the blocks.
         vae_muon_rate: the same for the autoencoder, where Muon is to train it.
+        body_weight: how often the transformer's loss counts an error where a body is, against once
+            elsewhere, in worlds that know where.
     """
 
     vae_minutes: float
@@ -100,6 +104,7 @@ class Recipe:
     learning_rate: float = 1.2e-3
     muon_rate: float = 3e-3
     vae_muon_rate: float | None = None
+    body_weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ any number to train that further on clips drawn from another seed:
         --start latents --weights apps/small_model/scenes/weights
     python -m vidsparse.apps.small_model.train --model scenes --out runs/further --seed 1 \
         --start transformer --weights runs/scenes/scenes
+
+Under ``torchrun`` the transformer learns on several GPUs at once (``together``).
 """
 
 from __future__ import annotations
@@ -29,15 +31,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .benchmark import benchmark
 from .export import export
 from .learner import Latents, Learner
 from .model import ClipSize, Crop, LatentPlan, Recipe, SmallModel, StepPlan
 from .registry import SMALL_MODELS
+from .together import Together
 from .vae import LOG_SECONDS, SAVE_SECONDS, Log, held_out_psnr, schedule, train_vae
 
 CAPTIONS_PER_CLIP = 4
+
+
+def _near(seen: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """Latents [B, 1, t, h, w] of ``size`` (t, h, w) in or beside which ``seen`` [B, T, H, W] is."""
+    cells = F.adaptive_max_pool3d(seen[:, None].float(), tuple(size))
+    # the rim is what tells shapes apart, from both of its sides
+    return F.max_pool3d(cells, (1, 3, 3), 1, (0, 1, 1))
 
 
 @torch.no_grad()
@@ -50,40 +61,51 @@ def draw_latents(
     seed: int,
     log: Log,
     plans: tuple[LatentPlan, ...],
+    body_weight: float,
 ) -> list[Latents]:
     """Render, caption and encode clips for a wall-clock time; one entry for each plan."""
     rng = random.Random(seed)
     vae = model.prepare_vae(vae.to(device).eval())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     values: list[list[torch.Tensor]] = [[] for _ in plans]
+    weights: list[list[torch.Tensor]] = [[] for _ in plans]
     ids: list[list[list[list[int]]]] = [[] for _ in plans]
     start = time.monotonic()
     while time.monotonic() - start < seconds:
-        for plan, stored, captions in zip(plans, values, ids, strict=True):
+        for plan, stored, weighed, captions in zip(plans, values, weights, ids, strict=True):
             for _ in range(plan.batches):
                 scenes = [model.world.sample(rng) for _ in range(plan.batch)]
                 side = plan.size.side
                 clip = model.world.render(scenes, plan.size.frames, side, side, device)
+                seen = model.world.bodies(clip) if model.world.bodies and body_weight != 1 else None
                 clip = clip.to(dtype).contiguous(memory_format=torch.channels_last_3d)
                 mean, log_variance = model.encode(vae, clip)
                 # a sample, not the mean: a channel the picture does not need stays plain noise
                 # instead of being scaled up to unit variance
                 noise = torch.randn_like(mean)
                 stored.append((mean + noise * torch.exp(0.5 * log_variance)).contiguous())
+                if seen is not None:
+                    weighed.append(1 + (body_weight - 1) * _near(seen, mean.shape[2:]).to(dtype))
                 captions += [
                     [model.world.training_ids(scene, rng) for _ in range(CAPTIONS_PER_CLIP)]
                     for scene in scenes
                 ]
     drawn = [
-        Latents(values=torch.cat(stored), ids=torch.tensor(captions, device=device))
-        for stored, captions in zip(values, ids, strict=True)
+        Latents(
+            values=torch.cat(stored),
+            ids=torch.tensor(captions, device=device),
+            weights=torch.cat(weighed) if weighed else None,
+        )
+        for stored, weighed, captions in zip(values, weights, ids, strict=True)
     ]
     for latents in drawn:
         log(f"latents {tuple(latents.values.shape)}")
     return drawn
 
 
-def normalise(model: SmallModel, vae: Any, drawn: list[Latents], *, known: bool) -> None:
+def normalise(
+    model: SmallModel, vae: Any, drawn: list[Latents], *, known: bool, together: Together
+) -> None:
     """Scale the latents in place by their mean and deviation, which the autoencoder is told.
 
     Where they are ``known``, its own are taken: a trained transformer has learnt with them.
@@ -100,8 +122,9 @@ def normalise(model: SmallModel, vae: Any, drawn: list[Latents], *, known: bool)
         mean = torch.stack([c.mean((2, 3, 4)).sum(0) for c in flat]).sum(0) / len(latents.values)
         square = torch.stack([c.square().mean((2, 3, 4)).sum(0) for c in flat]).sum(0)
         moments.append((mean, square / len(latents.values)))
-    mean = torch.stack([m for m, _ in moments]).mean(0)
-    deviation = (torch.stack([s for _, s in moments]).mean(0) - mean.square()).sqrt()
+    mean, square = (torch.stack(each).mean(0) for each in zip(*moments, strict=True))
+    together.mean([mean, square])
+    deviation = (square - mean.square()).sqrt()
     shift, scale = (each.view(1, -1, 1, 1, 1) for each in model.normalise(vae, mean, deviation))
     for latents in drawn:
         latents.values.sub_(shift).div_(scale)
@@ -121,14 +144,16 @@ def train_transformer(
     plans: tuple[StepPlan, ...],
     learning_rate: float,
     muon_rate: float,
+    together: Together,
 ) -> float:
     """Train for a wall-clock time; returns the running loss, averaged weights in place.
 
     ``learning_rate`` is AdamW's, for embeddings, norms, first and last layers; ``muon_rate`` is for
     the matrices inside the blocks. Both warm up and fall together.
     """
+    # which plans come next is the same in all processes, clips and noise are their own
     rng = random.Random(seed)
-    torch.manual_seed(seed)
+    torch.manual_seed(together.seed(seed))
     learner = Learner(
         model,
         transformer,
@@ -136,6 +161,7 @@ def train_transformer(
         device=device,
         learning_rate=learning_rate,
         muon_rate=muon_rate,
+        together=together,
     )
     count = sum(p.numel() for p in transformer.parameters()) / 1e6
     log(
@@ -144,13 +170,13 @@ def train_transformer(
     start = saved = logged = time.monotonic()
     running: list[torch.Tensor | None] = [None] * len(drawn)
     step = logged_step = logged_tokens = 0
-    while (progress := (time.monotonic() - start) / seconds) < 1:
+    while (progress := together.same((time.monotonic() - start) / seconds)) < 1:
         ready = [p for p in plans if p.begins <= progress < p.ends]
         plan = rng.choices(ready, [p.share for p in ready])[0]
         source = drawn[plan.source]
-        seen = learner.step(source, plan.batch, schedule(progress, step, 300))
+        seen = learner.step(source, plan, schedule(progress, step, 300))
         step += 1
-        logged_tokens += plan.batch * learner.tokens(source.values)
+        logged_tokens += plan.batch * learner.tokens(source.values) * together.size
         before = running[plan.source]
         running[plan.source] = seen if before is None else torch.lerp(before, seen, 0.02)
         if time.monotonic() - logged > LOG_SECONDS:
@@ -161,7 +187,7 @@ def train_transformer(
                 f"{logged_tokens / passed:,.0f} tokens/s"
             )
             logged, logged_step, logged_tokens = time.monotonic(), step, 0
-        if time.monotonic() - saved > SAVE_SECONDS:
+        if together.first and time.monotonic() - saved > SAVE_SECONDS:
             saved = time.monotonic()
             learner.average.swap()
             save()
@@ -169,7 +195,8 @@ def train_transformer(
     learner.average.swap()
     transformer.eval()
     encoder.eval()
-    save()
+    if together.first:
+        save()
     final = [r.item() for r in running if r is not None]
     log(f"transformer: {step} steps, loss {', '.join(f'{loss:.4f}' for loss in final)}")
     return sum(final) / len(final)
@@ -199,6 +226,7 @@ TINY = Recipe(
     latent_plans=(LatentPlan(size=_TINY_SIZE, batch=4, batches=1),),
     step_plans=(StepPlan(source=0, batch=4, share=1.0),),
     check_clips=1,
+    body_weight=2.0,
 )
 
 
@@ -221,6 +249,7 @@ def train(
     seed: int,
     start: str,
     log: Log,
+    together: Together,
 ) -> None:
     """Run the phases from ``start`` on ``weights``; checkpoints go to ``out/checkpoints``."""
     checkpoints = out / "checkpoints"
@@ -254,12 +283,14 @@ def train(
         vae,
         seconds=60 * recipe.latent_minutes,
         device=device,
-        seed=seed + 1,
+        seed=together.seed(seed + 1),
         log=log,
         plans=recipe.latent_plans,
+        body_weight=recipe.body_weight,
     )
-    normalise(model, vae, drawn, known=start == "transformer")
-    save_checkpoint(vae, checkpoints / "vae")
+    normalise(model, vae, drawn, known=start == "transformer", together=together)
+    if together.first:
+        save_checkpoint(vae, checkpoints / "vae")
     if start == "transformer":
         transformer = model.transformer_class.from_pretrained(
             weights / "transformer", torch_dtype=torch.float32
@@ -285,6 +316,7 @@ def train(
         plans=recipe.step_plans,
         learning_rate=recipe.learning_rate,
         muon_rate=recipe.muon_rate,
+        together=together,
     )
 
 
@@ -340,8 +372,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     begun = time.monotonic()
 
+    together = Together.joined(options.device)
+
     def log(line: str) -> None:
-        print(f"[{time.monotonic() - begun:6.1f} s] {line}", flush=True)
+        if together.first:
+            print(f"[{time.monotonic() - begun:6.1f} s] {line}", flush=True)
 
     model = SMALL_MODELS[options.model]
     given = {name: getattr(options, name) for name in _RATES_AND_TIMES}
@@ -351,8 +386,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **{name: value for name, value in given.items() if value is not None},
     )
     choose_kernels()
+    device = together.device(options.device)
+    if together.size > 1 and (options.benchmark or options.start in ("vae", "export")):
+        parser.error("only the transformer learns in several processes. Hint: --start latents")
     if options.benchmark:
-        benchmark(model, recipe, torch.device(options.device), log)
+        benchmark(model, recipe, device, log)
         return
     if options.start != "export":
         train(
@@ -360,11 +398,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.out,
             weights=options.weights or options.out / "checkpoints",
             recipe=recipe,
-            device=torch.device(options.device),
+            device=device,
             seed=options.seed,
             start=options.start,
             log=log,
+            together=together,
         )
+    together.leave()
+    if not together.first:
+        return
     # what was trained above, or what is only to be written again
     source = options.weights if options.start == "export" else None
     export(model, source or options.out / "checkpoints", options.out / model.name)

@@ -96,7 +96,8 @@ class Scenes(Wan):
         vae_muon_rate=2e-3,
     )
     # every later session: weights are there; outlines are learnt at the short size, where the time
-    # of a step buys most clips, and half of the time goes to the long one, whose bodies bend
+    # of a step buys most clips, and most of the time goes to the long one, whose bodies bend and,
+    # where noise hides how many there are, appear twice
     further = Recipe(
         vae_minutes=0.0,
         latent_minutes=3.0,
@@ -110,13 +111,15 @@ class Scenes(Wan):
             LatentPlan(size=_LONG, batch=1, batches=4),
         ),
         step_plans=(
-            StepPlan(source=0, batch=48, share=0.45),
+            StepPlan(source=0, batch=48, share=0.35),
             StepPlan(source=1, batch=12, share=0.2),
-            StepPlan(source=2, batch=4, share=0.3),
+            StepPlan(source=2, batch=4, share=0.45, lean=1.6),
         ),
         check_clips=4,
         learning_rate=9e-4,
         muon_rate=2.2e-3,
+        # bodies are a twentieth of the picture, and ground that no words tell of is the rest
+        body_weight=6.0,
     )
 
 

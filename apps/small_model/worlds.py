@@ -40,6 +40,8 @@ class World:
         contents: what there is in it, as the card says.
         test: what is held out and read, as the card says.
         limits: what it does not hold, a sentence each.
+        bodies: where bodies are seen in clips [B, 3, T, H, W]: [B, T, H, W]; None where training
+            does not ask.
     """
 
     sample: Callable[[random.Random], Any]
@@ -57,6 +59,7 @@ class World:
     contents: str
     test: str
     limits: tuple[str, ...]
+    bodies: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def training_ids(self, scene: Any, rng: random.Random) -> list[int]:
         """Padded ids of a caption for training; half of the captions are canonical."""
@@ -122,4 +125,5 @@ SCENES_WORLD: Final = World(
         "colour.",
         "Its ground lies still: water and trees do not move.",
     ),
+    bodies=scenes_reading.bodies,
 )

@@ -48,8 +48,8 @@ class Reading:
 
 def asked_of(scene: Scene) -> Reading:
     """What a scene's caption asks for."""
-    bodies = sorted((body.colour, body.shape) for body in scene.bodies)
-    return Reading(bodies=tuple(bodies), camera=scene.camera)
+    asked = sorted((body.colour, body.shape) for body in scene.bodies)
+    return Reading(bodies=tuple(asked), camera=scene.camera)
 
 
 def read_clip(frames: np.ndarray) -> Reading:
@@ -59,12 +59,12 @@ def read_clip(frames: np.ndarray) -> Reading:
     size = [round(side * scale) for side in video.shape[2:]]
     video = F.interpolate(video, size=size, mode="bilinear", antialias=True)
     colours = _colours(video)
-    bodies = []
+    shown = []
     for i, colour in enumerate(COLOURS):
         shape = _shape(colours == i)
         if shape is not None:
-            bodies.append((colour, shape))
-    return Reading(bodies=tuple(sorted(bodies)), camera=_camera(video, colours >= 0))
+            shown.append((colour, shape))
+    return Reading(bodies=tuple(sorted(shown)), camera=_camera(video, colours >= 0))
 
 
 def judge(clips: Sequence[np.ndarray]) -> list[Verdict]:
@@ -91,14 +91,23 @@ def _hue(picture: Tensor) -> tuple[Tensor, Tensor]:
     return hue.remainder(6), (high - low) / high.clamp_min(1e-6)
 
 
+def _is_body(picture: Tensor, saturation: Tensor) -> Tensor:
+    # what is nearly black has no hue to speak of
+    return (saturation > _SATURATED) & (picture.amax(1) > 0.12)
+
+
+def bodies(clips: Tensor) -> Tensor:
+    """Where bodies are seen in clips [B, 3, T, H, W] in [-1, 1]: [B, T, H, W]."""
+    picture = (clips + 1) / 2
+    return _is_body(picture, _hue(picture)[1])
+
+
 def _colours(video: Tensor) -> Tensor:
     """Number of the nearest colour of every pixel [T, H, W], -1 where it is ground."""
     hue, saturation = _hue(video)
     palette, _ = _hue(torch.tensor(list(COLOURS.values())).view(-1, 3, 1))
     gap = (hue.unsqueeze(-1) - palette.view(-1) + 3).remainder(6) - 3
-    # what is nearly black has no hue to speak of
-    body = (saturation > _SATURATED) & (video.amax(1) > 0.12)
-    return torch.where(body, gap.abs().argmin(-1), -1)
+    return torch.where(_is_body(video, saturation), gap.abs().argmin(-1), -1)
 
 
 def _largest_piece(mask: Tensor) -> Tensor:
@@ -189,8 +198,8 @@ def _fit(
     return moved
 
 
-def _camera(video: Tensor, bodies: Tensor) -> str:
-    """How the camera moves over ``video`` [T, 3, H, W], with ``bodies`` [T, H, W] masked out."""
+def _camera(video: Tensor, covered: Tensor) -> str:
+    """How the camera moves over ``video`` [T, 3, H, W], where no body has ``covered`` [T, H, W]."""
     detail = _ground_detail(video)
     height, width = video.shape[2:]
     unit = 2 / min(height, width)
@@ -198,7 +207,7 @@ def _camera(video: Tensor, bodies: Tensor) -> str:
     axis_y = (torch.arange(height) + 0.5) * unit - height * unit / 2
     places = (axis_x.expand(height, -1).double(), axis_y.view(-1, 1).expand(-1, width).double())
     # a body's rim and shadow go with it
-    near = F.max_pool2d(bodies[:, None].float(), 9, 1, 4)[:, 0]
+    near = F.max_pool2d(covered[:, None].float(), 9, 1, 4)[:, 0]
     broad = F.avg_pool2d(detail, 9, 1, 4, count_include_pad=False)
     steps = []
     for i in range(len(video) - 1):
