@@ -74,7 +74,7 @@ class Together:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat)
         flat /= self.size
-        parts = flat.split([tensor.numel() for tensor in tensors])
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         torch._foreach_copy_(
             list(tensors), [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
         )
