@@ -14,6 +14,10 @@ another number. The studies:
   the steps that a plan serves, and the first and last layer dense or not.
 - ``refreshes``: what sparse attention lacks, added from an earlier step or not, at equal work.
 - ``plans``: guidance branches that share a plan, and each with its own.
+- ``precision``: q·k in 16 bits, int8 and fp8 where the methods' papers compute it in 8 bits, by the
+  same numbers. Of a model whose heads have 64 channels 16 bits are what ``auto`` means.
+- ``dense-steps``: how many first steps are dense, from none to the papers' quarter, at two shares, so
+  that runs of equal work can be compared.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
@@ -63,6 +67,8 @@ STUDIES: Final = (
     "defaults",
     "refreshes",
     "plans",
+    "precision",
+    "dense-steps",
     "few-steps",
     "seconds",
     "promises",
@@ -102,6 +108,16 @@ PLANNED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
 )
 """Methods, their options and refreshes, each with a plan for all branches and a plan for each."""
 
+PRECISE: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
+    ("spargeattn", {"tau": None, "topk": 0.3, "means": 64}),
+    ("spargeattn", {"tau": 0.9}),
+    ("sale", {}),
+)
+"""Methods whose papers compute q·k in 8 bits, and their options."""
+
+PRECISIONS: Final = ("none", "int8", "fp8")
+DENSE_STEPS: Final = (0.12, 0.0, 0.24, 0.04, 0.16, 0.08)
+DENSE_STEPS_SHARES: Final = (0.1, 0.2)
 REFRESHED_DENSE_STEPS: Final = 3
 FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
     ("foresight", {"share": 0.1}, 1, 1),
@@ -309,6 +325,25 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                     order=None,
                     reuse=reuse,
                     dense_ends=ends,
+                )
+    if "precision" in studies:
+        for method, own in PRECISE:
+            for quantize in PRECISIONS:
+                yield Configuration(
+                    study="precision",
+                    method=method,
+                    options={**own, "quantize": quantize},
+                    order=None,
+                )
+    if "dense-steps" in studies:
+        for share in DENSE_STEPS_SHARES:
+            for dense_steps in DENSE_STEPS:
+                yield Configuration(
+                    study="dense-steps",
+                    method="foresight",
+                    options={"share": share},
+                    order=None,
+                    dense_steps=dense_steps,
                 )
     if "few-steps" in studies:
         for method, own, dense_steps, refresh in FEW_STEPS:

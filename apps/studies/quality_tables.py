@@ -194,6 +194,15 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         "means": option_text("means"),
         **_REFRESH_COLUMNS,
     },
+    "precision": {
+        "method": lambda row: str(row["method"]),
+        "tile": option_text("tile"),
+        "set to": knob_text,
+        "q·k in 8 bits": option_text("quantize"),
+        **QUALITY_COLUMNS,
+        "worst dB": number_text("psnr_worst", ".2f"),
+    },
+    "dense-steps": _REFRESH_COLUMNS,
     "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
         "method": lambda row: str(row["method"]),
