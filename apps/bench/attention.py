@@ -84,12 +84,14 @@ class AttentionBench:
         grid = TokenGrid(1, 1, case.seq_len)
         site, order = CallSite(0, 0, 0.0, grid), token_order("rowmajor", grid, self.device)
         if self.data is None:
-            mask = random_mask(case, self.device)
             # of random q and k all tiles weigh nearly the same: lists are as long as those.
-            method = FgAttn(tile=case.tile, merge=case.merge, top_p=min(case.kept, 0.9))
+            share: dict[str, Any] = {"top_p": min(case.kept, 0.9)}
         else:
-            method = FgAttn(tile=case.tile, merge=case.merge, topk=case.kept, top_p=None)
-            mask = method.select(q, k, site)
+            share = {"topk": case.kept, "top_p": None}
+        # with means q and k are not rounded where they are put in order, and no kernel timed here
+        # takes any.
+        method = FgAttn(tile=case.tile, merge=case.merge, means=None, **share)
+        mask = random_mask(case, self.device) if self.data is None else method.select(q, k, site)
 
         # where kernels plan, they do so from bits: what the kernel that selects hands on.
         by_kernels = plans_on_device(self.device, self.dtype, case.head_dim)
@@ -140,7 +142,7 @@ class AttentionBench:
                     ordered = order_and_plan(method, q, k, site, order, route)
                     rounded, made = ordered.quantized, ordered.plan
                 made.kv_index  # noqa: B018
-                kernel(quantize=rounded)
+                kernel(quantize=rounded or case.quantize)
 
             whole_calls[f"whole {name}"] = all_of_it
             runners.append(Peer(name, kernel, exact=case.quantize is None))
@@ -254,7 +256,7 @@ class AttentionBench:
             order.apply(x)[:, :, : case.seq_len].contiguous()
             for x in structured_qk(grid, case.heads, case.head_dim, self.dtype, self.device)
         )
-        method = FgAttn(tile=case.tile, top_p=0.9, merge=case.merge)
+        method = FgAttn(tile=case.tile, top_p=0.9, merge=case.merge, means=None)
 
         dense = self._dense(q, k, q, case)
         site = CallSite(0, 0, 0.0, TokenGrid(1, 1, case.seq_len))

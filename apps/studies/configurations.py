@@ -16,8 +16,8 @@ another number. The studies:
 - ``plans``: guidance branches that share a plan, and each with its own.
 - ``precision``: q·k in 16 bits, int8 and fp8 where the methods' papers compute it in 8 bits, by the
   same numbers. Of a model whose heads have 64 channels 16 bits are what ``auto`` means.
-- ``dense-steps``: how many first steps are dense, from none to the papers' quarter, at two shares, so
-  that runs of equal work can be compared.
+- ``dense-steps``: how many first steps are dense, from none to the papers' quarter, at two shares,
+  so that runs of equal work can be compared.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
