@@ -172,7 +172,7 @@ class Configuration:
         aim: what the knob is to be set for, or None.
         reuse: steps that a plan serves.
         refresh: steps that compute everything again; none unless said, whatever the method's own.
-        dense_steps: first steps kept dense; None is the model's own.
+        dense_steps: first steps kept dense, a number or a share; None is the model's own.
         dense_ends: layers kept dense at each end of the transformer.
         knob: the number that is set where there is an aim; None is the method's own of ``KNOBS``.
         calibrated: whether the numbers of each layer and head come from a preset.
@@ -186,7 +186,7 @@ class Configuration:
     aim: Aim | None = None
     reuse: int = 1
     refresh: int | float = 0
-    dense_steps: int | None = None
+    dense_steps: int | float | None = None
     dense_ends: int = 0
     knob: Knob | None = None
     calibrated: bool = False
