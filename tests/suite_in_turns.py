@@ -123,10 +123,11 @@ def work(warmup: int, rep: int) -> None:
 
 
 class Version:
-    """A version's process."""
+    """The process of a NAME=FOLDER."""
 
-    def __init__(self, name: str, folder: str, warmup: int, rep: int) -> None:
-        self.name = name
+    def __init__(self, place: str, warmup: int, rep: int) -> None:
+        self.name, _, where = place.partition("=")
+        folder = str(Path(where).resolve())
         folders = [folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--work", str(warmup), str(rep)],
@@ -159,7 +160,7 @@ class Version:
 @contextmanager
 def versions(places: Sequence[str], warmup: int, rep: int) -> Iterator[list[Version]]:
     """The processes of all NAME=FOLDER."""
-    made = [Version(*place.split("=", 1), warmup, rep) for place in places]
+    made = [Version(place, warmup, rep) for place in places]
     try:
         yield made
     finally:
@@ -241,6 +242,9 @@ def main() -> int:
     parser.add_argument("--within", type=float, default=0.01, metavar="SHARE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     asked = parser.parse_args()
+    for place in asked.versions:
+        if not Path(place.partition("=")[2] or "/", "vidsparse").is_dir():
+            parser.error(f"{place!r} is no NAME=FOLDER with a folder vidsparse in FOLDER")
     rows: list[dict[str, Any]] = []
     with versions(asked.versions, asked.warmup, asked.rep) as made:
         offered = [one.answer() for one in made]
