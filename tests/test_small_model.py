@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import socket
@@ -34,9 +35,11 @@ from vidsparse.apps.small_model import (
     world,
 )
 from vidsparse.apps.small_model.cogvideox import SHAPES_JOINT, rotary_angles
+from vidsparse.apps.small_model.drawing import SHAPES as SHAPES_DRAWN
 from vidsparse.apps.small_model.export import build_tokenizer, export
 from vidsparse.apps.small_model.model import ClipSize, Recipe, SmallModel
 from vidsparse.apps.small_model.registry import SMALL_MODELS
+from vidsparse.apps.small_model.scenes import world as scenes_world
 from vidsparse.apps.small_model.together import Together
 from vidsparse.apps.small_model.wan import SHAPES
 from vidsparse.apps.small_model.wan_scenes import SCENES
@@ -752,6 +755,23 @@ def test_the_loss_weighs_places_where_bodies_are() -> None:
     assert latents_of(SHAPES, 6.0).weights is None
 
 
+def learner_of(model: SmallModel, *, rate: float = 0.0, naming: float = 0.0) -> train.Learner:
+    """A learner on a CPU whose weights and draws are the same each time."""
+    torch.manual_seed(0)
+    learner = train.Learner(
+        model,
+        model.build_transformer(),
+        model.build_text_encoder(),
+        device=torch.device("cpu"),
+        learning_rate=rate,
+        muon_rate=rate,
+        naming=naming,
+        together=Together(),
+    )
+    torch.manual_seed(1)
+    return learner
+
+
 def test_the_loss_is_the_mean_by_weight() -> None:
     drawn = latents_of(SHAPES, 1.0)
     plan = train.StepPlan(source=0, batch=2, share=1.0)
@@ -759,23 +779,59 @@ def test_the_loss_is_the_mean_by_weight() -> None:
     first[:, :, 0] = 1
 
     def loss(weights: torch.Tensor | None) -> float:
-        torch.manual_seed(0)
-        learner = train.Learner(
-            SHAPES,
-            SHAPES.build_transformer(),
-            SHAPES.build_text_encoder(),
-            device=torch.device("cpu"),
-            learning_rate=0.0,
-            muon_rate=0.0,
-            together=Together(),
-        )
-        return learner.step(replace(drawn, weights=weights), plan, 1.0).item()
+        return learner_of(SHAPES).step(replace(drawn, weights=weights), plan, 1.0).item()
 
     plain, one, others = loss(None), loss(first), loss(1 - first)
     assert one != pytest.approx(others, rel=1e-3)
     # one latent frame of three
     assert (one + 2 * others) / 3 == pytest.approx(plain, rel=1e-5)
     assert (2 * one + 2 * others) / 4 == pytest.approx(loss(1 + first), rel=1e-5)
+
+
+def test_latents_say_which_kind_of_body_is_where() -> None:
+    drawn = latents_of(SCENES, 1.0)
+    assert drawn.kinds is not None
+    assert drawn.kinds.shape == (2, *drawn.values.shape[2:])
+    colours, shapes = list(scenes_world.COLOURS), list(SHAPES_DRAWN)
+    shown = SCENES.world.sample(random.Random(0))
+    wanted = {
+        1 + colours.index(b.colour) * len(shapes) + shapes.index(b.shape) for b in shown.bodies
+    }
+    assert set(drawn.kinds[0].unique().tolist()) == {0, *wanted}
+    # the latent's middle frames: 0, then those of 1 to 4 and of 5 to 8
+    places = SCENES.world.centres(shown, 9)
+    tops = shown.bodies[-1]
+    for latent, (x, y) in enumerate((places[-1][[0, 2, 6]] * 8).astype(int)):
+        if tops.shape != "ring":
+            assert drawn.kinds[0, latent, y, x] in wanted
+    assert drawn.kinds.max() < SCENES.world.kinds
+    assert latents_of(SHAPES, 1.0).kinds is None
+
+
+def test_which_body_is_where_is_learnt_beside_the_loss_that_is_told() -> None:
+    drawn = latents_of(SCENES, 6.0)
+    plan = train.StepPlan(source=0, batch=2, share=1.0)
+
+    class Smaller(type(SCENES)):  # type: ignore[misc]
+        heads, layers, feed_forward = 1, 2, 64
+
+    model = Smaller()
+
+    def learnt(naming: float, steps: int) -> tuple[float, float | None]:
+        learner = learner_of(model, rate=1e-2, naming=naming)
+        losses = [learner.step(drawn, plan, 1.0).item() for _ in range(steps)]
+        return losses[0], None if learner.misnamed is None else learner.misnamed.item()
+
+    plain, untold = learnt(0.0, 1)
+    first, told = learnt(0.5, 1)
+    assert untold is None
+    assert first == plain
+    # it begins with zeros: every kind is as likely
+    assert told is not None
+    assert told == pytest.approx(math.log(SCENES.world.kinds), rel=1e-5)
+    _, later = learnt(0.5, 12)
+    assert later is not None
+    assert later < 0.8 * told
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ def _time_steps(
         device=device,
         learning_rate=0.0,
         muon_rate=0.0,
+        naming=0.0,
         together=Together(),
     )
     room = model.world.vocabulary.caption_tokens

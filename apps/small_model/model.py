@@ -90,6 +90,8 @@ class Recipe:
         vae_muon_rate: the same for the autoencoder, where Muon is to train it.
         body_weight: how often the transformer's loss counts an error where a body is, against once
             elsewhere, in worlds that know where.
+        naming: how much a second loss counts beside it: that of telling, in the middle of the
+            transformer, which kind of body is where, in the same worlds.
     """
 
     vae_minutes: float
@@ -105,6 +107,7 @@ class Recipe:
     muon_rate: float = 3e-3
     vae_muon_rate: float | None = None
     body_weight: float = 1.0
+    naming: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

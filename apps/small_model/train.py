@@ -44,11 +44,26 @@ from .vae import LOG_SECONDS, SAVE_SECONDS, Log, held_out_psnr, schedule, train_
 CAPTIONS_PER_CLIP = 4
 
 
-def _near(seen: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Latents [B, 1, t, h, w] of ``size`` (t, h, w) in or beside which ``seen`` [B, T, H, W] is."""
-    cells = F.adaptive_max_pool3d(seen[:, None].float(), tuple(size))
+def _near(kinds: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """Latents [B, 1, t, h, w] of ``size`` (t, h, w) in or beside which bodies are seen.
+
+    ``kinds`` [B, T, H, W] are those of bodies, 0 for none.
+    """
+    cells = F.adaptive_max_pool3d((kinds > 0)[:, None].float(), tuple(size))
     # the rim is what tells shapes apart, from both of its sides
     return F.max_pool3d(cells, (1, 3, 3), 1, (0, 1, 1))
+
+
+def _at_latents(kinds: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """What of ``kinds`` [B, T, H, W] is in the middle of each latent of ``size`` (t, h, w)."""
+    # the first latent is of one frame, each other of as many as the autoencoder takes together
+    group = (kinds.shape[1] - 1) // max(1, size[0] - 1)
+    frames = torch.arange(size[0], device=kinds.device) * group - group // 2
+    rows, columns = (
+        (torch.arange(n, device=kinds.device) * 2 + 1) * length // (2 * n)
+        for n, length in zip(size[1:], kinds.shape[2:], strict=True)
+    )
+    return kinds[:, frames.clamp_min(0)][:, :, rows][:, :, :, columns]
 
 
 @torch.no_grad()
@@ -69,15 +84,18 @@ def draw_latents(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     values: list[list[torch.Tensor]] = [[] for _ in plans]
     weights: list[list[torch.Tensor]] = [[] for _ in plans]
+    kinds: list[list[torch.Tensor]] = [[] for _ in plans]
     ids: list[list[list[list[int]]]] = [[] for _ in plans]
     start = time.monotonic()
     while time.monotonic() - start < seconds:
-        for plan, stored, weighed, captions in zip(plans, values, weights, ids, strict=True):
+        for plan, stored, weighed, named, captions in zip(
+            plans, values, weights, kinds, ids, strict=True
+        ):
             for _ in range(plan.batches):
                 scenes = [model.world.sample(rng) for _ in range(plan.batch)]
                 side = plan.size.side
                 clip = model.world.render(scenes, plan.size.frames, side, side, device)
-                seen = model.world.bodies(clip) if model.world.bodies and body_weight != 1 else None
+                seen = model.world.bodies(scenes, clip) if model.world.bodies else None
                 clip = clip.to(dtype).contiguous(memory_format=torch.channels_last_3d)
                 mean, log_variance = model.encode(vae, clip)
                 # a sample, not the mean: a channel the picture does not need stays plain noise
@@ -85,7 +103,10 @@ def draw_latents(
                 noise = torch.randn_like(mean)
                 stored.append((mean + noise * torch.exp(0.5 * log_variance)).contiguous())
                 if seen is not None:
-                    weighed.append(1 + (body_weight - 1) * _near(seen, mean.shape[2:]).to(dtype))
+                    if body_weight != 1:
+                        near = _near(seen, mean.shape[2:])
+                        weighed.append(1 + (body_weight - 1) * near.to(dtype))
+                    named.append(_at_latents(seen, mean.shape[2:]))
                 captions += [
                     [model.world.training_ids(scene, rng) for _ in range(CAPTIONS_PER_CLIP)]
                     for scene in scenes
@@ -95,8 +116,9 @@ def draw_latents(
             values=torch.cat(stored),
             ids=torch.tensor(captions, device=device),
             weights=torch.cat(weighed) if weighed else None,
+            kinds=torch.cat(named) if named else None,
         )
-        for stored, weighed, captions in zip(values, weights, ids, strict=True)
+        for stored, weighed, named, captions in zip(values, weights, kinds, ids, strict=True)
     ]
     for latents in drawn:
         log(f"latents {tuple(latents.values.shape)}")
@@ -144,6 +166,7 @@ def train_transformer(
     plans: tuple[StepPlan, ...],
     learning_rate: float,
     muon_rate: float,
+    naming: float,
     together: Together,
 ) -> float:
     """Train for a wall-clock time; returns the running loss, averaged weights in place.
@@ -161,6 +184,7 @@ def train_transformer(
         device=device,
         learning_rate=learning_rate,
         muon_rate=muon_rate,
+        naming=naming,
         together=together,
     )
     count = sum(p.numel() for p in transformer.parameters()) / 1e6
@@ -182,9 +206,10 @@ def train_transformer(
         if time.monotonic() - logged > LOG_SECONDS:
             losses = ", ".join("-" if r is None else f"{r.item():.4f}" for r in running)
             passed = time.monotonic() - logged
+            named = "" if learner.misnamed is None else f" naming {learner.misnamed.item():.4f}"
             log(
-                f"transformer step {step} loss {losses} {(step - logged_step) / passed:.1f} it/s "
-                f"{logged_tokens / passed:,.0f} tokens/s"
+                f"transformer step {step} loss {losses}{named} "
+                f"{(step - logged_step) / passed:.1f} it/s {logged_tokens / passed:,.0f} tokens/s"
             )
             logged, logged_step, logged_tokens = time.monotonic(), step, 0
         if together.first and time.monotonic() - saved > SAVE_SECONDS:
@@ -227,6 +252,7 @@ TINY = Recipe(
     step_plans=(StepPlan(source=0, batch=4, share=1.0),),
     check_clips=1,
     body_weight=2.0,
+    naming=0.2,
 )
 
 
@@ -316,6 +342,7 @@ def train(
         plans=recipe.step_plans,
         learning_rate=recipe.learning_rate,
         muon_rate=recipe.muon_rate,
+        naming=recipe.naming,
         together=together,
     )
 

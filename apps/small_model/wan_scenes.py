@@ -120,6 +120,7 @@ class Scenes(Wan):
         muon_rate=2.2e-3,
         # bodies are a twentieth of the picture, and ground that no words tell of is the rest
         body_weight=6.0,
+        naming=0.2,
     )
 
 

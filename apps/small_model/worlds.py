@@ -40,8 +40,9 @@ class World:
         contents: what there is in it, as the card says.
         test: what is held out and read, as the card says.
         limits: what it does not hold, a sentence each.
-        bodies: where bodies are seen in clips [B, 3, T, H, W]: [B, T, H, W]; None where training
-            does not ask.
+        bodies: the kind of body seen at each pixel of scenes' clips [B, 3, T, H, W], 0 for none:
+            uint8 [B, T, H, W]; None where training does not ask.
+        kinds: how many kinds of bodies there are, none counted in.
     """
 
     sample: Callable[[random.Random], Any]
@@ -59,7 +60,8 @@ class World:
     contents: str
     test: str
     limits: tuple[str, ...]
-    bodies: Callable[[torch.Tensor], torch.Tensor] | None = None
+    bodies: Callable[[Sequence[Any], torch.Tensor], torch.Tensor] | None = None
+    kinds: int = 1
 
     def training_ids(self, scene: Any, rng: random.Random) -> list[int]:
         """Padded ids of a caption for training; half of the captions are canonical."""
@@ -126,4 +128,5 @@ SCENES_WORLD: Final = World(
         "Its ground lies still: water and trees do not move.",
     ),
     bodies=scenes_reading.bodies,
+    kinds=scenes_reading.KINDS,
 )

@@ -96,16 +96,29 @@ def _is_body(picture: Tensor, saturation: Tensor) -> Tensor:
     return (saturation > _SATURATED) & (picture.amax(1) > 0.12)
 
 
-def bodies(clips: Tensor) -> Tensor:
-    """Where bodies are seen in clips [B, 3, T, H, W] in [-1, 1]: [B, T, H, W]."""
-    picture = (clips + 1) / 2
-    return _is_body(picture, _hue(picture)[1])
+KINDS: Final = 1 + len(COLOURS) * len(SHAPES)
+"""Kinds of bodies by colour and shape, and none."""
+
+
+def bodies(scenes: Sequence[Scene], clips: Tensor) -> Tensor:
+    """The kind of body seen at each pixel of clips [B, 3, T, H, W] in [-1, 1], 0 for none.
+
+    By colour, which no two bodies of a scene share: uint8 [B, T, H, W].
+    """
+    kinds = torch.zeros(len(scenes), 1 + len(COLOURS), dtype=torch.uint8)
+    colours = list(COLOURS)
+    for row, scene in zip(kinds, scenes, strict=True):
+        for body in scene.bodies:
+            colour = colours.index(body.colour)
+            row[1 + colour] = 1 + colour * len(SHAPES) + SHAPES.index(body.shape)
+    seen = 1 + _colours((clips + 1) / 2)
+    return kinds.to(clips.device).gather(1, seen.flatten(1)).view(seen.shape)
 
 
 def _colours(video: Tensor) -> Tensor:
-    """Number of the nearest colour of every pixel [T, H, W], -1 where it is ground."""
+    """Number of the nearest colour of every pixel of [N, 3, ...], -1 where it is ground."""
     hue, saturation = _hue(video)
-    palette, _ = _hue(torch.tensor(list(COLOURS.values())).view(-1, 3, 1))
+    palette, _ = _hue(torch.tensor(list(COLOURS.values()), device=video.device).view(-1, 3, 1))
     gap = (hue.unsqueeze(-1) - palette.view(-1) + 3).remainder(6) - 3
     return torch.where(_is_body(video, saturation), gap.abs().argmin(-1), -1)
 
