@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from vidsparse.apps.cli import main
-from vidsparse.apps.runs.crew import TRIES, Made, Outcome, WorkerDied, spread
+from vidsparse.apps.runs.crew import TRIES, Made, Outcome, Worker, WorkerDied, spread
 from vidsparse.apps.runs.crew_options import CrewOptions, crew_options
 from vidsparse.apps.runs.crew_tasks import Generation
 from vidsparse.apps.runs.local_workers import LocalWorkers
@@ -185,7 +186,7 @@ def test_a_loop_that_is_left_early_leaves_no_worker() -> None:
 def test_a_child_that_is_killed_is_told_from_one_that_fails() -> None:
     worker = LocalWorkers(1, "cpu").start(0)
     try:
-        assert worker.call("meeting_point", "127.0.0.1").result(60).startswith("tcp://127.0.0.1:")
+        assert worker.call("meeting_point", "127.0.0.1").result(60).startswith("127.0.0.1:")
         with pytest.raises(AttributeError):
             worker.call("nothing").result(60)
         assert worker.pid is not None
@@ -194,6 +195,13 @@ def test_a_child_that_is_killed_is_told_from_one_that_fails() -> None:
             worker.call("meeting_point", "127.0.0.1").result(60)
     finally:
         worker.kill()
+
+
+def test_where_a_group_meets_is_taken_from_when_it_is_told() -> None:
+    worker = Worker()
+    port = int(worker.meeting_point("127.0.0.1").rpartition(":")[2])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize(

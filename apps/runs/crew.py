@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from vidsparse.errors import VidsparseError
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from vidsparse.apps.runs.maker import Maker
     from vidsparse.pipelines.request import GenerateRequest
 
@@ -93,13 +95,15 @@ class Worker:
     def __init__(self) -> None:
         self._maker: Maker | None = None
         self._first = self._fresh = True
+        self._store: TCPStore | None = None
 
     def meeting_point(self, host: str | None) -> str:
-        """An address on which the workers of a group can meet here."""
+        """An address on which the workers of a group meet here; nobody else gets it from now on."""
+        from torch.distributed import TCPStore
+
         host = host or socket.gethostbyname(socket.gethostname())
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return f"{host}:{self._store.port}"
 
     def load(
         self,
@@ -133,8 +137,11 @@ class Worker:
         if count > 1:
             import torch.distributed as dist
 
+            assert meeting is not None
+            host, _, port = meeting.rpartition(":")
+            store = self._store or dist.TCPStore(host, int(port))
             backend = "nccl" if (request.device or "").startswith("cuda") else "gloo"
-            dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=count)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=count)
         one = PreparedPrompt(prompt=Prompt(number=1, text=request.prompt, line=1), request=request)
         prompts = PreparedPrompts(model=resolve_model(request.model), prompts=(one,))
         self._maker = Maker(Terminal(quiet=True), prompts, ring)
