@@ -207,8 +207,12 @@ def test_generate_shows_a_video_its_cost_and_how_to_get_it_again(visit: Any) -> 
     visitor.see("#generate-status", "Your video is ready")
     for text in ("Attention computed", "selected", "denoising", "torch, fp32", "seed 4"):
         visitor.see("#generate-facts", text)
-    visitor.page.wait_for_function("document.querySelector('#video video')?.readyState >= 2")
-    assert visitor.value("document.querySelector('#video video').videoWidth") == 64
+    video = "document.querySelector('#video video')"
+    # where less motion is asked for it does not begin by itself.
+    visitor.page.wait_for_function(f"{video}?.readyState === 4 && {video}.paused")
+    visitor.page.get_by_label("play-pause-replay-button").click()
+    visitor.page.wait_for_function(f"!{video}.paused")
+    assert visitor.value(f"{video}.videoWidth") == 64
 
     # a dense one beside it gives the speed of the next.
     visitor.page.click("#method input")
@@ -229,8 +233,8 @@ def test_generate_shows_a_video_its_cost_and_how_to_get_it_again(visit: Any) -> 
     playwright.expect(visitor.page.get_by_label("share", exact=True)).to_be_visible()
 
     page = visitor.page
-    video = _download(visitor, page.get_by_role("link", name="Download video"))
-    assert video.read_bytes()[4:8] == b"ftyp"
+    file = _download(visitor, page.get_by_role("link", name="Download video"))
+    assert file.read_bytes()[4:8] == b"ftyp"
     record = json.loads(
         _download(visitor, page.get_by_role("link", name="Download record")).read_text("utf-8")
     )
