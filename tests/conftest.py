@@ -59,14 +59,36 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mix the files that wait for others among those that compute, and skip what needs a GPU."""
     import torch
 
+    items[:] = _mixed(items, float(config.getini("timeout")))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def _mixed(items: list[pytest.Item], usual: float) -> list[pytest.Item]:
+    """Every third file, from the first on, is one whose tests may take longer than is usual.
+
+    These start browsers, compilers and other processes: they wait for them while others compute,
+    or take more cores than their own where many run at once, and are long enough to hold up the
+    end.
+    """
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    kinds: dict[bool, list[list[pytest.Item]]] = {True: [], False: []}
+    for tests in files.values():
+        marks = [test.get_closest_marker("timeout") for test in tests]
+        kinds[any(mark is not None and mark.args[0] > usual for mark in marks)].append(tests)
+    patient, others = kinds[True], kinds[False]
+    for place, tests in enumerate(patient):
+        others.insert(3 * place, tests)
+    return [test for tests in others for test in tests]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,12 @@ def check(name: str, prepare: Prepare, *, steps: int = 3, **changes: Any) -> tor
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-4}
 
 
+@cache
+def plain(name: str, steps: int) -> torch.Tensor:
+    """What the stock pipeline makes with nothing beside it."""
+    return latents(name, TINY[name].build(), num_inference_steps=steps)
+
+
 # compilation
 
 
@@ -81,7 +87,7 @@ def compile_regions(pipe: Any, backend: Any) -> None:
 
 
 def check_compiled(name: str, compile: Callable[[Any, Any], None]) -> None:
-    expected = latents(name, TINY[name].build(), num_inference_steps=2)
+    expected = plain(name, 2)
     graphs = []
     for sparse in (False, True):
         torch._dynamo.reset()
@@ -139,8 +145,6 @@ def lora_of(name: str) -> dict[str, torch.Tensor]:
 @works("lora", quick="wan")
 def test_lora(name: str) -> None:
     weights = lora_of(name)
-    # of as many steps as what it is held against.
-    plain = latents(name, TINY[name].build(), num_inference_steps=3)
 
     def load(pipe: Any) -> None:
         if hasattr(pipe, "load_lora_weights"):
@@ -161,10 +165,12 @@ def test_lora(name: str) -> None:
         pipe.transformer.unload_lora()
 
     loaded, scaled, fused = (check(name, prepare) for prepare in (load, scale, fuse))
+    # of as many steps as what it is held against.
+    unstyled = plain(name, 3)
     for styled in (loaded, scaled, fused):
-        assert not torch.allclose(styled, plain, **CLOSE)
+        assert not torch.allclose(styled, unstyled, **CLOSE)
     assert not torch.allclose(loaded, scaled, **CLOSE)
-    assert torch.equal(check(name, unload), plain)
+    assert torch.equal(check(name, unload), unstyled)
 
 
 @works("layerwise-casting", quick="wan")
@@ -192,16 +198,21 @@ def linear_int8(pipe: Any) -> None:
     quantize_linear(pipe, "int8", edges=0, smallest=16)
 
 
+@cache
+def stock_int8(name: str) -> torch.Tensor:
+    """What the stock pipeline makes with 8-bit layers."""
+    pipe = TINY[name].build()
+    linear_int8(pipe)
+    return latents(name, pipe, num_inference_steps=3)
+
+
 def check_linear_int8(name: str, *prepares: Prepare) -> None:
     """Hold a full mask over 8-bit layers, beside each of these, to the stock pipeline over such.
 
     What differs in the last bit may round to another unit in a later layer, so the two may be as
     far apart as rounding has put either of them, and no farther.
     """
-    exact = latents(name, TINY[name].build(), num_inference_steps=3)
-    stock = TINY[name].build()
-    linear_int8(stock)
-    expected = latents(name, stock, num_inference_steps=3)
+    exact, expected = plain(name, 3), stock_int8(name)
     assert 0 < (expected - exact).norm() < 0.2 * exact.norm()
     for prepare in prepares:
         pipe = TINY[name].build()

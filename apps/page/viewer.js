@@ -505,6 +505,19 @@ document.addEventListener("keydown", ({ key, target }) => {
   if (key === "Tab") document.getElementById(target.getAttribute("aria-controls"))?.setAttribute("tabindex", "-1");
 });
 
+// gradio's player begins by itself; where less motion was asked for, it waits until it is touched.
+if (calm) {
+  let touched = -Infinity;
+  for (const kind of ["pointerdown", "keydown"]) {
+    document.addEventListener(kind, ({ target, timeStamp }) => {
+      if (target.closest?.("#video")) touched = timeStamp;
+    }, true);
+  }
+  document.addEventListener("play", ({ target, timeStamp }) => {
+    if (target.closest("#video") && timeStamp - touched > 1000) target.pause();
+  }, true);
+}
+
 customElements.define("vs-words", Words);
 customElements.define("vs-alert", Alert);
 customElements.define("vs-fold", Fold);

@@ -9,6 +9,7 @@ record, so that no disk needs to be shared.
 
 from __future__ import annotations
 
+import gc
 import queue
 import socket
 import threading
@@ -93,6 +94,8 @@ class Worker:
     """What runs in a worker's process; one call at a time."""
 
     def __init__(self) -> None:
+        # as in the command's own process: importing the libraries makes nothing but what stays.
+        gc.set_threshold(10_000, *gc.get_threshold()[1:])
         self._maker: Maker | None = None
         self._first = self._fresh = True
         self._store: TCPStore | None = None
