@@ -584,13 +584,25 @@ def test_a_page_that_runs_long_keeps_no_copies(cleaned: tuple[Any, str]) -> None
         number for number, fn in caller.functions.items() for target, event in fn["targets"]
         if event == "select" and caller.components[target]["type"] == "gallery"
     )  # fmt: skip
-    body = {
-        "data": [""], "fn_index": select, "session_hash": "stays",
-        "event_data": {"index": 0, "value": None},
-    }  # fmt: skip
-    event = caller.http.post("gradio_api/queue/join", json=body).json()["event_id"]
-    (answer,) = caller.ends({event}).values()
-    (path,) = set(re.findall(r"\"path\": \"([^\"]+\.mp4)\"", json.dumps(answer["output"])))
+
+    def choose(value: Any) -> str:
+        # whatever the place: what is shown there may have changed since.
+        body = {
+            "data": [], "fn_index": select, "session_hash": "stays",
+            "event_data": {"index": 5, "value": value},
+        }  # fmt: skip
+        event = caller.http.post("gradio_api/queue/join", json=body).json()["event_id"]
+        (answer,) = caller.ends({event}).values()
+        return json.dumps(answer["output"])
+
+    other, shown_there = (
+        {"image": {"path": str(copies / "gone" / f"{stem}.jpg")}, "caption": ""}
+        for stem in ("0001-other", clip.record.stem)
+    )
+    for nothing in (None, "0001", {}, {"image": None}, other):
+        assert ".mp4" not in choose(nothing)
+    output = choose(shown_there)
+    (path,) = set(re.findall(r"\"path\": \"([^\"]+\.mp4)\"", output))
     assert Path(path).is_relative_to(copies)
     assert caller.http.get(f"gradio_api/file={path}").content == video.read_bytes()
 

@@ -253,7 +253,7 @@ class CompareTab:
                 "a dense side is made beside the form's settings. Hint: show the video in "
                 "Generate, take its settings, and choose the form's settings as B."
             )
-        kept = {each.record.stem: each for each in visit.gallery.find()}
+        kept = visit.gallery.by_stem()
         sides: list[Clip | GenerateRequest] = []
         names = []
         for letter, name in zip("AB", (side_a, side_b), strict=True):

@@ -58,6 +58,10 @@ class Gallery:
         words = search.lower().split()
         return [each for each in self._all() if all(word in each.words for word in words)]
 
+    def by_stem(self) -> dict[str, Kept]:
+        """All videos by what their files are called."""
+        return {each.record.stem: each for each in self._all()}
+
     def clip(self, kept: Kept) -> Clip | None:
         """A video with all that is told of it, None where its files have gone meanwhile."""
         return _clip(kept.record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -126,7 +127,6 @@ class GenerateTab:
         )
         self.history.select(
             self.show,
-            inputs=[self.search],
             outputs=result,
             # a second choice while the first is answered counts; gradio would drop it.
             trigger_mode="multiple",
@@ -205,13 +205,15 @@ class GenerateTab:
         """Show the kept videos that a search finds."""
         return self._found_update(self._desk.visit(request), search)
 
-    def show(self, request: gr.Request, search: Any, event: gr.SelectData) -> Updates:
+    def show(self, request: gr.Request, event: gr.SelectData) -> Updates:
         """Show a kept video again."""
         visit = self._desk.visit(request)
-        found, index = self._found(visit, search), event.index
-        clip = None
-        if isinstance(index, int) and 0 <= index < len(found):
-            clip = visit.gallery.clip(found[index])
+        # by its picture: the place counts among what an earlier search may have found.
+        kept = None
+        match event.value:
+            case {"image": {"path": str(picture)}}:
+                kept = visit.gallery.by_stem().get(Path(picture).stem)
+        clip = None if kept is None else visit.gallery.clip(kept)
         if clip is None:
             return {self.record: gr.skip()}
         visit.shown = clip

@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from vidsparse.errors import VidsparseError
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
     from vidsparse.apps.runs.maker import Maker
     from vidsparse.pipelines.request import GenerateRequest
 
@@ -98,14 +96,12 @@ class Worker:
         gc.set_threshold(10_000, *gc.get_threshold()[1:])
         self._maker: Maker | None = None
         self._first = self._fresh = True
-        self._store: TCPStore | None = None
+        self._store: Any = None
 
     def meeting_point(self, host: str | None) -> str:
         """An address on which the workers of a group meet here; nobody else gets it from now on."""
-        from torch.distributed import TCPStore
-
         host = host or socket.gethostbyname(socket.gethostname())
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = _shared_store(host, 0, first=True)
         return f"{host}:{self._store.port}"
 
     def load(
@@ -142,12 +138,20 @@ class Worker:
 
             assert meeting is not None
             host, _, port = meeting.rpartition(":")
-            store = self._store or dist.TCPStore(host, int(port))
+            store = self._store or _shared_store(host, int(port), first=False)
             backend = "nccl" if (request.device or "").startswith("cuda") else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=count)
         one = PreparedPrompt(prompt=Prompt(number=1, text=request.prompt, line=1), request=request)
         prompts = PreparedPrompts(model=resolve_model(request.model), prompts=(one,))
         self._maker = Maker(Terminal(quiet=True), prompts, ring)
+
+
+def _shared_store(host: str, port: int, *, first: bool) -> Any:
+    """What the workers of a group tell each other by; the first one has it, on any port for 0."""
+    # documented, and not marked as what the package exports.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(host, port, is_master=first, wait_for_workers=False)
 
 
 @contextmanager
