@@ -2,6 +2,7 @@
 
     python tests/compile_ahead.py            # the variants that differ, a minute or two
     python tests/compile_ahead.py 90 --all   # every tile and dtype for one generation
+    python tests/compile_ahead.py 80 --loops # also how many instructions the main loop has
 
 A line holds registers of a thread, bytes of stack (spilled registers), and shared memory of a
 block, beside the most that a block of that generation can have. The `gluon` kernel's registers are
@@ -18,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 
 import triton
@@ -76,6 +78,9 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, choices=HEAD_DIMS, help="only this one")
     parser.add_argument("--all", action="store_true", help="every tile and dtype")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="variants at a time")
+    parser.add_argument(
+        "--loops", action="store_true", help="also count the instructions of main loops"
+    )
     arguments = parser.parse_args()
     capabilities = arguments.capability or list(SHARED_KIB)
     head_dims = [arguments.head_dim] if arguments.head_dim else list(HEAD_DIMS)
@@ -86,7 +91,8 @@ def main() -> int:
     with ProcessPoolExecutor(
         arguments.jobs, get_context("fork"), initializer=_WORK.extend, initargs=(todo,)
     ) as pool:
-        for variant, (text, right) in zip(todo, pool.map(_report, range(len(todo))), strict=True):
+        report = partial(_report, loops=arguments.loops)
+        for variant, (text, right) in zip(todo, pool.map(report, range(len(todo))), strict=True):
             print(f"{variant}: {text}", flush=True)
             failed += not right
     return 1 if failed else 0
@@ -96,12 +102,12 @@ def main() -> int:
 _WORK: list[Variant] = []
 
 
-def _report(number: int) -> tuple[str, bool]:
+def _report(number: int, *, loops: bool) -> tuple[str, bool]:
     """Compile a variant; a line of what it needs, and whether it compiled and fits."""
     variant = _WORK[number]
     limit = SHARED_KIB[variant.cc] * 1024
     try:
-        needs = compile_variant(variant)
+        needs = compile_variant(variant, loops=loops)
     except Exception as error:
         return f"FAILED {type(error).__name__}: {error}", False
     fits = needs.shared <= limit
@@ -113,7 +119,8 @@ def _report(number: int) -> tuple[str, bool]:
             f", {needs.waits} waits, {needs.overlapped} exponentials overlapped"
             if needs.waits
             else ""
-        ),
+        )
+        + (f", {needs.loop} instructions in its main loop" if needs.loop else ""),
         fits,
     )
 

@@ -40,16 +40,20 @@ class Variant:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled variant takes; waits and overlap are counted in the Gluon kernel alone."""
+    """What a compiled variant takes; waits and overlap are counted in the Gluon kernel alone.
+
+    ``loop`` is how many instructions its first loop with matrix products has, where asked for.
+    """
 
     registers: int
     stack: int
     shared: int
     waits: int = 0
     overlapped: int = 0
+    loop: int = 0
 
 
-def compile_variant(variant: Variant) -> Usage:
+def compile_variant(variant: Variant, *, loops: bool = False) -> Usage:
     """Compile for ``variant``'s GPU as the launcher would, and read the cubin's needs."""
     names = variant.kernel.arg_names
     missing = set(names) - set(variant.types) - set(variant.constants)
@@ -76,8 +80,25 @@ def compile_variant(variant: Variant) -> Usage:
         found = re.search(r"REG:(\d+) STACK:(\d+)", text)
         assert found, f"cuobjdump answered {text!r}"
         gluon = variant.source is GluonASTSource
-        overlap = _overlap(_tool("nvdisasm", file.name)) if gluon else ()
-    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *overlap)
+        code = _tool("nvdisasm", file.name) if gluon or loops else ""
+        overlap = _overlap(code) if gluon else (0, 0)
+    loop = _loop(code) if loops else 0
+    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *overlap, loop)
+
+
+def _loop(code: str) -> int:
+    """Instructions of the first loop that multiplies matrices, 0 where there is none."""
+    lines = code.splitlines()
+    labels: dict[str, int] = {}
+    for place, line in enumerate(lines):
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = place
+        back = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+        if back and back[1] in labels:
+            loop = [each for each in lines[labels[back[1]] : place + 1] if "/*" in each]
+            if any(re.search(r"\b(HG?MMA|[IQ]G?MMA)\b", each) for each in loop):
+                return sum(bool(re.search(r"/\*[0-9a-f]{4,}\*/\s+\S", each)) for each in loop)
+    return 0
 
 
 def _overlap(code: str) -> tuple[int, int]:

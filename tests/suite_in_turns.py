@@ -1,6 +1,7 @@
 """Time the suite of `vidsparse bench attention` in several versions of the package, in turns.
 
     python tests/suite_in_turns.py before=/tmp/before after=/tmp/after --json turns.json
+    python tests/suite_in_turns.py --show turns.json
 
 Every NAME=FOLDER is a version and a folder that it can be imported from (`pip install --no-deps
 --target FOLDER CHECKOUT`). Each has a process of its own, which makes a case's inputs, checks every
@@ -210,8 +211,10 @@ def time_case(case: str, all_of_them: Sequence[Version], rounds: int) -> list[di
     return rows
 
 
-def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Of each kind of call and version: mean, least and largest ratio."""
+def summarise(
+    rows: Sequence[dict[str, Any]], within: float
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Of each kind of call and version: mean, least and largest ratio, and how many are near 1."""
     kinds: dict[str, list[dict[str, float]]] = {}
     for row in rows:
         if "ratio" in row:
@@ -224,6 +227,8 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, f
                 "mean": statistics.geometric_mean(each[name] for each in ratios),
                 "least": min(each[name] for each in ratios),
                 "largest": max(each[name] for each in ratios),
+                "near": sum(abs(each[name] - 1) <= within for each in ratios),
+                "slower": sum(each[name] - 1 > within for each in ratios),
             }
             for name in ratios[0]
         }
@@ -231,17 +236,38 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, f
     }
 
 
+def show(rows: Sequence[dict[str, Any]], within: float) -> int:
+    """Print what ``summarise`` finds; how many means are off and cases failed."""
+    wrong = sum("failed" in row for row in rows)
+    for kind, of_versions in summarise(rows, within).items():
+        first = next(iter(of_versions))
+        for name, told in list(of_versions.items())[1:]:
+            wrong += abs(told["mean"] - 1) > within
+            print(
+                f"{kind}, {told['cases']} cases: {name} takes {told['mean']:.4f} of {first} "
+                f"({told['least']:.3f} to {told['largest']:.3f}), {told['near']} within "
+                f"{within:.0%}, {told['slower']} slower by more"
+            )
+    return wrong
+
+
 def main() -> int:
     """Exit code of the whole."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("versions", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("versions", nargs="*", metavar="NAME=FOLDER")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=20, metavar="MS")
     parser.add_argument("--rep", type=int, default=80, metavar="MS")
     parser.add_argument("--tokens", type=int, metavar="N", help="only cases of at most so many")
     parser.add_argument("--within", type=float, default=0.01, metavar="SHARE")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="time nothing: print its means")
     asked = parser.parse_args()
+    if asked.show is not None:
+        told = json.loads(asked.show.read_text(encoding="utf-8"))
+        return 1 if show(told["rows"], asked.within) else 0
+    if not asked.versions:
+        parser.error("name versions, or a file to --show")
     for place in asked.versions:
         if not Path(place.partition("=")[2] or "/", "vidsparse").is_dir():
             parser.error(f"{place!r} is no NAME=FOLDER with a folder vidsparse in FOLDER")
@@ -265,15 +291,7 @@ def main() -> int:
             if asked.json is not None:
                 told = {"machine": offered[0]["machine"], "rounds": asked.rounds, "rows": rows}
                 asked.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    wrong = sum("failed" in row for row in rows)
-    for kind, of_versions in summarise(rows).items():
-        for name, told in list(of_versions.items())[1:]:
-            wrong += abs(told["mean"] - 1) > asked.within
-            print(
-                f"{kind}, {told['cases']} cases: {name} takes {told['mean']:.4f} of "
-                f"{made[0].name} ({told['least']:.3f} to {told['largest']:.3f})"
-            )
-    return 1 if wrong else 0
+    return 1 if show(rows, asked.within) else 0
 
 
 if __name__ == "__main__":
