@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ Progress = Callable[[str, int, int], None]
 """Told what is being done, the steps that are done and all steps."""
 
 
+_STATE: Final = 2
+"""Version of what calibrators keep; progress of another is not taken up."""
+
+
 def calibrate(
     loaded: LoadedPipeline,
     request: GenerateRequest,
@@ -44,6 +48,7 @@ def calibrate(
     out: Path,
     *,
     settings: dict[str, Any] | None = None,
+    batch: int = 1,
     progress: Progress | None = None,
 ) -> Preset:
     """Calibrate ``request.method`` on ``prompts`` and write the preset ``out``.
@@ -61,6 +66,7 @@ def calibrate(
         prompts: what to denoise; at least one.
         out: the preset's path.
         settings: of the method's calibrator, such as ``l1``.
+        batch: prompts denoised at once, for a GPU with room.
         progress: told after each denoising step.
 
     Raises:
@@ -77,17 +83,21 @@ def calibrate(
     run = _Run(loaded, request, settings or {})
     file = _ProgressFile(out, _fingerprint(loaded, request, prompts, settings))
     number, done = file.restore(run)
+    # of the pass, counted from the first of all prompts.
     # finishing a pass may add another.
     while number < len(run.calibrator.passes):
         one = run.calibrator.passes[number]
         run.number, run.one = number, one
+        span = one.span(len(prompts))
+        done = max(done, span.start)
         with run.attached(one) as handle:
-            while done < min(one.prompts or len(prompts), len(prompts)):
+            while done < span.stop:
+                some = range(done, min(done + batch, span.stop))
                 tell = None
                 if progress is not None:
-                    tell = _telling(progress, run, done, len(prompts))
-                run.look(handle, prompts[done], done, tell)
-                done += 1
+                    tell = _telling(progress, run, some, len(prompts))
+                run.look(handle, {place: prompts[place] for place in some}, tell)
+                done = some.stop
                 file.save(run, number, done)
         run.calibrator.finish(number)
         number, done = number + 1, 0
@@ -135,7 +145,7 @@ def _fingerprint(
     options = request.options()
     del options["offload"], options["model"]
     text = json.dumps(
-        [loaded.weights_hash, loaded.dtype, options, list(prompts), settings],
+        [_STATE, loaded.weights_hash, loaded.dtype, options, list(prompts), settings],
         sort_keys=True,
         default=str,
     )
@@ -194,15 +204,17 @@ class _Run:
     def look(
         self,
         handle: SparseHandle,
-        prompt: str,
-        number: int,
+        prompts: Mapping[int, str],
         tell: Callable[[int, int, float], None] | None,
     ) -> None:
-        """Denoise a prompt, the ``number``-th, for the current pass."""
+        """Denoise prompts at once, by their places in the list, for the current pass."""
         dense = replace(self._request, method="dense", method_options={})
-        one = replace(dense, prompt=prompt, seed=self._request.seed + number)
+        some = [
+            replace(dense, prompt=prompt, seed=self._request.seed + place)
+            for place, prompt in prompts.items()
+        ]
         if self.one.last_step is not None:
-            denoise(self._loaded, one, self.one.last_step, tell)
+            denoise(self._loaded, some, self.one.last_step, tell)
             return
         took: list[float] = []
 
@@ -211,10 +223,12 @@ class _Run:
             if tell is not None:
                 tell(step, steps, seconds)
 
-        video = decoded(self._loaded, one, clocked)
+        videos = decoded(self._loaded, some, clocked)
         work = handle.summary().work
         total = 1.0 if work is None else work.total
-        self.calibrator.watch(self.number, number, video, total, math.fsum(took))
+        seconds = math.fsum(took) / len(some)
+        for place, video in zip(prompts, videos, strict=True):
+            self.calibrator.watch(self.number, place, video, total, seconds)
 
     def observe(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Show a call to the calibrator where it wants to see it."""
@@ -332,18 +346,20 @@ class _ProgressFile:
 
 
 def _telling(
-    progress: Progress, run: _Run, done: int, prompts: int
+    progress: Progress, run: _Run, some: range, prompts: int
 ) -> Callable[[int, int, float], None]:
     """A denoising callback that speaks of the whole calibration, as far as it is known."""
     passes, number = run.calibrator.passes, run.number
     lasts = [one.last_step for one in passes]
     lengths = [run.request_steps if last is None else last + 1 for last in lasts]
-    counts = [min(one.prompts or prompts, prompts) for one in passes]
-    steps = [length * count for length, count in zip(lengths, counts, strict=True)]
-    before, total = sum(steps[:number]) + lengths[number] * done, sum(steps)
-    what = f"{passes[number].title}, prompt {done + 1} of {counts[number]}"
+    spans = [one.span(prompts) for one in passes]
+    steps = [length * len(span) for length, span in zip(lengths, spans, strict=True)]
+    before = sum(steps[:number]) + lengths[number] * (some.start - spans[number].start)
+    total = sum(steps)
+    last = f"-{some.stop}" if len(some) > 1 else ""
+    what = f"{passes[number].title}, prompt {some.start + 1}{last} of {spans[number].stop}"
 
     def tell(step: int, steps: int, seconds: float) -> None:
-        progress(what, before + step, total)
+        progress(what, before + step * len(some), total)
 
     return tell

@@ -124,20 +124,8 @@ def generate_batch(
     """
     if not requests:
         return []
-    settings = [_fit(request, loaded) for request in requests]
+    settings = _batch(loaded, requests)
     first = settings[0]
-    for other in settings[1:]:
-        if other.options() != first.options():
-            differing = [k for k, v in first.options().items() if other.options()[k] != v]
-            raise OptionError(
-                f"the requests of a batch may differ in their prompts only, and these differ in "
-                f"{listed(differing)}. Hint: generate them one after the other."
-            )
-    if len(settings) > 1 and type(loaded.pipe).__name__ in ONE_PROMPT:
-        raise OptionError(
-            f"{type(loaded.pipe).__name__} makes one video from an image at a time. "
-            "Hint: generate them one after the other."
-        )
     began = datetime.now(UTC)
     clock = Clock(loaded.device)
     with (
@@ -199,17 +187,17 @@ def generate_batch(
 
 def denoise(
     loaded: LoadedPipeline,
-    request: GenerateRequest,
+    requests: Sequence[GenerateRequest],
     last_step: int,
     progress: Progress | None = None,
 ) -> None:
-    """Run the first steps of a request, up to ``last_step``, and decode nothing.
+    """Run the first steps of requests at once, up to ``last_step``, and decode nothing.
 
     For studies that watch attention calls. The pipeline runs as it is: sparse only where
-    ``sparsify`` is in effect already.
+    ``sparsify`` is in effect already. Requests may differ in their prompts and seeds only.
 
     Raises:
-        OptionError: as ``generate``.
+        OptionError: as ``generate_batch``.
         UnsupportedError: the memory is too small.
     """
     done = 0
@@ -220,31 +208,60 @@ def denoise(
         if progress is not None:
             progress(step, steps, seconds)
 
-    settings = _fit(request, loaded)
+    settings = _batch(loaded, requests, ("seed",))
     with (
         quiet_hosts(),
-        _memory_hint(loaded, settings),
+        _memory_hint(loaded, settings[0], len(settings)),
         _on_device(loaded.device),
         suppress(GenerationCancelled),
     ):
-        _run(loaded, [settings], Clock(loaded.device), count, lambda: done > last_step)
+        _run(loaded, settings, Clock(loaded.device), count, lambda: done > last_step)
 
 
 def decoded(
-    loaded: LoadedPipeline, request: GenerateRequest, progress: Progress | None = None
-) -> NDArray[np.uint8]:
-    """The frames of a request, uint8 ``[T, H, W, 3]``, by the pipeline as it is.
+    loaded: LoadedPipeline, requests: Sequence[GenerateRequest], progress: Progress | None = None
+) -> list[NDArray[np.uint8]]:
+    """The frames of requests made at once, uint8 ``[T, H, W, 3]``, by the pipeline as it is.
 
     As ``denoise``, for studies that watch videos.
 
     Raises:
-        OptionError: as ``generate``.
+        OptionError: as ``generate_batch``.
         UnsupportedError: the memory is too small.
     """
-    settings = _fit(request, loaded)
-    with quiet_hosts(), _memory_hint(loaded, settings), _on_device(loaded.device):
-        ((frames, _),) = _run(loaded, [settings], Clock(loaded.device), progress, None)
-    return frames
+    settings = _batch(loaded, requests, ("seed",))
+    with (
+        quiet_hosts(),
+        _memory_hint(loaded, settings[0], len(settings)),
+        _on_device(loaded.device),
+    ):
+        made = _run(loaded, settings, Clock(loaded.device), progress, None)
+    return [frames for frames, _ in made]
+
+
+def _batch(
+    loaded: LoadedPipeline, requests: Sequence[GenerateRequest], own: Sequence[str] = ()
+) -> list[GenerateRequest]:
+    """Requests as they will run in one pipeline call.
+
+    Raises:
+        OptionError: as ``generate_batch``; they may differ in ``own`` options too.
+    """
+    settings = [_fit(request, loaded) for request in requests]
+    first = settings[0].options()
+    for other in settings[1:]:
+        differing = [k for k, v in first.items() if k not in own and other.options()[k] != v]
+        if differing:
+            raise OptionError(
+                f"the requests of a batch may differ in their prompts only, and these differ in "
+                f"{listed(differing)}. Hint: generate them one after the other."
+            )
+    if len(settings) > 1 and type(loaded.pipe).__name__ in ONE_PROMPT:
+        raise OptionError(
+            f"{type(loaded.pipe).__name__} makes one video from an image at a time. "
+            "Hint: generate them one after the other."
+        )
+    return settings
 
 
 @contextmanager

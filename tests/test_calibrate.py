@@ -203,7 +203,7 @@ def test_a_killed_calibration_goes_on(
     denoise = calibrating.denoise
 
     def counted(*arguments: Any) -> Any:
-        runs.append(arguments[1].prompt)
+        runs.extend(request.prompt for request in arguments[1])
         return denoise(*arguments)
 
     monkeypatch.setattr(calibrating, "denoise", counted)
@@ -224,7 +224,7 @@ def test_the_progress_of_other_settings_is_not_taken_up(
     denoise = calibrating.denoise
 
     def counted(*arguments: Any) -> Any:
-        runs.append(arguments[1].prompt)
+        runs.extend(request.prompt for request in arguments[1])
         return denoise(*arguments)
 
     monkeypatch.setattr(calibrating, "denoise", counted)
@@ -242,6 +242,36 @@ def test_what_a_killed_calibration_left_half_written_is_removed_and_nothing_else
     calibrate(loaded, a_request("sale"), PROMPTS[:1], tmp_path / "p")
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"p.json", "p.safetensors", *others}
+
+
+@pytest.mark.parametrize("name", ["sale", "foresight"])
+def test_prompts_at_once_give_what_they_give_one_by_one(
+    name: str, loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**LOOSE[name], "target_psnr": 30.0}
+    runs: list[int] = []
+    for function in ("denoise", "decoded"):
+        made = getattr(calibrating, function)
+
+        def counted(loaded: Any, requests: Any, *more: Any, made: Any = made) -> Any:
+            runs.append(len(requests))
+            return made(loaded, requests, *more)
+
+        monkeypatch.setattr(calibrating, function, counted)
+    one = calibrate(loaded, a_request(name), PROMPTS, tmp_path / "one", settings=settings)
+    assert set(runs) == {1}
+    runs.clear()
+    said: list[str] = []
+    at_once = calibrate(
+        loaded, a_request(name), PROMPTS, tmp_path / "batch", settings=settings, batch=2,
+        progress=lambda what, done, total: said.append(what),
+    )  # fmt: skip
+    assert set(runs) == {1, 2}
+    assert any(what.endswith("prompt 1-2 of 3") for what in said)
+    for table, value in at_once.tables.items():
+        torch.testing.assert_close(value, one.tables[table], rtol=1e-2, atol=1e-3)
+    assert at_once.measured["psnr"] == pytest.approx(one.measured["psnr"], abs=0.05)
+    assert at_once.measured["total"] == pytest.approx(one.measured["total"], abs=1e-3)
 
 
 def test_calls_are_not_kept(loaded: LoadedPipeline, tmp_path: Path) -> None:
@@ -324,6 +354,7 @@ def test_the_command_writes_a_preset_that_generate_takes(
         ((), "say what to calibrate: --method fg-attn"),
         (("--method", "dense"), "dense is not calibrated"),
         (("--method", "fg-attn"), "fg-attn is calibrated for a target and has none"),
+        (("--method", "sale", "--batch", "0"), "batch must be at least 1"),
         (
             ("--method", "fg-attn", "--top-p", "none", "--topk", "0.3", "--target-psnr", "30"),
             "leave --topk out",

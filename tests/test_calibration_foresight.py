@@ -76,7 +76,7 @@ def watched(subject: ForesightCalibrator, prompts: int = 3) -> ForesightCalibrat
     number = 0
     while number < len(subject.passes):
         one = subject.passes[number]
-        for prompt in range(min(prompts, one.prompts or prompts)):
+        for prompt in one.span(prompts):
             subject.watch(number, prompt, video_of(one.method, prompt), 0.5, 1.0)
         subject.finish(number)
         number += 1
@@ -128,6 +128,19 @@ def test_a_target_is_met_within_a_third_of_a_decibel(target: float) -> None:
 def test_targets_that_mean_nothing_are_refused(wrong: Any) -> None:
     with pytest.raises(vidsparse.OptionError, match="target_psnr must lie between 5 and 60 dB"):
         calibrator(target_psnr=wrong)
+
+
+def test_videos_of_a_search_are_few() -> None:
+    subject = watched(calibrator(target_psnr=25.0), prompts=8)
+    assert subject.measured()["met"]
+    # dense ones, two prompts for each layer and twice for all, and two tries: the second is whole
+    # since its first two prompts said that it is as wanted.
+    made = sum(len(one.span(8)) for one in subject.passes)
+    assert made == 8 + 2 * (len(WORTH) + 2) + 8 + 2 + 6
+    # the first was foretold from the probes, which are easier than the other prompts.
+    first = Foresight(numbers=Numbers(subject.found(subject.search.tried[0]), None))
+    of_probes = [vidsparse.metrics.psnr(video_of(None, p), video_of(first, p)) for p in (0, 1)]
+    assert sum(of_probes) / 2 == pytest.approx(25.0, abs=0.2)
 
 
 def test_a_share_of_one_leaves_nothing_to_divide() -> None:

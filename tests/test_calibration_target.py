@@ -65,18 +65,21 @@ def noisy(decibels: float, prompt: int) -> Video:
     return (STILL + deviation * noise).round().clip(0, 255).astype(np.uint8)
 
 
-def searched(dial: Dial, target: Target, gain: float, start: float = 26.0) -> Search:
+def searched(
+    dial: Dial, target: Target, gain: float, start: float = 26.0, prompts: int = 3
+) -> Search:
     """Runs a search: PSNR is ``start`` at the dial's start and has that gain; speed falls by it."""
     search = Search(target)
-    for prompt in range(3):
+    for prompt in range(prompts):
         search.keep(prompt, STILL, 10.0)
     search.begin(dial.start)
     number = 0
-    while number < len(search.tried):
-        along = dial.place(search.tried[number]) - dial.place(dial.start)
+    while number < len(search.looks):
+        attempt, first, end = search.looks[number]
+        along = dial.place(search.tried[attempt]) - dial.place(dial.start)
         decibels = start + gain * along
         seconds = 10 / (1.5 * 10 ** (-(decibels - start) / 80))
-        for prompt in range(3):
+        for prompt in range(first, end):
             video = noisy(decibels, prompt)
             search.watch(prompt, video, total=10 ** ((decibels - 60) / 40), seconds=seconds)
         search.go_on(dial)
@@ -121,6 +124,42 @@ def test_what_cannot_be_met_is_said_and_the_nearest_kept() -> None:
     assert not measured["met"]
     assert measured["top_p"] > 0.99
     assert measured["psnr"] == max(one["psnr"] for one in measured["tries"])
+
+
+def test_only_a_try_that_seems_right_is_made_of_all_prompts() -> None:
+    dial = DIALS["bound"]
+    search = searched(dial, Target("psnr", 32.0), 0.6 * dial.gain, prompts=8)
+    measured = search.measured(dial.name)
+    assert measured["met"]
+    tries = measured["tries"]
+    assert len(tries) > 2
+    # the first and the last are whole, those between are made of two prompts.
+    assert [one.get("prompts") for one in tries] == [None, *[2] * (len(tries) - 2), None]
+    assert sum(end - first for _, first, end in search.looks) == 8 + 2 * (len(tries) - 1) + 6
+    # the others' means are told by how those two moved.
+    along = [dial.place(one[dial.name]) - dial.place(dial.start) for one in tries]
+    whole = tries[0]["psnr"]
+    for one, far in zip(tries, along, strict=True):
+        assert one["psnr"] == pytest.approx(whole + 0.6 * dial.gain * far, abs=0.1)
+
+
+def test_where_no_number_is_left_the_best_part_is_made_whole() -> None:
+    fractions = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+    dial = Dial(
+        name="keep", start=0.3, least=0.05, most=0.7, scale="logarithm", gain=4.0, only=fractions
+    )
+    search = searched(dial, Target("psnr", 29.0), 4 / math.log(2), prompts=8)
+    assert search.number == 0.7
+    assert search.looks[-1][1:] == (2, 8)
+
+
+def test_a_search_goes_on_from_what_was_kept() -> None:
+    dial = DIALS["bound"]
+    search = searched(dial, Target("psnr", 32.0), 0.6 * dial.gain, prompts=8)
+    again = Search(search.target)
+    again.restore(search.state())
+    assert again.looks == search.looks
+    assert again.measured(dial.name) == search.measured(dial.name)
 
 
 def test_of_few_numbers_the_cheapest_that_meets_the_target_is_kept() -> None:

@@ -11,9 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from vidsparse.apps.cli import main
+from vidsparse.apps.small_model.prompts import CALIBRATION_SEED
 from vidsparse.errors import OptionError
+from vidsparse.methods import make_method
 from vidsparse.pipelines.calibrate import calibrate
-from vidsparse.pipelines.models import load, resolve_model, weights_hash
+from vidsparse.pipelines.cards import PRESETS
+from vidsparse.pipelines.models import MODELS, load, resolve_model, weights_hash
 from vidsparse.pipelines.request import GenerateRequest, check_ready, resolve, settings_hash
 from vidsparse.presets import load_preset
 
@@ -119,16 +122,35 @@ def test_a_damaged_preset_of_a_model_is_one_sentence(model: Path, tmp_path: Path
     assert resolved(broken, "fg-attn", **FITTING).preset is None
 
 
+def test_all_options_said_are_a_run_without_them(model: Path) -> None:
+    # as studies run methods with one number for all heads.
+    options = make_method("sale").options()
+    assert resolved(model, "sale", **FITTING, method_options=options).preset is None
+
+
+SHIPPED = [
+    (name, file.stem) for name in MODELS for file in sorted((MODELS[name] / PRESETS).glob("*.json"))
+]
+
+
 def test_shapes_brings_numbers_for_the_method_that_needs_them() -> None:
-    ref = resolve_model("shapes")
-    request = GenerateRequest(prompt="a red circle", model="shapes", method="bsfa", device="cpu")
+    assert ("shapes", "bsfa") in SHIPPED
+
+
+@pytest.mark.parametrize(("name", "method"), SHIPPED)
+def test_what_a_bundled_model_brings_is_taken_out_of_the_box(name: str, method: str) -> None:
+    ref = resolve_model(name)
+    request = GenerateRequest(prompt="a red circle", model=name, method=method, device="cpu")
     made = resolve(request, ref.defaults)
     assert made.preset is not None
     check_ready(made, ref.defaults)
     preset = load_preset(made.preset)
-    # of these very weights, in the schedule that they were measured with.
+    assert (preset.method, preset.model["name"]) == (method, name)
+    # of these very weights, in the schedule that they were measured with, if they were by videos.
     assert preset.model["weights_hash"] == weights_hash(Path(ref.location))
-    assert (made.dense_steps, made.dense_layers) == (
-        preset.schedule["dense_steps"], preset.schedule["dense_layers"],
-    )  # fmt: skip
-    assert preset.measured["met"]
+    ours = {setting: getattr(made, setting) for setting in preset.schedule}
+    assert ours == dict(preset.schedule)
+    assert preset.measured.get("met", True)
+    # on other prompts than those that everything is measured on, at the model's own steps.
+    assert preset.measured["denoising_steps"] == ref.defaults.steps
+    assert preset.measured["seed"] == CALIBRATION_SEED

@@ -124,7 +124,7 @@ def recorded(
         last = handle.engine.layers - 1
         layers = {round(share * last) for share in RECORDED_LAYERS}
         with record_calls(handle.engine, steps=at, layers=layers, rows=1) as calls:
-            denoise(loaded, request, at[-1])
+            denoise(loaded, [request], at[-1])
     where = f"{request.width}x{request.height}, {request.frames} frames"
     which = f"layers {_listed(layers)} at steps {_listed(at)} of {request.steps}"
     return CallInputs(name=f"{model}, {where}, {which}", calls=tuple(calls))

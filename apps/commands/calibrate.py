@@ -112,6 +112,14 @@ OUT.progress.safetensors, and the same command goes on from there.
 @click.option(
     "--samples", type=int, metavar="N", help="Prompts to use.  [default: the method's number]"
 )
+@click.option(
+    "--batch",
+    type=int,
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Prompts denoised at once, for a GPU with room.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace a preset that is there.")
 @calibration_options
 @request_options
@@ -124,6 +132,7 @@ def calibrate(
     prompts_file: str,
     out: str,
     samples: int | None,
+    batch: int,
     overwrite: bool,
     **options: Any,
 ) -> None:
@@ -151,6 +160,8 @@ def calibrate(
     wanted = CALIBRATORS[options["method"]].samples if samples is None else samples
     if wanted < 1:
         raise OptionError(f"samples must be at least 1, got {wanted}")
+    if batch < 1:
+        raise OptionError(f"batch must be at least 1, got {batch}")
     source = read_prompts(prompts_file)
     used = PromptFile(stem=source.stem, prompts=source.prompts[:wanted])
     prepared = prepare(used, options, terminal, ready=False)
@@ -170,6 +181,7 @@ def calibrate(
             [prompt.text for prompt in used.prompts],
             Path(out),
             settings=settings,
+            batch=batch,
             progress=progress,
         )
     if terminal.quiet:

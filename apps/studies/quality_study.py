@@ -284,9 +284,14 @@ class QualityStudy:
         order: str,
         label: str,
     ) -> list[Generated]:
+        from vidsparse.methods import make_method
+
         preset = None
         if configuration.calibrated:
             preset = self.presets.of(configuration.method).source
+        else:
+            # all of them: what is left open would be the model's, whose presets have numbers too.
+            options = make_method(configuration.method, **options).options()
         requests = [
             replace(
                 request,
@@ -406,7 +411,9 @@ class QualityStudy:
     @cached_property
     def presets(self) -> StudyPresets:
         """The presets of this study's rows."""
-        return StudyPresets(self._terminal, self._loaded, self._requests[0], self._folder)
+        return StudyPresets(
+            self._terminal, self._loaded, self._requests[0], self._folder, self._batch
+        )
 
     @property
     def order(self) -> str:

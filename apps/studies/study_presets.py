@@ -49,15 +49,22 @@ class StudyPresets:
         loaded: the study's model.
         request: for a dense video of the study.
         folder: where presets lie.
+        batch: prompts that are denoised at once.
     """
 
     def __init__(
-        self, terminal: Terminal, loaded: LoadedPipeline, request: GenerateRequest, folder: Path
+        self,
+        terminal: Terminal,
+        loaded: LoadedPipeline,
+        request: GenerateRequest,
+        folder: Path,
+        batch: int = 1,
     ) -> None:
         self._terminal = terminal
         self._loaded = loaded
         self._request = request
         self._folder = folder
+        self._batch = batch
         self._known: dict[str, Preset] = {}
 
     def of(self, method: str) -> Preset:
@@ -117,6 +124,7 @@ class StudyPresets:
                     calibration_prompts(self._loaded.ref, CALIBRATORS[method].samples),
                     path,
                     settings=dict(settings or {}),
+                    batch=self._batch,
                     progress=progress,
                 )
             seconds = time.perf_counter() - began

@@ -71,7 +71,7 @@ def waited(loaded: LoadedPipeline, request: GenerateRequest, steps: int) -> Wait
 
     def run() -> float:
         began = time.perf_counter()
-        denoise(loaded, request, steps - 1)
+        denoise(loaded, [request], steps - 1)
         if gpu:
             torch.cuda.synchronize(loaded.device)
         return time.perf_counter() - began

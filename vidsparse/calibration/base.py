@@ -59,14 +59,20 @@ class Pass:
         steps: the denoising steps whose calls it wants to see.
         whole: whether it wants to see the finished videos; always where it looks at no calls.
         method: what the videos are made with, None for dense ones.
-        prompts: how many of the prompts it looks at, all by default.
+        first: the prompt that it begins with, counted from 0.
+        prompts: how many prompts it stops after, counted from the first of all; None is all.
     """
 
     title: str
     steps: tuple[int, ...] = ()
     whole: bool = False
     method: Method | None = None
+    first: int = 0
     prompts: int | None = None
+
+    def span(self, prompts: int) -> range:
+        """Which of so many prompts it looks at."""
+        return range(self.first, prompts if self.prompts is None else min(self.prompts, prompts))
 
     @property
     def last_step(self) -> int | None:
@@ -89,7 +95,7 @@ class Calibrator(ABC):
     that a killed run can go on.
 
     First come the calibrator's own ``looks``. Where a quality or a speed is wanted, tries follow:
-    whole videos of all prompts, with the number of ``dial`` moved from try to try.
+    whole videos, with the number of ``dial`` moved from try to try (``Search``).
 
     Fields that are settings carry their command line flag, as a method's options do.
 
@@ -156,9 +162,15 @@ class Calibrator(ABC):
             return looks
         looks[0] = replace(looks[0], whole=True)
         name = self.dial.name
+        tried = self.search.tried
         return looks + [
-            Pass(title=f"{name} {number:.4g}", method=self.made(number))
-            for number in self.search.tried
+            Pass(
+                title=f"{name} {tried[attempt]:.4g}",
+                method=self.made(tried[attempt]),
+                first=first,
+                prompts=end,
+            )
+            for attempt, first, end in self.search.looks
         ]
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.calibration.base import Calibrator, Pass, Video, check_count
-from vidsparse.calibration.target import Dial, mean
+from vidsparse.calibration.target import Dial, mean, psnr_of
 from vidsparse.errors import OptionError
 from vidsparse.methods import Foresight, Numbers
 from vidsparse.methods.base import option
@@ -64,9 +64,10 @@ class ForesightCalibrator(Calibrator):
     all raised. How much the squared error to the dense video falls is what a layer is worth, and
     how steeply it falls with the share is the same for all. ``allocate`` divides the pairs.
 
-    Then whole videos of all prompts are made, and the mean share is moved until they are as wanted.
-    Without a target it stays the method's ``share``, and what comes of it is measured. L layers
-    take L + 2 runs of ``probes`` prompts, and one to five of all.
+    Then whole videos are made, and the mean share is moved until they are as wanted; a PSNR that is
+    wanted begins at the share that the probes' errors foretell. Without a target it stays the
+    method's ``share``, and what comes of it is measured. L layers take L + 2 runs of ``probes``
+    prompts.
 
     Raises:
         OptionError: a number out of range.
@@ -95,6 +96,7 @@ class ForesightCalibrator(Calibrator):
         self._errors: list[dict[int, float]] = [{} for _ in range(layers + 2)]
         self._worth = torch.full((layers,), 1 / layers)
         self._steepness = 1.0
+        self._start = self._share
 
     # ---- its own passes: 0 is dense, then all layers alike, each layer raised, all raised
 
@@ -119,7 +121,7 @@ class ForesightCalibrator(Calibrator):
         """The mean share of the layers; errors fall with it as they did when all were raised."""
         gain = 10 * self._steepness / math.log(10)
         return Dial(
-            name="share", start=self._share, least=LEAST, most=1.0, scale="logarithm", gain=gain
+            name="share", start=self._start, least=LEAST, most=1.0, scale="logarithm", gain=gain
         )
 
     def learn(self, number: int, prompt: int, video: Video, total: float) -> None:
@@ -140,6 +142,23 @@ class ForesightCalibrator(Calibrator):
             [mean([-math.expm1(one[p] - plain[p]) / left for p in plain]) for one in single]
         )
         self._worth = worth.clamp_min(_FLOOR / len(worth))
+        target = self.search.target
+        if target is not None and target.kind == "psnr":
+            self._start = self._foretold(psnr_of(mean(list(plain.values()))), target.value)
+
+    def _foretold(self, plain: float, wanted: float) -> float:
+        """The mean share for a PSNR, where the same share in all layers has ``plain``."""
+        low, high = math.log(LEAST), 0.0
+        for _ in range(12):
+            share = math.exp((low + high) / 2)
+            fallen = (self._divided(share) / self._share) ** -self._steepness
+            left = float((self._worth * fallen).sum() / self._worth.sum())
+            low, high = (
+                ((low + high) / 2, high)
+                if plain - 10 * math.log10(left) < wanted
+                else (low, (low + high) / 2)
+            )
+        return math.exp((low + high) / 2)
 
     def found(self, number: float | None) -> dict[str, Tensor]:
         """The share of every layer, alike for its heads."""
@@ -159,6 +178,7 @@ class ForesightCalibrator(Calibrator):
             "errors": _to_table(self._errors, self.probes),
             "worth": self._worth,
             "steepness": torch.tensor(self._steepness, dtype=torch.float64),
+            "start": torch.tensor(self._start, dtype=torch.float64),
         }
 
     def recall(self, state: dict[str, Tensor]) -> None:
@@ -166,6 +186,7 @@ class ForesightCalibrator(Calibrator):
         self._errors = _from_table(state["errors"])
         self._worth = state["worth"]
         self._steepness = float(state["steepness"])
+        self._start = float(state["start"])
 
     def _divided(self, share: float | None) -> Tensor:
         return allocate(self._worth, self._steepness, self._share if share is None else share)

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 Kind = Literal["psnr", "ssim", "speed"]
 
 TRIES: Final = 5
-"""Most settings that are tried on all prompts."""
+"""Most settings that are tried."""
+
+# the share of the prompts that a try after the first begins with, and their smallest number.
+_PART: Final = 4
+_FEWEST: Final = 2
 
 # of the level that is wanted, in decibels: 3 % of a speed.
 _NEAR: Final = {"psnr": 0.3, "ssim": 0.3, "speed": 0.13}
@@ -113,15 +117,18 @@ class _Seen:
 
     @property
     def psnr(self) -> float:
-        return 20 * math.log10(255) - 10 / math.log(10) * self.log_error
+        return psnr_of(self.log_error)
 
 
 class Search:
     """Tries numbers of a dial on whole videos until they are as wanted.
 
-    A try is a video of every prompt. The next number lies on the line between the two tries beside
-    the target, or else through the last two, or goes by the dial's first guess. What is kept is
-    the cheapest try that meets the target, or the nearest where none does.
+    The first try is a video of every prompt. Prompts differ by far more than what one number does
+    to each of them, so another try begins with a quarter of the prompts: how these moved from a
+    whole try moves its mean. Only where that is as wanted, or nothing else is left to try, do the
+    others follow. The next number lies on the line between the two tries beside the target, or else
+    through the last two, or goes by the dial's first guess. What is kept is the cheapest whole try
+    that meets the target, or the nearest where none does.
 
     Args:
         target: what is wanted, None to try one number and say what comes of it.
@@ -130,6 +137,8 @@ class Search:
     def __init__(self, target: Target | None) -> None:
         self.target = target
         self.tried: list[float] = []
+        self.looks: list[tuple[int, int, int]] = []
+        """What videos were or are to be made of, in order: a try, its first prompt, the end."""
         self._dense: dict[int, Tensor] = {}
         self._dense_seconds: dict[int, float] = {}
         self._rows: list[dict[int, _Seen]] = []
@@ -147,36 +156,48 @@ class Search:
         return math.log(max(float(away.square().mean()), _LEAST_ERROR))
 
     def watch(self, prompt: int, video: Video, total: float, seconds: float) -> None:
-        """Take in a video of the last try."""
+        """Take in a video of the last look."""
         alike = math.nan
         if self.target is not None and self.target.kind == "ssim":
             found = compare_videos(self._dense[prompt].numpy(), video).ssim
             alike = math.nan if found is None else found
         seen = _Seen(self.log_error(prompt, video), alike, total, seconds)
-        self._rows[-1][prompt] = seen
+        self._rows[self.looks[-1][0]][prompt] = seen
 
     def begin(self, number: float) -> None:
-        """Try a number next."""
+        """Try a number next, the first on all prompts and others on a part of them."""
+        prompts = len(self._dense)
+        part = max(_FEWEST, -(-prompts // _PART)) if self.tried else prompts
+        self.looks.append((len(self.tried), 0, min(part, prompts)))
         self.tried.append(number)
         self._rows.append({})
 
     def go_on(self, dial: Dial) -> None:
-        """After a try: begin the next, unless the target is met or nothing new is left to try."""
-        if self.target is None or self._met(-1) or len(self.tried) >= TRIES:
+        """After a look: the rest of a try, or the next try, unless there is nothing left to see."""
+        if self.target is None:
             return
-        following = dial.number(self._next(dial))
-        if following not in self.tried:
-            self.begin(following)
+        last = self.looks[-1][0]
+        if not self._met(last):
+            following = dial.number(self._next(dial))
+            if len(self.tried) < TRIES and following not in self.tried:
+                self.begin(following)
+                return
+            last = self._best(range(len(self.tried)))
+        if not self._whole(last):
+            self.looks.append((last, len(self._rows[last]), len(self._dense)))
 
     # ---- what it comes to ----
 
     @property
     def best(self) -> int:
         """The try that is kept."""
-        tries = range(len(self.tried))
+        return self._best([one for one in range(len(self.tried)) if self._whole(one)])
+
+    def _best(self, tries: Sequence[int]) -> int:
+        """The cheapest of ``tries`` that meets the target, or the nearest."""
         target = self.target
         if target is None:
-            return len(self.tried) - 1
+            return tries[-1]
         met = [one for one in tries if self._missing(one) <= _NEAR[target.kind]]
         if met and target.kind == "speed":
             return max(met, key=lambda one: self._value(one, "psnr"))
@@ -204,19 +225,41 @@ class Search:
             if self.target.kind != "psnr":
                 found[self.target.kind] = round(self._value(best, self.target.kind), 4)
         tries = [
-            {name: round(number, 4), "psnr": round(self._value(one, "psnr"), 2)}
+            {
+                name: round(number, 4),
+                "psnr": round(self._value(one, "psnr"), 2),
+                # the mean of all is an estimate then.
+                **({} if self._whole(one) else {"prompts": len(self._rows[one])}),
+            }
             for one, number in enumerate(self.tried)
         ]
         return {**found, name: round(self.tried[best], 4), "tries": tries}
 
+    def _whole(self, one: int) -> bool:
+        """Whether a try has a video of every prompt."""
+        return len(self._rows[one]) == len(self._dense)
+
     def _value(self, one: int, kind: Kind) -> float:
-        """The mean of a try, -1 for the last."""
+        """The mean of a try, or what it will be by the prompts that were made."""
         row = self._rows[one]
         if kind == "speed":
             return math.fsum(self._dense_seconds[prompt] for prompt in row) / math.fsum(
                 seen.seconds for seen in row.values()
             )
-        return mean([seen.psnr if kind == "psnr" else seen.ssim for seen in row.values()])
+
+        def of(row: dict[int, _Seen]) -> dict[int, float]:
+            return {p: seen.psnr if kind == "psnr" else seen.ssim for p, seen in row.items()}
+
+        own = of(row)
+        if self._whole(one):
+            return mean(list(own.values()))
+        whole = [of(self._rows[i]) for i in range(len(self.tried)) if self._whole(i)]
+        moved = [
+            (mean([own[p] - base[p] for p in own]), mean(list(base.values()))) for base in whole
+        ]
+        # the nearest says most.
+        by, value = min(moved, key=lambda pair: abs(pair[0]))
+        return value + by
 
     def _total(self, one: int) -> float:
         return mean([seen.total for seen in self._rows[one].values()])
@@ -270,6 +313,7 @@ class Search:
             **{f"dense.{prompt}": self._dense[prompt] for prompt in names},
             "dense_seconds": torch.tensor(seconds, dtype=torch.float64),
             "tried": torch.tensor(self.tried, dtype=torch.float64),
+            "looks": torch.tensor(self.looks, dtype=torch.int64).view(-1, 3),
             "rows": rows,
         }
 
@@ -282,6 +326,7 @@ class Search:
         seconds = state["dense_seconds"].tolist()
         self._dense_seconds = dict(zip(names, seconds, strict=True))
         self.tried = state["tried"].tolist()
+        self.looks = [(attempt, first, end) for attempt, first, end in state["looks"].tolist()]
         self._rows = [
             {
                 prompt: _Seen(*values)
@@ -290,6 +335,11 @@ class Search:
             }
             for row in state["rows"].tolist()
         ]
+
+
+def psnr_of(log_error: float) -> float:
+    """Decibels of the logarithm of a mean squared error on 8 bits."""
+    return 20 * math.log10(255) - 10 / math.log(10) * log_error
 
 
 def mean(values: Sequence[float]) -> float:
