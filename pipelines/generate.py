@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from vidsparse.errors import (
     VidsparseError,
     listed,
 )
-from vidsparse.finite import FiniteGuard, NonFiniteCall
+from vidsparse.finite import PAUSE, FiniteGuard, NonFiniteCall
 from vidsparse.kernels import support
 from vidsparse.logs import logger
 from vidsparse.pipelines.again import Forward
@@ -43,10 +43,6 @@ Progress = Callable[[int, int, float], object]
 
 Cancel = Callable[[], bool]
 """Asked after each denoising step and before each block of text encoders and VAE; True stops."""
-
-_PAUSE: Final = 0.05
-"""Seconds between two looks at a GPU: a look takes as long as some launches, and steps of small
-videos take a few milliseconds."""
 
 Attach = Callable[[SparseHandle], object]
 """Given the sparse pipeline's handle before it runs; the trace is complete when it has."""
@@ -534,7 +530,7 @@ class _Watch:
             is_compiled(each) or hasattr(each, "_orig_mod") for each in _transformers(pipe)
         )
         self._guard: FiniteGuard[tuple[_Step, Forward | None]] = FiniteGuard(
-            pause=0.0 if every else _PAUSE, agree=everywhere if self._several else None
+            pause=0.0 if every else PAUSE, agree=everywhere if self._several else None
         )
         self._step = _Step()
         self._steps = 0

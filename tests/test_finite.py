@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from test_attention import engine_of, qkv, site
-from tiny_families import TINY
+from tiny_families import TINY, latents
 from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 from torch import Tensor
 
@@ -563,3 +564,53 @@ def test_a_pipeline_falls_back_where_it_is_asked_to() -> None:
             latents = latents_of(pipe)
             assert bool(latents.isfinite().all()) == fallback
             assert (engines.FELL_BACK in handle.summary().notes) == fallback
+
+
+# ---- every family ----
+
+
+class _Seen(Exception):
+    """A watcher was told of what is not finite."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_a_row_that_is_not_finite_in_any_layer_is_seen(name: str) -> None:
+    # one row of one sample, at either end: of the video, of its text or of frames of the past.
+    pipe = TINY[name].build()
+    unseen = []
+    at: tuple[int, int] = 0, 0
+
+    def spoil(q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
+        if site.layer == at[0]:
+            q[-1, :, at[1], 0] = torch.nan
+
+    def told(forward: Forward, out: Tensor, given_back: bool) -> None:
+        if not out.isfinite().all():
+            raise _Seen
+
+    with sparsify(pipe, "fg-attn", dense_steps=100) as handle:
+        handle.watch(told)
+        for part, engine in enumerate(handle.engines):
+            engine.observer = spoil
+            for at in itertools.product(range(engine.layers), (0, -1)):
+                try:
+                    latents(name, pipe)
+                except _Seen:
+                    continue
+                unseen.append((part, at))
+            engine.observer = None
+    assert not unseen
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_linear_layer_in_8_bits_does_not_hide_it(number: float, dtype: torch.dtype) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    layers = torch.nn.Sequential(torch.nn.Linear(256, 256)).to(dtype)
+    quantization.quantize_(layers, quantization.Int8DynamicActivationInt8WeightConfig())
+    x = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1, 5, 3] = number
+    with torch.no_grad():
+        rows = layers(x).isfinite().all(-1).logical_not().nonzero()
+    assert rows.tolist() == [[1, 5]]

@@ -14,6 +14,10 @@ from vidsparse.site import CallSite
 
 Item = TypeVar("Item")
 
+PAUSE: Final = 0.05
+"""Seconds between two looks at a GPU: one takes as long as several launches, and steps of small
+videos take a few milliseconds."""
+
 _SMALL: Final = 8 << 20
 """Bytes of an output up to which it is held until the next look, when all of one shape take one
 reduction. Larger ones are reduced at once: beside them a launch is nothing, and their memory is
