@@ -64,7 +64,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         for each in value.values():
             yield from tensors_of(each)
     elif isinstance(value, (list, tuple)):

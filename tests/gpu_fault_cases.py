@@ -459,17 +459,18 @@ def guard_cost(
 
         def begin(module: Any, args: Any, kwargs: Any) -> None:
             nonlocal forward
-            forward = Forward.begun(module, CallSite(0, step, 0.0, grid), args, kwargs)
+            site = CallSite(0, step, 0.0, grid)
+            if guard is not None:
+                forward = Forward.begun(module, site, args, kwargs)
 
         def end(module: Any, args: Any, output: Any) -> None:
             for out in tensors_of(output):
                 guard.watch(out, forward, hold=True)
 
-        hooks: list[Any] = []
+        # the first is there without the guard as well.
+        eager = torch.compiler.disable(begin)
+        hooks = [blocks.register_forward_pre_hook(eager, with_kwargs=True)]
         if guard is not None:
-            hooks.append(
-                blocks.register_forward_pre_hook(torch.compiler.disable(begin), with_kwargs=True)
-            )
             hooks.append(blocks.register_forward_hook(torch.compiler.disable(end)))
         engine.trace = Trace()
         wait()

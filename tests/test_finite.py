@@ -314,14 +314,75 @@ def test_a_sparse_kernel_that_fails_between_refreshes_is_named(
         generate(loaded, request, attach=BadKernel(step, 1))
 
 
-@pytest.mark.parametrize("cache", ["first-block", "taylorseer"])
-@pytest.mark.parametrize("step", [2, 4])
-def test_with_a_step_cache_the_call_is_named_too(
-    cache: str, step: int, loaded: LoadedPipeline
+@pytest.mark.parametrize("changes", [{"reuse": 3}, {"method": "foresight", "refresh": 2}], ids=str)
+@pytest.mark.parametrize("step", range(6))
+def test_what_later_steps_have_left_is_not_taken_for_the_step_that_failed(
+    step: int, changes: dict[str, Any], loaded: LoadedPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = a_request(cache=cache, steps=7)
-    with pytest.raises(NonFiniteError, match=r"in layer 1, step \d of 7 \(conditional: dense"):
-        generate(loaded, request, attach=Breaker(step, 0))
+    answers_come_late(monkeypatch)
+    # right when it is run again, but the step after it has kept what came of it.
+    breaker = Breaker(step, 1, "conditional", times=1)
+    with pytest.raises(NonFiniteError, match=f"in the transformer, step {step + 1} of 6"):
+        generate(loaded, a_request(steps=6, **changes), attach=breaker)
+
+
+def test_a_step_that_went_by_an_older_plan_goes_by_it_again(
+    loaded: LoadedPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers_come_late(monkeypatch)
+    planned: list[bool] = []
+
+    def attach(handle: SparseHandle) -> None:
+        (engine,) = handle.engines
+        planner = engine.planner
+
+        def plan(*args: Any) -> Any:
+            planned.append(engine.guard is not None)
+            return planner(*args)
+
+        engine.planner = plan
+        Breaker(2, 1)(handle)
+
+    # of step 1 for steps 2 and 3; a plan that has served step 3 has served its last.
+    with pytest.raises(NonFiniteError, match=words_of(2, 1, "conditional", "reuse, torch", 5)):
+        generate(loaded, a_request(steps=5, reuse=3), attach=attach)
+    assert planned
+    assert not any(planned)
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+@pytest.mark.parametrize(("cache", "threshold"), [("first-block", 1e-9), ("taylorseer", 2)])
+def test_a_step_that_a_cache_would_leave_out_is_run_whole_again(
+    cache: str, threshold: float, layer: int, loaded: LoadedPipeline
+) -> None:
+    request = a_request(cache=cache, cache_threshold=threshold, steps=7)
+    words = words_of(2, layer, "conditional", "replan, torch" if layer else "dense, dense", 7)
+    with pytest.raises(NonFiniteError, match=words):
+        generate(loaded, request, attach=Breaker(2, layer))
+
+
+def test_a_cache_that_would_leave_the_step_out_when_it_is_run_again_is_off_by_then(
+    tmp_path: Path,
+) -> None:
+    # a pipeline that does not announce its forwards: the cache takes the second run for a new step.
+    tiny = TINY["easyanimate"]
+    tiny.build().save_pretrained(tmp_path / "model")
+    model = load(tmp_path / "model", device="cpu")
+    frames, height, width = tiny.size
+    layer = attention_shape(model.pipe)[1] - 1
+    request = a_request(
+        frames=frames, width=width, height=height, steps=7, cache="taylorseer", dense_layers=0
+    )
+    with pytest.raises(NonFiniteError, match=words_of(4, layer, "conditional", "replan, torch", 7)):
+        generate(model, request, attach=Breaker(4, layer))
+
+
+def test_a_first_block_is_named_also_where_the_others_were_left_out(
+    loaded: LoadedPipeline,
+) -> None:
+    request = a_request(cache="first-block", cache_threshold=10.0, steps=5)
+    with pytest.raises(NonFiniteError, match=words_of(3, 0, "conditional", "dense, dense", 5)):
+        generate(loaded, request, attach=Breaker(3, 0))
 
 
 @pytest.mark.slow

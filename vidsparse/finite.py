@@ -82,7 +82,6 @@ class FiniteGuard(Generic[Item]):
         """
         if not out.numel():
             return
-        out = out.detach()
         self._items.append(item)
         self._held.append(out if hold or out.nbytes <= _SMALL else _peaks([out]))
 
@@ -122,7 +121,7 @@ def _peaks(outs: list[Tensor]) -> Tensor:
     rows = torch.stack(outs).view(len(outs), -1) if len(outs) > 1 else outs[0].reshape(1, -1)
     # float64 stays itself.
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    return torch.linalg.vector_norm(rows, torch.inf, dim=1, dtype=dtype)
+    return torch.linalg.vector_norm(rows.detach(), torch.inf, dim=1, dtype=dtype)
 
 
 def _on_host(
