@@ -464,6 +464,8 @@ def guard_cost(
                 forward = Forward.begun(module, site, args, kwargs)
 
         def end(module: Any, args: Any, output: Any) -> None:
+            assert guard is not None
+            assert forward is not None
             for out in tensors_of(output):
                 guard.watch(out, forward, hold=True)
 

@@ -149,7 +149,7 @@ def loaded(folder: Path) -> LoadedPipeline:
 
 
 def a_request(**changes: Any) -> GenerateRequest:
-    made = {
+    made: dict[str, Any] = {
         "prompt": "a red circle", "frames": 9, "width": 64, "height": 64, "steps": 4,
         "guidance": 3.0, "device": "cpu", "method": "fg-attn", "dense_steps": 1, "dense_layers": 1,
     }  # fmt: skip

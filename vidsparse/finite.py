@@ -121,7 +121,8 @@ def _peaks(outs: list[Tensor]) -> Tensor:
     rows = torch.stack(outs).view(len(outs), -1) if len(outs) > 1 else outs[0].reshape(1, -1)
     # float64 stays itself.
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    return torch.linalg.vector_norm(rows.detach(), torch.inf, dim=1, dtype=dtype)
+    peaks: Tensor = torch.linalg.vector_norm(rows.detach(), torch.inf, dim=1, dtype=dtype)
+    return peaks
 
 
 def _on_host(
