@@ -386,11 +386,20 @@ def test_a_first_block_is_named_also_where_the_others_were_left_out(
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_run_again_too(folder: Path) -> None:
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("how", ["blocks", "in place", "around"])
+def test_what_is_compiled_is_run_again_too(how: str, folder: Path) -> None:
     model = load(folder, device="cpu")
-    compile_blocks(model.pipe, backend="aot_eager")
+    pipe = model.pipe
+    if how == "blocks":
+        compile_blocks(pipe, backend="aot_eager")
+    elif how == "in place":
+        pipe.transformer.compile(fullgraph=True, backend="aot_eager")
+    else:
+        pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="aot_eager")
     with pytest.raises(NonFiniteError, match=words_of(2, 1, "conditional", "replan, torch")):
         generate(model, a_request(), attach=Breaker(2, 1))
+    assert generate(model, a_request()).frames.any()
 
 
 @pytest.mark.parametrize("step", [0, 3])
