@@ -578,9 +578,9 @@ class _Watch:
         if forward is not None:
             raise NonFiniteError(
                 f"the video came to NaN or infinity in the transformer, {where} "
-                f"({forward.site.branch}), and no attention call did when the step was run again. "
-                "Hint: lower the guidance, or use another dtype; sparsify(..., check_finite=True) "
-                "looks at every call."
+                f"({forward.site.branch}), and no attention call could be named by running the "
+                "step again. Hint: lower the guidance, or use another dtype; sparsify(..., "
+                "check_finite=True) looks at every call."
             )
         raise NonFiniteError(
             f"the video came to NaN or infinity in {where}. "
