@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,8 +30,10 @@ from torch import Tensor, nn
 
 from vidsparse.engine import INFERENCE_ONLY, AttentionEngine
 from vidsparse.errors import UnsupportedError
+from vidsparse.finite import FiniteGuard, NonFiniteCall
 from vidsparse.grid import TokenGrid
 from vidsparse.order import wants_gradient
+from vidsparse.pipelines.again import Forward, Watcher, tensors_of
 from vidsparse.pipelines.backends import chooses_backend, stock_attention, swapped
 from vidsparse.pipelines.balance import Balancer
 from vidsparse.pipelines.branches import BRANCHES_ARE_APART, Halves, check_apart
@@ -59,6 +61,7 @@ from vidsparse.pipelines.position import (
 )
 from vidsparse.ring import Ring
 from vidsparse.site import CallSite
+from vidsparse.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +172,10 @@ class Session:
         self._timesteps: Any = None
         self._timestep_values: list[float] = []
         self._forwards_in_step = 0
+        # told what forwards give back, and the one that goes on; the site of one that runs again.
+        self.watcher: Watcher | None = None
+        self._forward: Forward | None = None
+        self._again: CallSite | None = None
         # whether heads that differ in work are dealt to processes by it.
         self.balance = True
         self._balancer: Balancer | None = None
@@ -208,6 +215,12 @@ class Session:
         eager = torch.compiler.disable(observe)  # type: ignore[no-untyped-call]
         hook = transformer.register_forward_pre_hook(eager, with_kwargs=True)
         self._watches.append(hook.remove)
+
+        def show(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            session._show(output)
+
+        eager = torch.compiler.disable(show)  # type: ignore[no-untyped-call]
+        self._watches.append(transformer.register_forward_hook(eager).remove)
         self._watch_context(transformer)
         self._watches.append(refuse_copies(transformer))
         self._modules.update({(part, layer): module for layer, module in modules.items()})
@@ -241,7 +254,7 @@ class Session:
         for engine in self.engines:
             engine.forget()
         self._site = self._layout = self._dense_because = None
-        self.halves = self._balancer = None
+        self.halves = self._balancer = self.watcher = self._forward = None
 
     def parallelize(self, config: Any) -> None:
         """Deal the sequences of all transformers to the processes of ``config``, until detached."""
@@ -325,6 +338,10 @@ class Session:
         layout = self.adapter.layout(module, arguments)
         self._layout = layout if isinstance(layout, Layout) else None
         self._dense_because = None if isinstance(layout, Layout) else layout or NO_VIDEO
+        if self._again is not None:
+            # the scheduler has gone on since.
+            self._site = self._again
+            return
         grid = _NO_GRID if self._layout is None else self._layout.grid
         if self._layout is not None:
             config = getattr(module, "_parallel_config", None)
@@ -355,6 +372,66 @@ class Session:
         self._forwards_in_step += 1
         if self._layout is not None:
             self._texts += self._layout.new_texts(self._site.stacked, self._texts)
+        if self.watcher is not None:
+            self._forward = Forward.begun(module, self._site, args, kwargs)
+
+    def _show(self, output: Any) -> None:
+        """Show the watcher what the forward that goes on has given back."""
+        forward, self._forward = self._forward, None
+        if self.watcher is not None and forward is not None:
+            for out in tensors_of(output):
+                self.watcher(forward, out, True)
+
+    def _show_call(self, out: Tensor, part: int, layer: int) -> None:
+        """Show the watcher an attention call whose rows do not all reach the transformer's output.
+
+        Rows beside the video's are thrown away at the end, or where text leaves the sequence. Until
+        then a row that is not finite stays so, and is a query of all calls that follow: the last is
+        enough to see it, and the first in a step whose other blocks a cache leaves out.
+        """
+        if self.watcher is None or self._forward is None:
+            return
+        layout = self._layout
+        if layout is not None and not layout.grid.text:
+            return
+        last = self.engines[part].layers
+        leave = last if layout is None else layout.layers_with_text or last
+        if layer in (0, leave - 1, last - 1):
+            self.watcher(self._forward, out, False)
+
+    def find_non_finite(self, forwards: Sequence[Forward]) -> NonFiniteCall | None:
+        """The first attention call that is not finite in the forwards of one step, run again.
+
+        They go by the plans they went by, where no later step has replaced them. Only calls that
+        were made in the run are told, in the words of its trace, and None where there is none: what
+        came to NaN or infinity was not attention, or cannot be run again. Afterwards the trace is
+        what it was; plans are not.
+        """
+        found: FiniteGuard[NonFiniteCall] = FiniteGuard()
+        trace, watcher = self.engines[0].trace, self.watcher
+        made = {(cell.step, cell.layer, cell.branch): cell for cell in trace.cells}
+        self.watcher = None
+        beside = Trace()
+        try:
+            for engine in self.engines:
+                engine.guard, engine.trace = found, beside
+                engine.go_back(forwards[0].site.step)
+            for forward in forwards:
+                if not forward.can_run_again:
+                    return None
+                self._again = forward.site
+                forward.run_again()
+            call = found.look(last=True)
+        finally:
+            self.watcher, self._again = watcher, None
+            for engine in self.engines:
+                engine.guard, engine.trace = None, trace
+        if call is None:
+            return None
+        cell = made.get((call.site.step, call.site.layer, call.site.branch))
+        if cell is None:
+            return None
+        return NonFiniteCall(call.site, f"{cell.action}, {cell.implementation}")
 
     def _deal_heads(self, part: int, before: int, step: int) -> None:
         """Deal a transformer's heads to processes anew, by what each computed the step before."""
@@ -508,10 +585,12 @@ class Session:
                 )
             )
             if out is None:
-                return part_out.contiguous()
+                out = part_out.contiguous()
+                break
             out[rows, :tokens] = part_out
             out[rows, tokens:] = 0
         assert out is not None
+        self._show_call(out, part, layer)
         return out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, UnsupportedError, listed
+from vidsparse.finite import NonFiniteCall
 from vidsparse.logs import logger
 from vidsparse.methods import Method, make_method
 from vidsparse.pipelines.adapter import (
@@ -21,6 +22,7 @@ from vidsparse.pipelines.adapter import (
     is_stock,
     transformers_of,
 )
+from vidsparse.pipelines.again import Forward, Watcher
 from vidsparse.pipelines.branches import BRANCHES_ARE_APART, HALVES
 from vidsparse.pipelines.lookup import find_adapter
 from vidsparse.pipelines.parallel import (
@@ -79,6 +81,22 @@ class SparseHandle:
         """Have ``probe`` record its call in the runs to come; None records nothing."""
         for engine in self._session.engines:
             engine.probe = probe
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Have ``watcher`` told what the transformers give back in the runs to come; None for none.
+
+        Where an attention call has rows that do not reach what a transformer gives back, it is told
+        of those calls too that are enough to see them.
+        """
+        self._session.watcher = watcher
+
+    def find_non_finite(self, forwards: Sequence[Forward]) -> NonFiniteCall | None:
+        """The first attention call that is not finite in ``forwards``, of one step, run again.
+
+        None where no call shows it. All processes of a run must call it, and each has its own
+        answer. A step cache must be off by then.
+        """
+        return self._session.find_non_finite(forwards)
 
     def parallelize(
         self, *, ring: int | None = None, balance: bool = True, apart: bool = False
@@ -221,9 +239,11 @@ def sparsify(
             ``gluon`` (Hopper), or ``auto``: ``gluon`` where it can run and is faster, unless an
             attention backend was set on the pipeline.
         check_finite: raise when attention returns NaN or Inf, naming layer and step; every call is
-            waited for. ``generate`` looks between steps instead, which costs next to nothing.
+            waited for. ``generate`` looks at the transformer's output between steps instead, which
+            costs next to nothing.
         dense_fallback: make a sparse call again densely where it returns NaN or Inf; every call is
-            waited for. The trace and the report count such calls as dense and say why.
+            looked at and waited for. The trace and the report count such calls as dense and say
+            why.
         **method_options: the method's own options, such as ``top_p=0.9``.
 
     Returns:

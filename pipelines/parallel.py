@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ from vidsparse.trace import Balance
 
 if TYPE_CHECKING:
     from vidsparse.trace import Trace
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,20 @@ def process_count() -> int:
     """The processes of ``torch.distributed``; 1 where it was not started."""
     started = dist.is_available() and dist.is_initialized()
     return dist.get_world_size() if started else 1
+
+
+def everywhere(flag: Tensor) -> Tensor:
+    """Whether ``flag`` (a bool of no dimensions) holds in every process, which all must ask."""
+    holds = flag.to(device_of(None), torch.int32)
+    dist.all_reduce(holds, op=dist.ReduceOp.MIN)
+    return holds.bool()
+
+
+def from_all(own: T) -> list[T]:
+    """What every process has, in their order; all must ask."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    return told
 
 
 def all_processes(heads: int, ring: int | None = None, halves: int = 1) -> Any:

@@ -385,27 +385,61 @@ def memory(_: int) -> Groups:
 # ---- what the guard costs ----
 
 
+class _Blocks(torch.nn.Module):
+    """Blocks of a transformer, and its last projection, to as many channels as latents have.
+
+    A block is what Wan's has beside cross attention: four projections of attention and two layers
+    of ``width``; or attention alone.
+    """
+
+    def __init__(self, layers: int, heads: int, dim: int, width: int) -> None:
+        super().__init__()
+        inner = heads * dim
+        shapes = [(inner, inner)] * 4 + [(width, inner), (inner, width), (64, inner)]
+        self.weights = [
+            torch.randn(shape, device=DEVICE, dtype=DTYPE) / shape[1] ** 0.5 for shape in shapes
+        ]
+        self.layers, self.heads, self.dim = layers, heads, dim
+
+    def operands(self, x: Tensor) -> list[Tensor]:
+        return [
+            F.linear(x, w).unflatten(2, (self.heads, self.dim)).transpose(1, 2)
+            for w in self.weights[:3]
+        ]
+
+    def forward(self, x: Tensor, attend: Any, fixed: list[Tensor] | None) -> Tensor:
+        w = self.weights
+        for layer in range(self.layers):
+            q, k, v = self.operands(x) if fixed is None else fixed
+            out = attend(q, k, v, layer)
+            if fixed is None:
+                out = F.linear(out.transpose(1, 2).flatten(2), w[3])
+                F.linear(F.gelu(F.linear(out, w[4]), approximate="tanh"), w[5])
+        return F.linear(x, w[6])
+
+
 def guard_cost(
     tokens: int, heads: int, width: int, *, steps: int, layers: int, turns: int, dim: int = 128
 ) -> dict[str, Any]:
     """Time of attention calls, and of transformer blocks, with the guard of ``generate`` over that
     without.
 
-    The two take turns. A block is what Wan's has beside cross attention: four projections of
-    attention and two layers of ``width``; attention keeps 30 % of the keys at 128x16 tiles by a
-    plan that is reused, without means, so that a call has as little as it gets beside the guard.
+    The two take turns. The guard is that of ``generate``: it notes what each forward is given,
+    takes in what that gives back, and looks between steps. A step is one forward of few ``layers``,
+    so that a block has more of it than in a large model. Attention keeps 30 % of the keys at 128x16
+    tiles by a plan that is reused, without means: a call has as little as it gets beside the guard.
     """
     from vidsparse import AttentionEngine, CallSite, Schedule
-    from vidsparse.finite import FiniteGuard
+    from vidsparse.finite import PAUSE, FiniteGuard
     from vidsparse.methods import FgAttn
+    from vidsparse.pipelines.again import Forward, tensors_of
     from vidsparse.trace import Trace
 
     grid = {32_760: TokenGrid(21, 30, 52), 75_600: TokenGrid(21, 45, 80)}.get(
         tokens, TokenGrid(1, 1, tokens)
     )
     x = torch.randn(1, tokens, heads * dim, device=DEVICE, dtype=DTYPE)
-    shapes = [(heads * dim, heads * dim)] * 4 + [(width, heads * dim), (heads * dim, width)]
-    linears = [torch.randn(shape, device=DEVICE, dtype=DTYPE) / shape[1] ** 0.5 for shape in shapes]
+    blocks = _Blocks(layers, heads, dim, width)
     engine = AttentionEngine(
         FgAttn(tile=(128, 16), top_p=None, topk=0.3, means=None),
         schedule=Schedule(dense_steps=0, reuse=10**6),
@@ -413,35 +447,50 @@ def guard_cost(
         layers=layers,
     )
     engine.begin_run(10**6)
-
-    def operands() -> list[Tensor]:
-        return [F.linear(x, w).unflatten(2, (heads, dim)).transpose(1, 2) for w in linears[:3]]
-
-    fixed = operands()
+    fixed = blocks.operands(x)
     step = 0
 
-    def run(guard: FiniteGuard | None, *, block: bool) -> float:
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+        return engine.attend(q, k, v, CallSite(layer, step, 0.0, grid))
+
+    def run(guard: FiniteGuard[Forward] | None, *, block: bool) -> float:
         nonlocal step
-        engine.trace, engine.guard = Trace(), guard
+        forward: Forward | None = None
+
+        def begin(module: Any, args: Any, kwargs: Any) -> None:
+            nonlocal forward
+            site = CallSite(0, step, 0.0, grid)
+            if guard is not None:
+                forward = Forward.begun(module, site, args, kwargs)
+
+        def end(module: Any, args: Any, output: Any) -> None:
+            assert guard is not None
+            assert forward is not None
+            for out in tensors_of(output):
+                guard.watch(out, forward, hold=True)
+
+        # the first is there without the guard as well.
+        eager = torch.compiler.disable(begin)
+        hooks = [blocks.register_forward_pre_hook(eager, with_kwargs=True)]
+        if guard is not None:
+            hooks.append(blocks.register_forward_hook(torch.compiler.disable(end)))
+        engine.trace = Trace()
         wait()
         began = time.perf_counter()
         for _ in range(steps):
             step += 1
-            for layer in range(layers):
-                site = CallSite(layer, step, 0.0, grid)
-                q, k, v = operands() if block else fixed
-                out = engine.attend(q, k, v, site)
-                if block:
-                    out = F.linear(out.transpose(1, 2).flatten(2), linears[3])
-                    F.linear(F.gelu(F.linear(out, linears[4]), approximate="tanh"), linears[5])
+            blocks(x, attend=attend, fixed=None if block else fixed)
             if guard is not None:
                 assert guard.look(last=False) is None
         wait()
-        return (time.perf_counter() - began) * 1e3 / (steps * layers)
+        seconds = time.perf_counter() - began
+        for hook in hooks:
+            hook.remove()
+        return seconds * 1e3 / (steps * layers)
 
     found: dict[str, Any] = {"tokens": tokens, "heads": heads, "head_dim": dim}
     for block in (False, True):
-        guard = FiniteGuard()
+        guard: FiniteGuard[Forward] = FiniteGuard(pause=PAUSE)
         for each in (None, guard):
             run(each, block=block)
         off: list[float] = []
@@ -463,8 +512,9 @@ def guard_cost(
 def guard(turns: int) -> Groups:
     """The guard's cost at sizes of small and large models; alone on the GPU."""
     sizes: list[tuple[int, int, int, int, int]] = [
-        (2_304, 4, 2048, 20, 10),
-        (8_190, 12, 8960, 10, 10),
+        # several looks a turn.
+        (2_304, 4, 2048, 100, 10),
+        (8_190, 12, 8960, 30, 10),
         (32_760, 12, 8960, 4, 6),
         (75_600, 40, 13824, 1, 4),
     ]

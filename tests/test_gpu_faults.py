@@ -94,3 +94,20 @@ def test_the_program_runs_without_a_gpu_too(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(found.read_text(encoding="utf-8"))["groups"]
     assert sum(row["passed"] for row in rows) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_what_the_guard_costs_is_measured_of_calls_and_of_blocks(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    found = tmp_path / "found.json"
+    command = [sys.executable, gpu_faults.__file__, "guard", "--turns", "1", "--sanitize", "0"]
+    done = subprocess.run([*command, "--json", str(found)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(found.read_text(encoding="utf-8"))["groups"]
+    assert row["passed"] == row["cases"] > 0
+    for cost in row["found"].values():
+        assert cost["call_ms"] > 0
+        assert cost["block_ms"] > 0
+        assert cost["kept"] == pytest.approx(0.3, abs=0.05)
+        assert {"call_percent", "block_percent", "tokens", "heads", "head_dim"} <= cost.keys()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
-from vidsparse.finite import FiniteGuard
+from vidsparse.finite import FiniteGuard, NonFiniteCall
 from vidsparse.grid import TokenGrid
 from vidsparse.kept import KeptPlan, Lacking, Lists
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
@@ -102,7 +102,8 @@ class AttentionEngine:
     Attributes:
         router: ``find_route``. A benchmark may ask it for another 8-bit format.
         planner: ``order_and_plan``. A benchmark may replace the plan that it returns.
-        guard: takes in every output, to be asked between steps whether all were finite.
+        guard: takes in every output, and at a refresh the sparse one too, to be asked afterwards
+            which was the first that is not finite.
         kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
 
     Raises:
@@ -142,7 +143,7 @@ class AttentionEngine:
         self.dense_kernel = dense_kernel
         self.check_finite = check_finite
         self.dense_fallback = dense_fallback
-        self.guard: FiniteGuard | None = None
+        self.guard: FiniteGuard[NonFiniteCall] | None = None
         self.trace = trace if trace is not None else Trace()
         self.steps = 1
         self.observer: Observer | None = None
@@ -179,6 +180,17 @@ class AttentionEngine:
         """Let go of plans and of what was kept beside them, which may be gigabytes."""
         self._plans.clear()
         self._lacking.clear()
+
+    def go_back(self, step: int) -> None:
+        """Forget what was kept of ``step`` and after it, as far as it goes, to run it again.
+
+        What a later step has put in the place of an earlier one's stays away: calls plan anew.
+        """
+        self._plans = {key: kept for key, kept in self._plans.items() if kept.made < step}
+        for kept in self._plans.values():
+            # it served the step, for else another would stand in its place.
+            kept.last = step
+        self._lacking = {key: one for key, one in self._lacking.items() if one.step < step}
 
     def plans_anew(self, step: int) -> bool:
         """Whether no call of ``step`` goes by what is kept of a step before."""
@@ -260,17 +272,22 @@ class AttentionEngine:
                 # its memory serves the one that takes its place.
                 self._lacking.pop((site.branch, key), None)
                 planned = self._sparse(q, k, v, site, cell, key, ring)
+                self._show(planned, site, cell)
                 remainder = Remainder.of(out, planned, self._keeping)
                 lacking = Lacking(site.step, self._plans[key].made, remainder)
                 self._lacking[site.branch, key] = lacking
-        if self.guard is not None:
-            self.guard.watch(out, site, f"{cell.action}, {cell.implementation}")
+        self._show(out, site, cell)
         if self.check_finite and not bool(out.isfinite().all()):
             raise VidsparseError(
                 f"attention returned NaN or Inf in layer {site.layer} at step {site.step} "
                 f"({site.branch}, {cell.action}, {cell.implementation})"
             )
         return out
+
+    def _show(self, out: Tensor, site: CallSite, cell: Cell) -> None:
+        if self.guard is not None:
+            how = f"{cell.action}, {cell.implementation}"
+            self.guard.watch(out, NonFiniteCall(site, how))
 
     def _action(self, q: Tensor, site: CallSite, key: PlanKey, ring: Ring | None) -> str:
         if not isinstance(self.method, SparseMethod):
