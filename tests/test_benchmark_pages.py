@@ -49,15 +49,11 @@ def test_a_documented_command_works_on_the_rows_that_are_there(
         assert set(printed) <= set((ROOT / "BENCHMARKS.md").read_text("utf-8").splitlines())
 
 
-# studies that wait for a machine with time for them: half an hour for a row on two cores.
-UNMEASURED = {"promises"}
-
-
 def test_every_study_of_the_quality_file_has_a_table() -> None:
     files = (ROOT / "docs/benchmarks").glob("quality-*.json")
     rows = [row for file in files for row in quality_file(file).rows]
     studies = {row["study"] for row in rows}
-    assert studies == {*STUDIES, *ABLATIONS} - UNMEASURED
+    assert studies == {*STUDIES, *ABLATIONS}
     tables = markdown_tables(rows)
     for study in studies:
         assert f"frames: {study}\n" in tables
