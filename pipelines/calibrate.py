@@ -30,14 +30,14 @@ from vidsparse.pipelines.handle import (
 from vidsparse.pipelines.models import LoadedPipeline
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.presets import Preset, preset_files
-from vidsparse.schedule import Schedule
+from vidsparse.schedule import Schedule, share_or_count
 from vidsparse.site import CallSite
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, the steps that are done and all steps."""
 
 
-_STATE: Final = 2
+_STATE: Final = 3
 """Version of what calibrators keep; progress of another is not taken up."""
 
 
@@ -163,7 +163,13 @@ class _Run:
         self._loaded, self._request, self._order = loaded, request, request.order
         parts, layers, heads = attention_shape(loaded.pipe)
         window = _window(request, request.steps)
-        extent = Extent(parts=parts, layers=layers, heads=heads, window=window)
+        extent = Extent(
+            parts=parts,
+            layers=layers,
+            heads=heads,
+            window=window,
+            refreshes=share_or_count(request.refresh, request.steps, "refresh"),
+        )
         self.calibrator = _calibrator(request, extent, settings)
         self._schedule: dict[str, Any] = {}
         if self.calibrator.searches:
@@ -194,7 +200,8 @@ class _Run:
         schedule: dict[str, Any] = {}
         if isinstance(one.method, SparseMethod):
             last = self._request.dense_last_steps
-            schedule = {**self._schedule, "dense_last_steps": last, "order": self._order}
+            schedule = {**self._schedule, **one.schedule}
+            schedule.update(dense_last_steps=last, order=self._order)
             schedule["implementation"] = self._request.implementation
         with sparsify(self._loaded.pipe, one.method or "dense", **schedule) as handle:
             for engine in handle.engines:
@@ -280,7 +287,7 @@ class _Run:
             },
             video={name: getattr(request, name) for name in ("frames", "width", "height")},
             grid=(frames, height, width),
-            schedule=self._schedule,
+            schedule={**self._schedule, **calibrator.schedule()},
             measured={
                 "prompts": prompts,
                 "seed": request.seed,

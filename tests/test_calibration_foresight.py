@@ -189,6 +189,27 @@ def test_a_preset_brings_its_own_dense_steps_and_no_dense_layers(
     assert video.record["total"] == pytest.approx(promised["total"], abs=1e-3)
 
 
+@pytest.mark.slow
+def test_a_target_far_below_takes_fewer_refreshes_and_the_preset_brings_them(
+    loaded: LoadedPipeline, tmp_path: Path
+) -> None:
+    request = replace(a_request(refresh=2), dense_steps=1)
+    told: list[str] = []
+    made = calibrate(
+        loaded, request, PROMPTS[:2], tmp_path / "p",
+        settings={"probes": 1, "target_psnr": 6.0}, progress=lambda what, *_: told.append(what),
+    )  # fmt: skip
+    tries = made.measured["tries"]
+    assert list(dict.fromkeys(one.get("refresh") for one in tries)) == [None, 1, 0]
+    assert made.measured["total"] == min(one["total"] for one in tries) < tries[0]["total"]
+    assert made.schedule["refresh"] == 0
+    assert any(" refresh 1, prompt 1 of 2" in what for what in told)
+    asked = GenerateRequest(prompt=PROMPTS[0], preset=str(tmp_path / "p"), device="cpu")
+    video = generate(loaded, replace(asked, model=loaded.ref.location, steps=4, guidance=3.0))
+    assert video.record["work"].get("refresh", 0) == 0
+    assert video.record["total"] == pytest.approx(made.measured["total"], abs=1e-3)
+
+
 def test_compare_sets_the_promise_beside_what_it_measured(
     loaded: LoadedPipeline, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,74 @@ def test_of_few_numbers_the_cheapest_that_meets_the_target_is_kept() -> None:
     # 26 dB at 0.3, 4 dB for each doubling: 30 dB at 0.6, which there is not.
     search = searched(dial, Target("psnr", 29.0), 4 / math.log(2))
     assert search.number == 0.7
+
+
+# ---- schedules, each cheaper than the one before ----
+
+# decibels that are lost and pairs that are saved with half of the refreshes, a quarter, and none.
+LOST = (0.0, 2.0, 6.0, 14.0)
+REFRESHES = (0.2, 0.1, 0.05, 0.0)
+SHARE = Dial(name="share", start=0.08, least=0.02, most=1.0, scale="logarithm", gain=4.0)
+
+
+def with_schedules(target: Target, lost: Sequence[float] = LOST, prompts: int = 8) -> Search:
+    """A search where PSNR is 34 dB at a share of 0.08 with all refreshes, 4 dB more at e times."""
+    search = Search(target)
+    for prompt in range(prompts):
+        search.keep(prompt, STILL, 10.0)
+    search.begin(SHARE.start)
+    number = 0
+    while number < len(search.looks):
+        attempt, first, end = search.looks[number]
+        share, schedule = search.tried[attempt], search.schedules[attempt]
+        decibels = 34 + 4 * math.log(share / SHARE.start) - lost[schedule]
+        total = 0.15 + REFRESHES[schedule] + share * (0.85 - REFRESHES[schedule])
+        for prompt in range(first, end):
+            search.watch(prompt, noisy(decibels, prompt), total=total, seconds=10 * total)
+        search.go_on(SHARE, len(lost))
+        number += 1
+    return search
+
+
+def best_work(value: float, lost: Sequence[float]) -> float:
+    """The least total at which that world has a mean PSNR of ``value``, prompts' mean being 3.5."""
+    totals = []
+    for fewer, refreshes in zip(lost, REFRESHES, strict=True):
+        share = max(SHARE.least, SHARE.start * math.exp((value + 3.5 - 34 + fewer) / 4))
+        if share <= 1:
+            totals.append(0.15 + refreshes + share * (0.85 - refreshes))
+    return min(totals)
+
+
+@pytest.mark.parametrize("value", [20.0, 24.0, 28.0, 32.0, 36.0])
+@pytest.mark.parametrize("lost", [LOST, (0.0, 9.0, 12.0, 14.0), (0.0, 0.5, 1.0, 1.5)])
+def test_the_schedule_of_least_work_that_meets_the_target_is_kept(
+    value: float, lost: Sequence[float]
+) -> None:
+    search = with_schedules(Target("psnr", value), lost)
+    measured = search.measured("share", [{"refresh": n} for n in (4, 2, 1, 0)])
+    assert measured["met"]
+    assert measured["psnr"] >= value - 0.3
+    # within what a third of a decibel costs in shares.
+    assert measured["total"] <= best_work(value, lost) + 0.03
+    kept = measured["tries"][search.best]
+    assert kept["refresh"] == (4, 2, 1, 0)[search.schedule]
+    assert "prompts" not in kept
+    # one schedule more than helps is tried, on two prompts of eight.
+    assert sum(end - first for _, first, end in search.looks) <= 8 + 6 + 2 * 11
+
+
+def test_a_speed_is_sought_with_the_schedule_that_was_asked_for() -> None:
+    assert set(with_schedules(Target("speed", 3.0)).schedules) == {0}
+
+
+def test_a_search_over_schedules_goes_on_from_what_was_kept() -> None:
+    search = with_schedules(Target("psnr", 26.0))
+    assert len(set(search.schedules)) > 1
+    again = Search(search.target)
+    again.restore(search.state())
+    assert (again.looks, again.schedules) == (search.looks, search.schedules)
+    assert again.schedule == search.schedule
 
 
 @pytest.mark.parametrize(

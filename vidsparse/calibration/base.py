@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -32,12 +32,14 @@ class Extent:
         layers: attention layers of each.
         heads: heads of a layer.
         window: the steps that may be sparse.
+        refreshes: steps that compute everything and keep what their plan lacks.
     """
 
     parts: int
     layers: int
     heads: int
     window: range
+    refreshes: int = 0
 
     def table(self, *more: int, fill: float = 0.0) -> Tensor:
         """An fp32 table ``[P, L, H, *more]`` on the CPU."""
@@ -59,6 +61,7 @@ class Pass:
         steps: the denoising steps whose calls it wants to see.
         whole: whether it wants to see the finished videos; always where it looks at no calls.
         method: what the videos are made with, None for dense ones.
+        schedule: what is other than in the schedule that was asked for.
         first: the prompt that it begins with, counted from 0.
         prompts: how many prompts it stops after, counted from the first of all; None is all.
     """
@@ -67,6 +70,7 @@ class Pass:
     steps: tuple[int, ...] = ()
     whole: bool = False
     method: Method | None = None
+    schedule: Mapping[str, int] = field(default_factory=dict)
     first: int = 0
     prompts: int | None = None
 
@@ -162,11 +166,15 @@ class Calibrator(ABC):
             return looks
         looks[0] = replace(looks[0], whole=True)
         name = self.dial.name
-        tried = self.search.tried
+        tried, with_ = self.search.tried, self.search.schedules
         return looks + [
             Pass(
-                title=f"{name} {tried[attempt]:.4g}",
+                title=" ".join(
+                    [f"{name} {tried[attempt]:.4g}"]
+                    + [f"{what} {n}" for what, n in self._schedules[with_[attempt]].items()]
+                ),
                 method=self.made(tried[attempt]),
+                schedule=self._schedules[with_[attempt]],
                 first=first,
                 prompts=end,
             )
@@ -198,7 +206,7 @@ class Calibrator(ABC):
         if self.searches and number == own - 1:
             self.search.begin(self.dial.number(self.dial.place(self.dial.start)))
         elif number >= own:
-            self.search.go_on(self.dial)
+            self.search.go_on(self.dial, len(self._schedules))
 
     def state(self) -> dict[str, Tensor]:
         """Everything known so far."""
@@ -226,7 +234,17 @@ class Calibrator(ABC):
     def measured(self) -> dict[str, Any]:
         """What was seen on the way, as JSON values."""
         own = self.seen()
-        return {**self.search.measured(self.dial.name), **own} if self.searches else own
+        if not self.searches:
+            return own
+        return {**self.search.measured(self.dial.name, self._schedules), **own}
+
+    def schedule(self) -> Mapping[str, int]:
+        """What was found to be better than in the schedule that was asked for."""
+        return self._schedules[self.search.schedule] if self.searches else {}
+
+    @property
+    def _schedules(self) -> Sequence[Mapping[str, int]]:
+        return [{}, *self.cheaper]
 
     def made(self, number: float) -> SparseMethod:
         """The method at a number of the dial."""
@@ -275,6 +293,11 @@ class Calibrator(ABC):
     @abstractmethod
     def found(self, number: float | None) -> dict[str, Tensor]:
         """The tables at a number of the dial, None for those of the settings."""
+
+    @property
+    def cheaper(self) -> Sequence[Mapping[str, int]]:
+        """Schedules that compute less than the one asked for, the dearest first: its changes."""
+        return ()
 
     def options_at(self, number: float) -> dict[str, Any]:
         """Options of the method at a number of the dial, beside the tables."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
@@ -123,6 +123,16 @@ class ForesightCalibrator(Calibrator):
         return Dial(
             name="share", start=self._start, least=LEAST, most=1.0, scale="logarithm", gain=gain
         )
+
+    @property
+    def cheaper(self) -> Sequence[Mapping[str, int]]:
+        """Half of the refreshes, half of these, and so on, and none."""
+        fewer = []
+        left = self.extent.refreshes
+        while left:
+            left //= 2
+            fewer.append({"refresh": left})
+        return fewer
 
     def learn(self, number: int, prompt: int, video: Video, total: float) -> None:
         """Keep a video's error to the dense one."""

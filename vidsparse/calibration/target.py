@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Kind = Literal["psnr", "ssim", "speed"]
 
 TRIES: Final = 5
-"""Most settings that are tried."""
+"""Most settings that are tried with one schedule."""
 
 # the share of the prompts that a try after the first begins with, and their smallest number.
 _PART: Final = 4
@@ -130,6 +130,9 @@ class Search:
     through the last two, or goes by the dial's first guess. What is kept is the cheapest whole try
     that meets the target, or the nearest where none does.
 
+    Beside the number there may be schedules, each cheaper than the one before. Where the target is
+    met with one, the next is tried in the same way, until one meets it at no less work.
+
     Args:
         target: what is wanted, None to try one number and say what comes of it.
     """
@@ -137,6 +140,8 @@ class Search:
     def __init__(self, target: Target | None) -> None:
         self.target = target
         self.tried: list[float] = []
+        self.schedules: list[int] = []
+        """Of every try its schedule, counted from the dearest."""
         self.looks: list[tuple[int, int, int]] = []
         """What videos were or are to be made of, in order: a try, its first prompt, the end."""
         self._dense: dict[int, Tensor] = {}
@@ -164,27 +169,39 @@ class Search:
         seen = _Seen(self.log_error(prompt, video), alike, total, seconds)
         self._rows[self.looks[-1][0]][prompt] = seen
 
-    def begin(self, number: float) -> None:
+    def begin(self, number: float, schedule: int = 0) -> None:
         """Try a number next, the first on all prompts and others on a part of them."""
         prompts = len(self._dense)
         part = max(_FEWEST, -(-prompts // _PART)) if self.tried else prompts
         self.looks.append((len(self.tried), 0, min(part, prompts)))
         self.tried.append(number)
+        self.schedules.append(schedule)
         self._rows.append({})
 
-    def go_on(self, dial: Dial) -> None:
+    def go_on(self, dial: Dial, schedules: int = 1) -> None:
         """After a look: the rest of a try, or the next try, unless there is nothing left to see."""
         if self.target is None:
             return
         last = self.looks[-1][0]
-        if not self._met(last):
-            following = dial.number(self._next(dial))
-            if len(self.tried) < TRIES and following not in self.tried:
-                self.begin(following)
+        schedule = self.schedules[last]
+        if not self._met(last) and not self._too_dear(last):
+            tries = self._tries_with(schedule)
+            following = dial.number(self._next(dial, tries))
+            if len(tries) < TRIES and following not in [self.tried[one] for one in tries]:
+                self.begin(following, schedule)
                 return
-            last = self._best(range(len(self.tried)))
-        if not self._whole(last):
-            self.looks.append((last, len(self._rows[last]), len(self._dense)))
+        best = self._best(range(len(self.tried)))
+        cheaper = schedule + 1
+        if (
+            self.schedules[best] == schedule
+            and cheaper < schedules
+            and not self._tries_with(cheaper)
+            and self._enough(best)
+            and self.target.kind != "speed"
+        ):
+            self.begin(self.tried[best], cheaper)
+        elif not self._whole(best):
+            self.looks.append((best, len(self._rows[best]), len(self._dense)))
 
     # ---- what it comes to ----
 
@@ -198,7 +215,7 @@ class Search:
         target = self.target
         if target is None:
             return tries[-1]
-        met = [one for one in tries if self._missing(one) <= _NEAR[target.kind]]
+        met = [one for one in tries if self._enough(one)]
         if met and target.kind == "speed":
             return max(met, key=lambda one: self._value(one, "psnr"))
         if met:
@@ -210,8 +227,18 @@ class Search:
         """That of the try that is kept."""
         return self.tried[self.best]
 
-    def measured(self, name: str) -> dict[str, Any]:
-        """What was wanted and what came of it, as JSON values; ``name`` is that of the number."""
+    @property
+    def schedule(self) -> int:
+        """That of the try that is kept."""
+        return self.schedules[self.best]
+
+    def measured(self, name: str, schedules: Sequence[Mapping[str, int]] = ({},)) -> dict[str, Any]:
+        """What was wanted and what came of it, as JSON values.
+
+        Args:
+            name: of the number.
+            schedules: what each changes of the schedule that was asked for.
+        """
         best = self.best
         seen = self._rows[best].values()
         found: dict[str, Any] = {
@@ -221,13 +248,15 @@ class Search:
         }
         if self.target is not None:
             found["target"] = {self.target.kind: self.target.value}
-            found["met"] = self._missing(best) <= _NEAR[self.target.kind]
+            found["met"] = self._enough(best)
             if self.target.kind != "psnr":
                 found[self.target.kind] = round(self._value(best, self.target.kind), 4)
         tries = [
             {
                 name: round(number, 4),
+                **schedules[self.schedules[one]],
                 "psnr": round(self._value(one, "psnr"), 2),
+                "total": round(self._total(one), 4),
                 # the mean of all is an estimate then.
                 **({} if self._whole(one) else {"prompts": len(self._rows[one])}),
             }
@@ -277,11 +306,25 @@ class Search:
         assert self.target is not None
         return abs(self._missing(one)) <= _NEAR[self.target.kind]
 
-    def _next(self, dial: Dial) -> float:
-        """The next place on the dial's scale."""
+    def _enough(self, one: int) -> bool:
         assert self.target is not None
-        missing = {dial.place(number): self._missing(i) for i, number in enumerate(self.tried)}
-        last = dial.place(self.tried[-1])
+        return self._missing(one) <= _NEAR[self.target.kind]
+
+    def _too_dear(self, one: int) -> bool:
+        """Whether a try has too few decibels and takes the work of one that has enough."""
+        return not self._enough(one) and any(
+            self._enough(other) and self._total(other) <= self._total(one)
+            for other in range(len(self.tried))
+        )
+
+    def _tries_with(self, schedule: int) -> list[int]:
+        return [one for one, with_ in enumerate(self.schedules) if with_ == schedule]
+
+    def _next(self, dial: Dial, tries: Sequence[int]) -> float:
+        """The next place on the dial's scale, by tries with the same schedule."""
+        assert self.target is not None
+        missing = {dial.place(self.tried[one]): self._missing(one) for one in tries}
+        last = dial.place(self.tried[tries[-1]])
         below = min((place for place in missing if missing[place] > 0), key=missing.__getitem__,
                     default=None)  # fmt: skip
         above = max((place for place in missing if missing[place] <= 0), key=missing.__getitem__,
@@ -291,8 +334,8 @@ class Search:
             return below + share * (above - below)
         # more work costs about an eighth of the speed, in decibels, that it gains in quality.
         slope = dial.gain if self.target.kind != "speed" else -dial.gain / 8
-        if len(self.tried) > 1:
-            before = dial.place(self.tried[-2])
+        if len(tries) > 1:
+            before = dial.place(self.tried[tries[-2]])
             along = (missing[before] - missing[last]) / (last - before)
             slope = along if along * slope > 0 else slope
         step = missing[last] / slope
@@ -313,6 +356,7 @@ class Search:
             **{f"dense.{prompt}": self._dense[prompt] for prompt in names},
             "dense_seconds": torch.tensor(seconds, dtype=torch.float64),
             "tried": torch.tensor(self.tried, dtype=torch.float64),
+            "schedules": torch.tensor(self.schedules, dtype=torch.int64),
             "looks": torch.tensor(self.looks, dtype=torch.int64).view(-1, 3),
             "rows": rows,
         }
@@ -326,6 +370,7 @@ class Search:
         seconds = state["dense_seconds"].tolist()
         self._dense_seconds = dict(zip(names, seconds, strict=True))
         self.tried = state["tried"].tolist()
+        self.schedules = state["schedules"].tolist()
         self.looks = [(attempt, first, end) for attempt, first, end in state["looks"].tolist()]
         self._rows = [
             {
