@@ -7,6 +7,7 @@ whose figures are in docs/reliability.md, is ``VIDSPARSE_FAULTS=long pytest -m f
 from __future__ import annotations
 
 import faulthandler
+import gc
 import hashlib
 import multiprocessing
 import os
@@ -17,18 +18,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 IS_LONG = os.environ.get("VIDSPARSE_FAULTS") == "long"
 SEED = int(os.environ.get("VIDSPARSE_FAULTS_SEED", "0"))
 
-# what the commands on a tiny Wan pipeline import, so that each process need not.
+# what the commands on a tiny Wan pipeline import, and the page's, so that each process need not.
 _IMPORTED = [
     "vidsparse.apps.cli", "vidsparse.apps.commands.generate", "vidsparse.apps.commands.compare",
     "vidsparse.apps.commands.calibrate", "vidsparse.pipelines.wan", "vidsparse.pipelines.generate",
     "vidsparse.pipelines.calibrate", "vidsparse.pipelines.video", "vidsparse.kernels",
     "diffusers.pipelines.wan.pipeline_wan", "transformers.models.t5.tokenization_t5",
     "transformers.models.umt5.modeling_umt5", "imageio_ffmpeg", "filelock",
+    "vidsparse.apps.commands.ui", "vidsparse.apps.page.build",
 ]  # fmt: skip
 
 # seconds that no command here takes, even on a busy machine.
@@ -80,6 +83,40 @@ class Commands:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_IMPORTED)
 
+    def start(
+        self,
+        arguments: Sequence[str],
+        printed: Path,
+        said: Path,
+        setup: Callable[[], object] | None = None,
+    ) -> BaseProcess:
+        """Start a command whose standard output and standard error go to two files.
+
+        The files are there once this returns, and the command begins.
+        """
+        files = str(printed), str(said)
+        process = self._context.Process(
+            target=_command, args=(list(arguments), str(self.folder), *files, setup)
+        )
+        process.start()
+        began = time.monotonic()
+        while not said.exists():
+            assert process.is_alive(), "the process ended before it began its command"
+            assert time.monotonic() - began < PATIENCE, "the process does not start"
+            time.sleep(0.002)
+        return process
+
+    def serve(self, arguments: Sequence[str], printed: Path, said: Path) -> tuple[BaseProcess, str]:
+        """Start ``vidsparse ui``; its process, and the page's address once it is there."""
+        process = self.start(arguments, printed, said)
+        began = time.monotonic()
+        while "\n" not in (told := printed.read_text(encoding="utf-8")):
+            if not process.is_alive() or time.monotonic() - began > PATIENCE:
+                process.kill()
+                raise AssertionError(f"no page opens: {said.read_text(encoding='utf-8')}")
+            time.sleep(0.01)
+        return process, told.split()[1]
+
     def run(
         self,
         arguments: Sequence[str],
@@ -98,17 +135,8 @@ class Commands:
             setup: called in the process before the command.
         """
         self._number += 1
-        files = [self.folder / f"{name}-{self._number}.txt" for name in ("out", "err")]
-        process = self._context.Process(
-            target=_command, args=(list(arguments), str(self.folder), *map(str, files), setup)
-        )
-        process.start()
-        # the two files are there once the command begins.
-        began = time.monotonic()
-        while not files[1].exists():
-            assert process.is_alive(), "the process ended before it began its command"
-            assert time.monotonic() - began < PATIENCE, "the process does not start"
-            time.sleep(0.002)
+        out, err = (self.folder / f"{name}-{self._number}.txt" for name in ("out", "err"))
+        process = self.start(arguments, out, err, setup)
         began, hit = time.monotonic(), False
         while process.is_alive():
             spent = time.monotonic() - began
@@ -122,14 +150,14 @@ class Commands:
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.5)
                 process.kill()
-                said = files[1].read_text(encoding="utf-8")
+                said = err.read_text(encoding="utf-8")
                 raise AssertionError(f"{arguments} hangs, {hit and how} sent: {said}")
             process.join(0.002)
         assert process.exitcode is not None
         assert process.pid is not None
         if hit:
             until_left_alone(process.pid)
-        printed, said = (file.read_text(encoding="utf-8") for file in files)
+        printed, said = (file.read_text(encoding="utf-8") for file in (out, err))
         return Ended(process.exitcode, said, printed, time.monotonic() - began, hit)
 
 
@@ -149,6 +177,8 @@ def _command(
         os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2)
     )
     faulthandler.register(signal.SIGUSR1, file=2)
+    # what was imported stays: no collection looks through it, nor copies its pages.
+    gc.freeze()
     import torch
 
     from vidsparse.apps.cli import main

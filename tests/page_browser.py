@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_runs import Commands
 from page_server import free_port
 from page_visitor import PATIENCE, Visitor
 from playwright import sync_api as playwright
@@ -29,8 +28,8 @@ MARKS = [
     pytest.mark.timeout(600),
 ]
 
-# by address, what serves there.
-_SERVING: dict[str, subprocess.Popen[str]] = {}
+# by address, the process that serves there.
+_SERVING: dict[str, int] = {}
 
 
 def log_of(out: Path) -> Path:
@@ -44,34 +43,27 @@ def commanded(out: Path, *options: str) -> Iterator[str]:
 
     What it says of its work comes into ``log_of(out)``.
     """
-    command = [sys.executable, "-m", "vidsparse", "-v", "ui", "--port", str(free_port())]
-    with (
-        log_of(out).open("w", encoding="utf-8") as log,
-        subprocess.Popen(
-            [*command, "--out", str(out), "--max-steps", "400", "--away", "10", *options],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            address = process.stdout.readline().split()[1]
-            _SERVING[address] = process
-            yield address
-        finally:
-            process.terminate()
+    command = ["-v", "ui", "--port", str(free_port()), "--out", str(out)]
+    command += ["--max-steps", "400", "--away", "10", *options]
+    process, address = Commands(out.parent).serve(command, out.with_suffix(".txt"), log_of(out))
+    assert process.pid is not None
+    _SERVING[address] = process.pid
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.join()
 
 
 @contextmanager
 def held(address: str) -> Iterator[None]:
     """The page that a command serves there says and computes nothing while the block runs."""
     process = _SERVING[address]
-    process.send_signal(signal.SIGSTOP)
+    os.kill(process, signal.SIGSTOP)
     try:
         yield
     finally:
-        process.send_signal(signal.SIGCONT)
+        os.kill(process, signal.SIGCONT)
 
 
 @pytest.fixture(scope="module")

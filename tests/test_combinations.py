@@ -41,7 +41,7 @@ def works(combination: str, *, quick: str | None = None) -> Any:
     return pytest.mark.parametrize("name", slow_but(names if quick is None else [quick], names))
 
 
-def check(name: str, prepare: Prepare, *, steps: int = 3, **changes: Any) -> torch.Tensor:
+def check(name: str, prepare: Prepare, *, steps: int = 2, **changes: Any) -> torch.Tensor:
     """Hold a full mask beside ``prepare`` to the stock pipeline beside it, in both orders.
 
     Returns what the stock pipeline makes.
@@ -166,7 +166,7 @@ def test_lora(name: str) -> None:
 
     loaded, scaled, fused = (check(name, prepare) for prepare in (load, scale, fuse))
     # of as many steps as what it is held against.
-    unstyled = plain(name, 3)
+    unstyled = plain(name, 2)
     for styled in (loaded, scaled, fused):
         assert not torch.allclose(styled, unstyled, **CLOSE)
     assert not torch.allclose(loaded, scaled, **CLOSE)
@@ -203,7 +203,7 @@ def stock_int8(name: str) -> torch.Tensor:
     """What the stock pipeline makes with 8-bit layers."""
     pipe = TINY[name].build()
     linear_int8(pipe)
-    return latents(name, pipe, num_inference_steps=3)
+    return latents(name, pipe, num_inference_steps=2)
 
 
 def check_linear_int8(name: str, *prepares: Prepare) -> None:
@@ -212,14 +212,14 @@ def check_linear_int8(name: str, *prepares: Prepare) -> None:
     What differs in the last bit may round to another unit in a later layer, so the two may be as
     far apart as rounding has put either of them, and no farther.
     """
-    exact, expected = plain(name, 3), stock_int8(name)
+    exact, expected = plain(name, 2), stock_int8(name)
     assert 0 < (expected - exact).norm() < 0.2 * exact.norm()
     for prepare in prepares:
         pipe = TINY[name].build()
         linear_int8(pipe)
         with sparsify(pipe, top_p=1.0, dense_steps=1) as handle:
             prepare(pipe)
-            ours = latents(name, pipe, num_inference_steps=3)
+            ours = latents(name, pipe, num_inference_steps=2)
             assert handle.summary().notes == ()
             assert handle.summary().computed == 1.0
         assert (ours - expected).norm() <= (expected - exact).norm()
@@ -268,7 +268,7 @@ def test_model_offload(name: str) -> None:
 
 @works("vae-tiling", quick="wan")
 def test_vae_tiling(name: str) -> None:
-    check(name, lambda pipe: pipe.vae.enable_tiling(), steps=2, output_type="np")
+    check(name, lambda pipe: pipe.vae.enable_tiling(), output_type="np")
 
 
 # step caches

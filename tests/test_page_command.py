@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
@@ -90,3 +94,23 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(
     assert f"port {port} cannot be had: address already in use. Hint: give another" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals of POSIX")
+def test_the_command_serves_from_its_own_start_until_it_is_ended(tmp_path: Path) -> None:
+    # other tests fork their pages from a process that has imported everything.
+    pytest.importorskip("gradio")
+    from page_server import free_port
+
+    command = [sys.executable, "-m", "vidsparse", "ui", "--port", str(free_port())]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path / "o")], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            page = httpx.get(process.stdout.readline().split()[1])
+        finally:
+            process.send_signal(signal.SIGTERM)
+    assert page.status_code == 200
+    assert process.returncode == 0

@@ -756,6 +756,13 @@ def test_the_loss_weighs_places_where_bodies_are() -> None:
     assert latents_of(SHAPES, 6.0).weights is None
 
 
+def smaller(model: SmallModel) -> SmallModel:
+    """The model with a transformer of two small blocks."""
+    sizes = {"heads": 1, "layers": 2, "feed_forward": 64}
+    made: SmallModel = type("Smaller", (type(model),), sizes)()
+    return made
+
+
 def learner_of(model: SmallModel, *, rate: float = 0.0, naming: float = 0.0) -> train.Learner:
     """A learner on a CPU whose weights and draws are the same each time."""
     torch.manual_seed(0)
@@ -778,9 +785,10 @@ def test_the_loss_is_the_mean_by_weight() -> None:
     plan = train.StepPlan(source=0, batch=2, share=1.0)
     first = torch.zeros(2, 1, *drawn.values.shape[2:])
     first[:, :, 0] = 1
+    model = smaller(SHAPES)
 
     def loss(weights: torch.Tensor | None) -> float:
-        return learner_of(SHAPES).step(replace(drawn, weights=weights), plan, 1.0).item()
+        return learner_of(model).step(replace(drawn, weights=weights), plan, 1.0).item()
 
     plain, one, others = loss(None), loss(first), loss(1 - first)
     assert one != pytest.approx(others, rel=1e-3)
@@ -814,11 +822,7 @@ def test_latents_say_which_kind_of_body_is_where() -> None:
 def test_which_body_is_where_is_learnt_beside_the_loss_that_is_told() -> None:
     drawn = latents_of(SCENES, 6.0)
     plan = train.StepPlan(source=0, batch=2, share=1.0)
-
-    class Smaller(type(SCENES)):  # type: ignore[misc]
-        heads, layers, feed_forward = 1, 2, 64
-
-    model = Smaller()
+    model = smaller(SCENES)
 
     def learnt(naming: float, steps: int) -> tuple[float, float | None]:
         learner = learner_of(model, rate=1e-2, naming=naming)

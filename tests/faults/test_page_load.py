@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_runs import PATIENCE, chance, form, hidden, until_left_alone
+from fault_runs import PATIENCE, Commands, chance, form, hidden, until_left_alone
 
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 
@@ -53,28 +52,22 @@ class Page:
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.out = folder / "o"
-        self.log = folder / "log.txt"
         port = free_port()
+        self.log = folder / f"log-{port}.txt"
         self.url = f"http://127.0.0.1:{port}/"
-        command = [sys.executable, "-m", "vidsparse", "ui", "--port", str(port)]
-        command += ["--model", str(model), "--device", "cpu", "--out", str(self.out)]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*command, "--max-waiting", "200"],
-                stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == f"page: {self.url}\n", self.log.read_text()
+        command = ["ui", "--port", str(port), "--model", str(model), "--device", "cpu"]
+        command += ["--out", str(self.out), "--max-waiting", "200"]
+        self.process, address = Commands(folder).serve(command, folder / "out.txt", self.log)
+        assert address == self.url
 
     def end(self, how: int = signal.SIGTERM) -> int:
         """Send a signal, and wait for the end; answers the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        status = self.process.wait(PATIENCE)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return status
+        if self.process.is_alive():
+            assert self.process.pid is not None
+            os.kill(self.process.pid, how)
+        self.process.join(PATIENCE)
+        assert self.process.exitcode is not None
+        return self.process.exitcode
 
     def holds(self) -> tuple[int, int, int]:
         """Bytes in memory, open files and threads."""
@@ -238,6 +231,7 @@ def test_a_killed_page_keeps_every_finished_video_and_goes_on(
             until_killed(page, keys, fetched, turn, rng)
         finally:
             page.end(signal.SIGKILL)
+            assert page.process.pid is not None
             until_left_alone(page.process.pid)
     # a page that starts takes what was left alone for so long for what a killed one left.
     for left in page.out.rglob(".*.tmp"):
@@ -262,4 +256,6 @@ def test_a_killed_page_keeps_every_finished_video_and_goes_on(
     assert hidden(page.out) == []
     assert len({record.parent for record in records}) == 2
     record_property("kills and videos", (KILLS, len(kept)))
-    assert "Traceback" not in page.log.read_text(encoding="utf-8")
+    logs = [log.read_text(encoding="utf-8") for log in tmp_path.glob("log-*.txt")]
+    assert len(logs) == KILLS + 1
+    assert not any("Traceback" in log for log in logs)
