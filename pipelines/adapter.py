@@ -39,6 +39,7 @@ from vidsparse.pipelines.balance import Balancer
 from vidsparse.pipelines.branches import BRANCHES_ARE_APART, Halves, check_apart
 from vidsparse.pipelines.copies import PROCESSOR_COPIED, refuse_copies
 from vidsparse.pipelines.family import Family
+from vidsparse.pipelines.forwards import show_changes
 from vidsparse.pipelines.layout import Layout
 from vidsparse.pipelines.operators import SESSIONS, dense_video_attention, video_attention
 from vidsparse.pipelines.parallel import (
@@ -107,6 +108,13 @@ NO_VIDEO: Final = "the arguments of this forward are not those of a video"
 MASKED: Final = "the host has a mask for this call"
 """Why a call runs dense whatever was asked for."""
 
+_PASSED_BY: Final = (
+    "sparse attention was due in this forward, and none of its attention calls came here: the "
+    "transformer, or its blocks, run code that was compiled or captured before sparsify() and did "
+    "not notice it. Hint: call torch.compiler.reset() after sparsify(), and again after remove(); "
+    "what was captured or exported has to be made anew."
+)
+
 # the grid of a call that has none.
 _NO_GRID: Final = TokenGrid(1, 1, 1)
 
@@ -168,6 +176,10 @@ class Session:
         self._layout: Layout | None = None
         self._texts: list[tuple[int, ...]] = []
         self._dense_because: str | None = None
+        # the transformers whose attention calls come here, with the processors they have now.
+        self._reached: set[int] = set()
+        # whether the run that goes on was followed from its first step.
+        self._from_start = False
         self._context: str | None = None
         self._timesteps: Any = None
         self._timestep_values: list[float] = []
@@ -211,30 +223,35 @@ class Session:
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             session._observe(part, module, args, kwargs)
 
+        def look_back(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            session._check_reached(part, module)
+            session._show(output)
+
         # outside the graph: the grid and the step are read by python before each forward.
         eager = torch.compiler.disable(observe)  # type: ignore[no-untyped-call]
         hook = transformer.register_forward_pre_hook(eager, with_kwargs=True)
         self._watches.append(hook.remove)
-
-        def show(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            session._show(output)
-
-        eager = torch.compiler.disable(show)  # type: ignore[no-untyped-call]
-        self._watches.append(transformer.register_forward_hook(eager).remove)
+        after = torch.compiler.disable(look_back)  # type: ignore[no-untyped-call]
+        self._watches.append(transformer.register_forward_hook(after).remove)
         self._watch_context(transformer)
         self._watches.append(refuse_copies(transformer))
         self._modules.update({(part, layer): module for layer, module in modules.items()})
-        self._install(part)
+        self._install(part, transformer)
 
-    def _install(self, part: int) -> None:
+    def _install(self, part: int, transformer: nn.Module) -> None:
         """Stand in for the stock processors of a transformer, also for those put in since.
 
         The host replaces processors by itself where it fuses projections (CogVideoX). What is not
         the host's own stays.
         """
+        changed = False
         for (of, layer), module in self._modules.items():
             if of == part and is_stock(module.processor, self.adapter):
                 module.processor = self.adapter.processor(module.processor, self, part, layer)
+                changed = True
+        if changed:
+            self._reached.discard(part)
+            show_changes(transformer)
 
     def detach(self) -> None:
         """Put the stock processors back and stop following the transformers."""
@@ -249,6 +266,7 @@ class Session:
             for name, ours in kept.items():
                 if isinstance(ours, SparseProcessor) and ours.session is self:
                     kept[name] = ours.stock
+            show_changes(transformer)
         while self._watches:
             self._watches.pop()()
         for engine in self.engines:
@@ -333,7 +351,7 @@ class Session:
                 "the pipeline that was made sparse no longer exists, but its transformer still "
                 "runs. Hint: call restore() on the pipeline in use, then sparsify() it."
             )
-        self._install(part)
+        self._install(part, module)
         arguments = named_arguments(module, args, kwargs)
         layout = self.adapter.layout(module, arguments)
         self._layout = layout if isinstance(layout, Layout) else None
@@ -352,6 +370,7 @@ class Session:
         # every pipeline call sets new timesteps; a step that goes back covers loops that do not.
         if step < last or (step == 0 and timesteps is not self._timesteps) or last < 0:
             self._begin_run(steps, timesteps, step_count(pipe.scheduler))
+            self._from_start = step == 0
         if step != last:
             self._forwards_in_step = 0
             self._deal_heads(part, last, step)
@@ -433,6 +452,21 @@ class Session:
             return None
         return NonFiniteCall(call.site, f"{cell.action}, {cell.implementation}")
 
+    def _check_reached(self, part: int, module: nn.Module) -> None:
+        """Check that a forward that has ended made its attention calls here.
+
+        Raises:
+            UnsupportedError: it made none, although nothing says that it may leave them out.
+        """
+        if part in self._reached or self._layout is None or self._site is None:
+            return
+        if self.halves is not None and not self.halves.computes(self._site.branch):
+            return
+        # what keeps blocks from running remembers what they gave, and has to run them first.
+        hooked = any(hasattr(one, "_diffusers_hook") for one in module.modules())
+        if self._from_start or not hooked:
+            raise UnsupportedError(_PASSED_BY)
+
     def _deal_heads(self, part: int, before: int, step: int) -> None:
         """Deal a transformer's heads to processes anew, by what each computed the step before."""
         groups, engine = self.groups(part), self.engines[part]
@@ -481,6 +515,7 @@ class Session:
         Raises:
             UnsupportedError: under context parallelism, what is not known to be right there.
         """
+        self._reached.add(part)
         groups = self.groups(part)
         if groups is None:
             return self._attend_whole(q, k, v, part, layer, mask=mask)

@@ -149,6 +149,10 @@ class Halves:
         registry.register_hook(OneBranch(), HOOK)
         return lambda: registry.remove_hook(HOOK, recurse=False)
 
+    def computes(self, branch: str) -> bool:
+        """Whether the last forward was computed here, where it was for ``branch``."""
+        return not self._was_apart or branch == self._branches[self._own]
+
     def begin_run(self) -> None:
         """Forget a step that was ended in its middle."""
         self._first = None

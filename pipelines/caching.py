@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vidsparse.errors import OptionError, UnsupportedError, listed
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.family import Family
-from vidsparse.pipelines.forwards import wrap_forward
+from vidsparse.pipelines.forwards import show_changes, wrap_forward
 from vidsparse.pipelines.placement import check_choice
 
 if TYPE_CHECKING:
@@ -353,6 +353,8 @@ class StepCache(AbstractContextManager["StepCache"]):
 
         eager = torch.compiler.disable(begin)  # type: ignore[no-untyped-call]
         splits = _Splits(blocks)
+        # undone last.
+        self._undo.append(lambda: show_changes(transformer))
         self._undo.append(splits.put_back)
         splits.lift()
         self._undo.append(transformer.register_forward_pre_hook(eager, with_kwargs=True).remove)
@@ -368,6 +370,7 @@ class StepCache(AbstractContextManager["StepCache"]):
         self._undo.append(splits.lift)
         if self.cache == "taylorseer":
             self._watch(transformer, config.disable_cache_before_step)
+        show_changes(transformer)
 
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -47,3 +48,26 @@ def wrap_forward(
 def is_compiled(block: Any) -> bool:
     """Whether a module's call was compiled."""
     return getattr(block, "_compiled_call_impl", None) is not None
+
+
+_MUTE: Final = (3, 13, 0) <= sys.version_info < (3, 13, 1)
+"""Whether this Python tells nobody of attributes that were set (python/cpython#125608)."""
+
+
+def show_changes(transformer: Any) -> None:
+    """Have code that was compiled before see what has been set on modules of ``transformer``.
+
+    Call it after every change of a processor or a forward. torch looks at that by itself, but under
+    Python 3.13.0 it leaves the modules' own attributes out, and up to 2.11 it then takes a module
+    that it has met before for unchanged as long as nothing is told of the dictionaries that it did
+    look at. Those of submodules are among them, and what happens in a dictionary is told.
+    """
+    if not _MUTE:
+        return
+    for module in transformer.modules():
+        # none is what the host itself has for a module that is not there: nobody looks at it.
+        module._modules[_NO_MODULE] = None
+        del module._modules[_NO_MODULE]
+
+
+_NO_MODULE: Final = "_vidsparse_shows_changes"

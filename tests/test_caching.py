@@ -23,7 +23,7 @@ from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import make_method
-from vidsparse.pipelines import sparsify
+from vidsparse.pipelines import is_sparse, restore, sparsify
 from vidsparse.pipelines.caching import CACHES, StepCache, cache_warmup
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
@@ -194,6 +194,40 @@ def test_a_cache_goes_with_compiled_blocks(cache: str) -> None:
     assert backend.graphs > 0
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     assert [block._compiled_call_impl for block in pipe.transformer.blocks] == calls
+
+
+# under Python 3.13.0 with torch 2.10 or 2.11 nothing tells compiled code of a cache.
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_cache_on_a_transformer_compiled_before_leaves_steps_out_and_can_be_removed() -> None:
+    pipe = tiny_wan()
+    with StepCache(pipe, "taylorseer") as cached:
+        expected, run = latents_of(pipe, num_inference_steps=STEPS), cached.blocks_run()
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    stock = latents_of(pipe, num_inference_steps=STEPS)
+    with StepCache(pipe, "taylorseer") as cached:
+        ours = latents_of(pipe, num_inference_steps=STEPS)
+        assert cached.blocks_run() == run
+    assert min(run.values()) == 0
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(latents_of(pipe, num_inference_steps=STEPS), stock)
+
+
+@pytest.mark.parametrize("cache", list(THRESHOLDS))
+@pytest.mark.parametrize("step", range(STEPS - 1))
+def test_a_pipeline_may_become_sparse_before_a_step_that_its_cache_leaves_out(
+    cache: str, step: int
+) -> None:
+    pipe = tiny_wan()
+
+    def after_step(pipe: Any, at: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if at == step:
+            sparsify(pipe, top_p=0.3, dense_steps=0)
+        return {}
+
+    with StepCache(pipe, cache, threshold=THRESHOLDS[cache]):
+        latents_of(pipe, num_inference_steps=STEPS, callback_on_step_end=after_step)
+    assert is_sparse(pipe)
+    assert restore(pipe)
 
 
 class Swinging:

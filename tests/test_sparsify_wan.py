@@ -738,16 +738,76 @@ def test_new_options_and_a_second_pipeline_need_no_new_graph() -> None:
     assert backend.graphs == 1
 
 
+def compile_before(pipe: Any, how: str, **options: Any) -> None:
+    if how == "whole":
+        pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, **options)
+    else:
+        compile_blocks(pipe, **options)
+
+
+# under Python 3.13.0 with torch 2.10 or 2.11 nothing tells compiled code of a new processor.
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_pipeline_compiled_before_is_made_sparse_and_restored() -> None:
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_a_pipeline_compiled_before_is_made_sparse_and_restored(how: str) -> None:
     pipe, backend = tiny_wan(), CountingBackend()
-    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=backend)
+    compile_before(pipe, how, backend=backend)
     stock = latents_of(pipe)
-    with sparsify(pipe, top_p=0.3, dense_steps=0) as handle:
-        latents_of(pipe)
-        assert handle.summary().calls == 4 * 2 * 2
-    assert torch.equal(latents_of(pipe), stock)
+    for _ in range(2):
+        with sparsify(pipe, top_p=0.3, dense_steps=0) as handle:
+            assert not torch.equal(latents_of(pipe), stock)
+            assert handle.summary().calls == 4 * 2 * 2
+        assert torch.equal(latents_of(pipe), stock)
     assert backend.graphs == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_compiled_code_that_looks_at_no_processor_is_an_error_and_not_a_dense_video(
+    how: str,
+) -> None:
+    pipe = tiny_wan()
+    unsafe = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+    compile_before(pipe, how, backend="eager", options=unsafe)
+    stock = latents_of(pipe)
+    handle = sparsify(pipe, top_p=0.3, dense_steps=0)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"none of its attention calls came here.*reset"):
+            latents_of(pipe)
+    torch.compiler.reset()
+    latents_of(pipe)
+    assert handle.summary().calls == 4 * 2 * 2
+    handle.remove()
+    torch.compiler.reset()
+    assert torch.equal(latents_of(pipe), stock)
+
+
+@pytest.mark.parametrize("options", [{"dense_steps": 0}, {"dense_steps": 1.0}, {"method": "dense"}])
+def test_blocks_that_run_what_was_captured_before_are_an_error(options: dict[str, Any]) -> None:
+    pipe = tiny_wan()
+    for block in pipe.transformer.blocks:
+        captured = copy.deepcopy(block)
+        block.forward = captured.forward
+    stock = latents_of(pipe)
+    with (
+        sparsify(pipe, **options),
+        pytest.raises(UnsupportedError, match=r"none of its attention calls came here.*made anew"),
+    ):
+        latents_of(pipe)
+    assert torch.equal(latents_of(pipe), stock)
+
+
+def test_showing_changes_to_compiled_code_leaves_modules_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vidsparse.pipelines.forwards._MUTE", True)
+    pipe = tiny_wan()
+    before = [(name, list(vars(one)["_modules"])) for name, one in pipe.transformer.named_modules()]
+    stock = latents_of(pipe)
+    with sparsify(pipe, top_p=1.0):
+        latents_of(pipe)
+    after = [(name, list(vars(one)["_modules"])) for name, one in pipe.transformer.named_modules()]
+    assert after == before
+    assert torch.equal(latents_of(pipe), stock)
 
 
 @pytest.mark.slow
