@@ -163,6 +163,7 @@ class _Run:
         self._loaded, self._request, self._order = loaded, request, request.order
         parts, layers, heads = attention_shape(loaded.pipe)
         window = _window(request, request.steps)
+        assert request.refresh is not None
         extent = Extent(
             parts=parts,
             layers=layers,

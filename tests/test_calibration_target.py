@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,15 @@ def noisy(decibels: float, prompt: int) -> Video:
     return (STILL + deviation * noise).round().clip(0, 255).astype(np.uint8)
 
 
-def searched(
-    dial: Dial, target: Target, gain: float, start: float = 26.0, prompts: int = 3
+def run(
+    target: Target,
+    dial: Dial,
+    world: Callable[[float, int], tuple[float, float, float]],
+    *,
+    prompts: int,
+    schedules: int = 1,
 ) -> Search:
-    """Runs a search: PSNR is ``start`` at the dial's start and has that gain; speed falls by it."""
+    """A search in a ``world`` that says a try's PSNR, share of pairs and seconds."""
     search = Search(target)
     for prompt in range(prompts):
         search.keep(prompt, STILL, 10.0)
@@ -77,15 +82,24 @@ def searched(
     number = 0
     while number < len(search.looks):
         attempt, first, end = search.looks[number]
-        along = dial.place(search.tried[attempt]) - dial.place(dial.start)
-        decibels = start + gain * along
-        seconds = 10 / (1.5 * 10 ** (-(decibels - start) / 80))
+        decibels, total, seconds = world(search.tried[attempt], search.schedules[attempt])
         for prompt in range(first, end):
-            video = noisy(decibels, prompt)
-            search.watch(prompt, video, total=10 ** ((decibels - 60) / 40), seconds=seconds)
-        search.go_on(dial)
+            search.watch(prompt, noisy(decibels, prompt), total=total, seconds=seconds)
+        search.go_on(dial, schedules)
         number += 1
     return search
+
+
+def searched(
+    dial: Dial, target: Target, gain: float, start: float = 26.0, prompts: int = 3
+) -> Search:
+    """Runs a search: PSNR is ``start`` at the dial's start and has that gain; speed falls by it."""
+
+    def world(number: float, schedule: int) -> tuple[float, float, float]:
+        decibels = start + gain * (dial.place(number) - dial.place(dial.start))
+        return decibels, 10 ** ((decibels - 60) / 40), 10 / (1.5 * 10 ** (-(decibels - start) / 80))
+
+    return run(target, dial, world, prompts=prompts)
 
 
 @pytest.mark.parametrize("name", DIALS)
@@ -181,32 +195,28 @@ REFRESHES = (0.2, 0.1, 0.05, 0.0)
 SHARE = Dial(name="share", start=0.08, least=0.02, most=1.0, scale="logarithm", gain=4.0)
 
 
+def work(share: float, schedule: int) -> float:
+    """Of a run with three dense steps of twenty."""
+    return 0.15 + REFRESHES[schedule] + share * (0.85 - REFRESHES[schedule])
+
+
 def with_schedules(target: Target, lost: Sequence[float] = LOST, prompts: int = 8) -> Search:
     """A search where PSNR is 34 dB at a share of 0.08 with all refreshes, 4 dB more at e times."""
-    search = Search(target)
-    for prompt in range(prompts):
-        search.keep(prompt, STILL, 10.0)
-    search.begin(SHARE.start)
-    number = 0
-    while number < len(search.looks):
-        attempt, first, end = search.looks[number]
-        share, schedule = search.tried[attempt], search.schedules[attempt]
-        decibels = 34 + 4 * math.log(share / SHARE.start) - lost[schedule]
-        total = 0.15 + REFRESHES[schedule] + share * (0.85 - REFRESHES[schedule])
-        for prompt in range(first, end):
-            search.watch(prompt, noisy(decibels, prompt), total=total, seconds=10 * total)
-        search.go_on(SHARE, len(lost))
-        number += 1
-    return search
+
+    def world(share: float, schedule: int) -> tuple[float, float, float]:
+        total = work(share, schedule)
+        return 34 + 4 * math.log(share / SHARE.start) - lost[schedule], total, 10 * total
+
+    return run(target, SHARE, world, prompts=prompts, schedules=len(lost))
 
 
 def best_work(value: float, lost: Sequence[float]) -> float:
     """The least total at which that world has a mean PSNR of ``value``, prompts' mean being 3.5."""
     totals = []
-    for fewer, refreshes in zip(lost, REFRESHES, strict=True):
+    for schedule, fewer in enumerate(lost):
         share = max(SHARE.least, SHARE.start * math.exp((value + 3.5 - 34 + fewer) / 4))
         if share <= 1:
-            totals.append(0.15 + refreshes + share * (0.85 - refreshes))
+            totals.append(work(share, schedule))
     return min(totals)
 
 
