@@ -356,7 +356,8 @@ def test_the_answer_of_a_gpu_is_told_once_when_it_is_there_and_nobody_waits() ->
 @given(
     kinds=st.lists(st.sampled_from(list(SAID)), min_size=1, max_size=4),
     tile=st.sampled_from([(16, 1), (32, 16), (64, 64), (128, 128)]),
-    tokens=st.sampled_from([129, 300]),
+    # fewer than a chunk's, a chunk's and one, and more.
+    tokens=st.sampled_from([100, 129, 300]),
     extra=st.sampled_from(EXTRAS),
     is_short=st.booleans(),
     seed=st.integers(0, 2**31),

@@ -50,15 +50,13 @@ def _larger(a, b):
 
 
 @triton.jit
-def _bounded(chunk, N: tl.constexpr, place, last):
-    """Token ``place`` of ``chunk``, or ``last`` for what lies outside of all of them.
+def _bounded(number, last):
+    """``number``, or ``last`` for what is not from 0 to it: of a right list it changes nothing.
 
-    Of a right list it changes nothing. A negative number is beyond them all without its sign, and
-    what overflows is some token or other.
+    A negative number is beyond ``last`` without its sign.
     """
-    # numbers of 16 bits are widened before they count tokens.
-    token = chunk.to(tl.int32) * N + place
-    return tl.minimum(token.to(tl.uint32, bitcast=True), last).to(tl.int32, bitcast=True)
+    number = number.to(tl.int32).to(tl.uint32, bitcast=True)
+    return tl.minimum(number, last).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -171,7 +169,7 @@ def _attend(
     row_alive,
     threshold,
     keys,
-    last_token,
+    S,
     groups,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -210,7 +208,9 @@ def _attend(
                 place = step * BLOCK_N + off_n
                 alive = place < keys
                 chunk = tl.load(kv_index_ptr + place // N, mask=alive, other=0)
-                token = _bounded(chunk, N, place % N, last_token)
+                # numbers of 16 bits are widened before they count tokens; those that overflow then
+                # are some token or other.
+                token = _bounded(chunk.to(tl.int32) * N + place % N, S - 1)
                 # how much ptxas spills goes by the order of these lines too.
                 off_v = token[:, None] * D + off_d[None, :]
                 v_alive = alive[:, None] & dim_alive[None, :]
@@ -223,8 +223,8 @@ def _attend(
                 key_scale = None
                 if k_scale_ptr is not None:
                     if SHARED_SCALE:
-                        chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N)
-                        first = _bounded(chunk_of_step, N, step * BLOCK_N % N, last_token)
+                        chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N).to(tl.int32)
+                        first = _bounded(chunk_of_step * N + step * BLOCK_N % N, S - 1)
                         key_scale = tl.load(k_scale_ptr + first // K_RUN)
                     else:
                         key_scale = tl.load(k_scale_ptr + token // K_RUN, mask=alive, other=0.0)
@@ -251,14 +251,25 @@ def _attend(
                     True,
                     False,
                 )
+        # a chunk that the sequence's end cuts stands in the group above, so one bound holds for all
+        # tokens of a chunk here. With one for each token ptxas reads the list behind the
+        # exponentials instead of among them on Hopper, and copies of keys wait for it.
+        last_chunk = tl.maximum(S // N - 1, 0)
         for step in tl.range(0, early, num_stages=STAGES):
-            place = step * BLOCK_N + off_n
-            token = _bounded(tl.load(kv_index_ptr + place // N), N, place % N, last_token)
+            if N % BLOCK_N == 0:
+                chunk = _bounded(tl.load(kv_index_ptr + step * BLOCK_N // N), last_chunk)
+                first = chunk * N + step * BLOCK_N % N
+                token = first + off_n
+            else:
+                place = step * BLOCK_N + off_n
+                token = _bounded(tl.load(kv_index_ptr + place // N), last_chunk) * N + off_n % N
             off_v = token[:, None] * D + off_d[None, :]
             if D == BLOCK_D:
-                if ANCHORED:
+                if ANCHORED and k_ptr.dtype == v_ptr.dtype:
                     # by the addresses of values: a tenth of the loop's instructions less than with
-                    # addresses of their own. Without an anchor it spills some variants on Hopper.
+                    # addresses of their own. Without an anchor it spills some variants on Hopper,
+                    # and keys of 8 bits would impose their layout on values, which are then copied
+                    # in pieces 32 bytes apart.
                     k = tl.trans(tl.load(k_ptr + off_v))
                 else:
                     k = tl.load(k_ptr + token[None, :] * D + off_d[:, None])
@@ -271,8 +282,6 @@ def _attend(
             key_scale = None
             if k_scale_ptr is not None:
                 if SHARED_SCALE:
-                    chunk_of_step = tl.load(kv_index_ptr + step * BLOCK_N // N)
-                    first = _bounded(chunk_of_step, N, step * BLOCK_N % N, last_token)
                     key_scale = tl.load(k_scale_ptr + first // K_RUN)
                 else:
                     key_scale = tl.load(k_scale_ptr + token // K_RUN)
@@ -437,8 +446,8 @@ def gather_attention_kernel(
         if k_mean_scale_ptr is not None:
             k_mean_scale_ptr += head.to(tl.int64) * tl.cdiv(P, K_RUN)
 
-    # no list is longer than its room.
-    count = tl.minimum(tl.load(kv_count_ptr + entry), C)
+    # no list is longer than its room, or than all chunks.
+    count = tl.minimum(tl.load(kv_count_ptr + entry), tl.minimum(C, tl.cdiv(S, N)))
     # the list rises, so a short last chunk of the sequence can only stand at its end.
     last = tl.load(kv_index_ptr + tl.maximum(count - 1, 0), mask=count > 0, other=0).to(tl.int32)
     past_end = tl.maximum((tl.minimum(last, tl.cdiv(S, N) - 1) + 1) * N - S, 0)
@@ -459,7 +468,7 @@ def gather_attention_kernel(
         row_alive,
         threshold,
         keys,
-        S - 1,
+        S,
         P,
         D,
         BLOCK_D,
@@ -499,7 +508,7 @@ def gather_attention_kernel(
                 row_alive,
                 threshold,
                 keys,
-                S - 1,
+                S,
                 P,
                 D,
                 BLOCK_D,

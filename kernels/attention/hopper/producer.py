@@ -122,7 +122,8 @@ def _scales_of_chunks(
     else:
         chunk = _listed(list_from, place, None)
     token = chunk * N + key % N
-    there = (token >= 0) & (token < S)
+    # a negative number is beyond them all without its sign.
+    there = token.to(gl.uint32, bitcast=True) < S
     if MASKED:
         there &= place < count
     return gl.load(head_ptr + token // K_RUN, mask=there, other=1.0)
