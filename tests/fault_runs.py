@@ -106,9 +106,15 @@ class Commands:
             time.sleep(0.002)
         return process
 
-    def serve(self, arguments: Sequence[str], printed: Path, said: Path) -> tuple[BaseProcess, str]:
+    def serve(
+        self,
+        arguments: Sequence[str],
+        printed: Path,
+        said: Path,
+        setup: Callable[[], object] | None = None,
+    ) -> tuple[BaseProcess, str]:
         """Start ``vidsparse ui``; its process, and the page's address once it is there."""
-        process = self.start(arguments, printed, said)
+        process = self.start(arguments, printed, said, setup)
         began = time.monotonic()
         while "\n" not in (told := printed.read_text(encoding="utf-8")):
             if not process.is_alive() or time.monotonic() - began > PATIENCE:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +39,45 @@ def log_of(out: Path) -> Path:
     return out.with_suffix(".log")
 
 
+@dataclass(frozen=True, slots=True)
+class Latch:
+    """Keeps a page's models from loading until it is lifted: a fast machine shows no waiting.
+
+    Args:
+        path: of a file that is there once it is lifted.
+    """
+
+    path: Path
+
+    def __call__(self) -> None:
+        """In the page's process, before it serves."""
+        from vidsparse.apps.page.workbench import Workbench
+
+        load = Workbench.load
+
+        def later(*arguments: Any, **named: Any) -> Any:
+            while not self.path.exists():
+                time.sleep(0.02)
+            return load(*arguments, **named)
+
+        setattr(Workbench, load.__name__, later)
+
+    def lift(self) -> None:
+        """Let models load."""
+        self.path.touch()
+
+
 @contextmanager
-def commanded(out: Path, *options: str) -> Iterator[str]:
+def commanded(out: Path, *options: str, setup: Callable[[], object] | None = None) -> Iterator[str]:
     """The address of a page as the command serves it while the block runs.
 
-    What it says of its work comes into ``log_of(out)``.
+    What it says of its work comes into ``log_of(out)``. ``setup`` is called in its process before.
     """
     command = ["-v", "ui", "--port", str(free_port()), "--out", str(out)]
     command += ["--max-steps", "400", "--away", "10", *options]
-    process, address = Commands(out.parent).serve(command, out.with_suffix(".txt"), log_of(out))
+    process, address = Commands(out.parent).serve(
+        command, out.with_suffix(".txt"), log_of(out), setup
+    )
     assert process.pid is not None
     _SERVING[address] = process.pid
     try:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from page_browser import CHROMIUM, commanded
+from page_browser import CHROMIUM, Latch, commanded
 from page_states import SCHEMES, WIDTHS, looks, states
 from page_visitor import PATIENCE, Visitor
 from PIL import Image, ImageDraw, ImageFont
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     seen: dict[str, dict[tuple[int, str], Image.Image]] = {}
     with (
         tempfile.TemporaryDirectory() as out,
-        commanded(Path(out) / "out") as url,
+        commanded(Path(out) / "out", setup=(latch := Latch(Path(out) / "lifted"))) as url,
         playwright.sync_playwright() as driver,
     ):
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
         playwright.expect.set_options(timeout=4 * PATIENCE)
         visitor = Visitor(browser.new_context(), url, newcomer=True, reduced_motion="no-preference")
         another = lambda: Visitor(browser.new_context(), url, newcomer=True)  # noqa: E731
-        for state, area in states(visitor, another, VIDEOS):
+        for state, area in states(visitor, another, latch, VIDEOS):
             print(state, file=sys.stderr)
             for look in looks(visitor.page, area):
                 shot = Image.open(io.BytesIO(visitor.page.screenshot())).convert("RGB")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from page_browser import held
+from page_browser import Latch, held
 from page_visitor import SMALL, Visitor
 from playwright import sync_api as playwright
 
@@ -53,7 +53,10 @@ def looks(page: Any, area: str) -> Iterator[tuple[int, str]]:
 
 
 def states(
-    visitor: Visitor, another: Callable[[], Visitor], small: Mapping[str, Any] = SMALL
+    visitor: Visitor,
+    another: Callable[[], Visitor],
+    latch: Latch,
+    small: Mapping[str, Any] = SMALL,
 ) -> Iterator[tuple[str, str]]:
     """Bring a newcomer's page into one state after the other.
 
@@ -61,6 +64,7 @@ def states(
         visitor: has opened the page for the first time, just after it was served, and touched
             nothing.
         another: opens the page once more, for jobs of somebody else's.
+        latch: of the page, which is lifted once it has been seen to wait for the model.
         small: settings of the videos that are made.
 
     Yields:
@@ -73,6 +77,7 @@ def states(
     visitor.see("#generate-status", "Loading the model")
     yield "while the model loads", "#tabs"
     _called_off(visitor, "generate")
+    latch.lift()
     yield from _typing(visitor)
     yield from _queue(visitor, another())
     for label, value in small.items():

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 pytest.importorskip("playwright", reason="playwright drives the browser")
 
-from page_browser import MARKS, commanded
+from page_browser import MARKS, Latch, commanded
 from page_states import looks, states
 from playwright import sync_api as playwright
 
@@ -24,8 +24,13 @@ LOOKED_AT = (1440, 390)
 
 
 @pytest.fixture(scope="module")
-def url(out: Path) -> Iterator[str]:
-    with commanded(out) as address:
+def latch(tmp_path_factory: pytest.TempPathFactory) -> Latch:
+    return Latch(tmp_path_factory.mktemp("latch") / "lifted")
+
+
+@pytest.fixture(scope="module")
+def url(out: Path, latch: Latch) -> Iterator[str]:
+    with commanded(out, setup=latch) as address:
         yield address
 
 
@@ -47,11 +52,11 @@ def _serious(page: Any, rules: Sequence[str] = ()) -> list[tuple[Any, ...]]:
 
 
 def test_every_state_fits_at_every_width_and_can_be_used_by_everybody_in_light_and_dark(
-    visit: Any, url: str
+    visit: Any, url: str, latch: Latch
 ) -> None:
     visitor = visit(newcomer=True)
     page, seen = visitor.page, []
-    for state, area in states(visitor, lambda: visit(by_hand=False)):
+    for state, area in states(visitor, lambda: visit(by_hand=False), latch):
         for width, scheme in looks(page, area):
             where = state, width, scheme
             assert page.evaluate("document.documentElement.scrollWidth") <= width, where
