@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,14 @@ def test_where_no_number_is_left_the_best_part_is_made_whole() -> None:
     search = searched(dial, Target("psnr", 29.0), 4 / math.log(2), prompts=8)
     assert search.number == 0.7
     assert search.looks[-1][1:] == (2, 8)
+
+
+def test_a_number_that_was_as_good_as_tried_is_not_tried_again() -> None:
+    dial = DIALS["logarithm"]
+    # far too good at next to the least share, where a search ends that was foretold one.
+    dial = replace(dial, start=1.0005 * dial.least)
+    search = searched(dial, Target("psnr", 20.0), dial.gain, start=30.0)
+    assert search.tried == [dial.start]
 
 
 def test_a_search_goes_on_from_what_was_kept() -> None:

@@ -35,6 +35,8 @@ _UNITS: Final = {"psnr": " dB", "ssim": "", "speed": " times"}
 _LEAST_ERROR: Final = 1e-3
 # how far one try may go from the last, on the dial's own scale: what was learnt holds nearby only.
 _REACH: Final = math.log(2.5)
+# on that scale, two numbers whose videos are as good as the same.
+_ALIKE: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,8 @@ class Search:
         if not self._met(last) and not self._too_dear(last):
             tries = self._tries_with(schedule)
             following = dial.number(self._next(dial, tries))
-            if len(tries) < TRIES and following not in [self.tried[one] for one in tries]:
+            away = min(abs(dial.place(following) - dial.place(self.tried[one])) for one in tries)
+            if len(tries) < TRIES and away > _ALIKE:
                 self.begin(following, schedule)
                 return
         best = self._best(range(len(self.tried)))
