@@ -50,6 +50,8 @@ def is_compiled(block: Any) -> bool:
     return getattr(block, "_compiled_call_impl", None) is not None
 
 
+_NO_MODULE: Final = "_vidsparse_shows_changes"
+
 _MUTE: Final = (3, 13, 0) <= sys.version_info < (3, 13, 1)
 """Whether this Python tells nobody of attributes that were set (python/cpython#125608)."""
 
@@ -68,6 +70,3 @@ def show_changes(transformer: Any) -> None:
         # none is what the host itself has for a module that is not there: nobody looks at it.
         module._modules[_NO_MODULE] = None
         del module._modules[_NO_MODULE]
-
-
-_NO_MODULE: Final = "_vidsparse_shows_changes"

@@ -202,6 +202,14 @@ def answers_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finite, "_on_host", late)
 
 
+@pytest.fixture(params=[False, True], ids=["at once", "late"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a look is read at the next; tests run both ways."""
+    if request.param:
+        answers_come_late(monkeypatch)
+    return bool(request.param)
+
+
 def words_of(step: int, layer: int, branch: str, how: str, steps: int = 4) -> str:
     return re.escape(
         f"attention came to NaN or infinity in layer {layer + 1}, step {step + 1} of {steps} "
@@ -209,7 +217,7 @@ def words_of(step: int, layer: int, branch: str, how: str, steps: int = 4) -> st
     )
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("branch", ["conditional", "unconditional"])
 @pytest.mark.parametrize(
     ("step", "layer", "how"),
@@ -225,12 +233,8 @@ def test_generate_ends_and_names_step_layer_and_branch(
     layer: int,
     how: str,
     branch: str,
-    late: bool,
     loaded: LoadedPipeline,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if late:
-        answers_come_late(monkeypatch)
     request = a_request(method_options={"plans": "own"})
     with pytest.raises(NonFiniteError, match=words_of(step, layer, branch, how)):
         generate(loaded, request, attach=Breaker(step, layer, branch))
@@ -250,7 +254,7 @@ def test_one_video_of_a_batch_ends_it(loaded: LoadedPipeline) -> None:
         generate_batch(loaded, requests, attach=Breaker(2, 1))
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize(
     ("changes", "step", "how"),
     [
@@ -265,15 +269,8 @@ def test_one_video_of_a_batch_ends_it(loaded: LoadedPipeline) -> None:
     ],
 )
 def test_plans_of_other_steps_and_refreshes_are_named_as_they_were(
-    changes: dict[str, Any],
-    step: int,
-    how: str,
-    late: bool,
-    loaded: LoadedPipeline,
-    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any], step: int, how: str, loaded: LoadedPipeline
 ) -> None:
-    if late:
-        answers_come_late(monkeypatch)
     with pytest.raises(NonFiniteError, match=words_of(step, 1, "conditional", how)):
         generate(loaded, a_request(**changes), attach=Breaker(step, 1, "conditional"))
 
@@ -301,14 +298,12 @@ class BadKernel:
         engine.observer, engine.kernel = look, kernel
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("step", [2, 3])
 def test_a_sparse_kernel_that_fails_between_refreshes_is_named(
-    step: int, late: bool, loaded: LoadedPipeline, monkeypatch: pytest.MonkeyPatch
+    step: int, loaded: LoadedPipeline
 ) -> None:
     # the last sparse step has let go of what was kept for it, and is run again as a refresh.
-    if late:
-        answers_come_late(monkeypatch)
     request = a_request(method="foresight", refresh=1)
     with pytest.raises(NonFiniteError, match=words_of(step, 1, "conditional", "reuse, torch")):
         generate(loaded, request, attach=BadKernel(step, 1))
@@ -465,12 +460,8 @@ def test_latents_that_are_not_finite_though_the_outputs_are_end_the_run(
         del vars(scheduler)["step"]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_the_last_step_is_looked_at_before_anything_is_decoded(
-    late: bool, loaded: LoadedPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if late:
-        answers_come_late(monkeypatch)
+@pytest.mark.usefixtures("late")
+def test_the_last_step_is_looked_at_before_anything_is_decoded(loaded: LoadedPipeline) -> None:
     decoded: list[object] = []
     hook = loaded.pipe.vae.decoder.register_forward_pre_hook(lambda *_: decoded.append(1))
     try:
@@ -481,12 +472,9 @@ def test_the_last_step_is_looked_at_before_anything_is_decoded(
     assert not decoded
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
 def test_the_step_of_latents_is_named_also_where_it_is_read_a_step_later(
-    late: bool, loaded: LoadedPipeline, monkeypatch: pytest.MonkeyPatch
+    late: bool, loaded: LoadedPipeline
 ) -> None:
-    if late:
-        answers_come_late(monkeypatch)
     watch = _Watch(loaded.pipe, None)
     bad = torch.tensor([1.0, torch.inf])
     watch.end_step(torch.ones(2), 0, 4)

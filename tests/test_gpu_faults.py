@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gpu_faults
 import pytest
@@ -82,29 +83,28 @@ def test_without_the_sanitizer_nothing_is_right_that_only_it_could_say(
         gpu_faults.main()
 
 
+def groups(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What the program finds without a sanitizer."""
+    pytest.importorskip("triton")
+    found = tmp_path / "found.json"
+    command = [sys.executable, gpu_faults.__file__, *arguments, "--sanitize", "0"]
+    done = subprocess.run([*command, "--json", str(found)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows: list[dict[str, Any]] = json.loads(found.read_text(encoding="utf-8"))["groups"]
+    return rows
+
+
 @pytest.mark.slow
 @pytest.mark.faults
 def test_the_program_runs_without_a_gpu_too(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    found = tmp_path / "found.json"
-    command = [sys.executable, gpu_faults.__file__, "plans", "--plans", "2", "--jobs", "2"]
-    done = subprocess.run(
-        [*command, "--sanitize", "0", "--json", str(found)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(found.read_text(encoding="utf-8"))["groups"]
+    rows = groups(tmp_path, "plans", "--plans", "2", "--jobs", "2")
     assert sum(row["passed"] for row in rows) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.faults
 def test_what_the_guard_costs_is_measured_of_calls_and_of_blocks(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    found = tmp_path / "found.json"
-    command = [sys.executable, gpu_faults.__file__, "guard", "--turns", "1", "--sanitize", "0"]
-    done = subprocess.run([*command, "--json", str(found)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(found.read_text(encoding="utf-8"))["groups"]
+    (row,) = groups(tmp_path, "guard", "--turns", "1")
     assert row["passed"] == row["cases"] > 0
     for cost in row["found"].values():
         assert cost["call_ms"] > 0

@@ -260,6 +260,7 @@ def verdicts(held_out_films: list[np.ndarray]) -> list[Verdict]:
 @pytest.mark.slow
 def test_the_reader_is_right_on_every_true_clip(verdicts: list[Verdict]) -> None:
     assert [verdict for verdict in verdicts if not verdict.right] == []
+    assert [verdict.shown.twice for verdict in verdicts if verdict.faults["twice"]] == []
 
 
 @pytest.mark.slow
@@ -304,6 +305,20 @@ def test_a_missing_a_further_and_a_recoloured_body_are_told() -> None:
     assert both.bodies == (("blue", "star"), ("red", "ball"))
     assert shown != both
     assert reading.read_clip(film(scene(body(colour="green"), ground="sea"), 3)) != shown
+
+
+def test_a_body_that_stands_in_two_places_is_told_and_counts_as_one() -> None:
+    here, there, blue = body(x=-1.0), body(x=1.0), body(shape="star", colour="blue", y=1.0)
+    shown = reading.read_clip(film(scene(here, there, blue), 11))
+    assert shown.twice == ("red",)
+    single = reading.read_clip(film(scene(here, blue), 11))
+    assert single.twice == ()
+    # what was asked for says nothing of it.
+    assert shown == single
+    verdict = Verdict(prompt="", asked=single, shown=shown)
+    assert verdict.right
+    assert verdict.parts == {"bodies": True, "camera": True}
+    assert verdict.faults == {"twice": True}
 
 
 def outline(shape: str, stretch: float, turn: float, side: int = 40) -> torch.Tensor:

@@ -14,7 +14,7 @@ from cloup import option, option_group
 from vidsparse.apps.runs.prepared import prepare
 from vidsparse.apps.runs.prompts import PromptFile, read_prompts
 from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
-from vidsparse.apps.terminal.options import RequestCommand, request_options
+from vidsparse.apps.terminal.options import RequestCommand, batch_option, request_options
 from vidsparse.apps.terminal.progress import plain_bar
 from vidsparse.apps.terminal.tables import INDENT, print_pairs
 from vidsparse.calibration import CALIBRATORS
@@ -112,14 +112,7 @@ OUT.progress.safetensors, and the same command goes on from there.
 @click.option(
     "--samples", type=int, metavar="N", help="Prompts to use.  [default: the method's number]"
 )
-@click.option(
-    "--batch",
-    type=int,
-    metavar="N",
-    default=1,
-    show_default=True,
-    help="Prompts denoised at once, for a GPU with room.",
-)
+@batch_option
 @click.option("--overwrite", is_flag=True, help="Replace a preset that is there.")
 @calibration_options
 @request_options

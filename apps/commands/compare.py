@@ -35,7 +35,12 @@ from vidsparse.apps.runs.team import (
     silent,
 )
 from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
-from vidsparse.apps.terminal.options import RequestCommand, gpus_options, request_options
+from vidsparse.apps.terminal.options import (
+    RequestCommand,
+    batch_option,
+    gpus_options,
+    request_options,
+)
 from vidsparse.apps.terminal.progress import short
 from vidsparse.apps.terminal.tables import print_pairs, print_table
 from vidsparse.errors import OptionError
@@ -73,14 +78,7 @@ Files, in outputs/<file>-compare-<method>-<hash of settings>/:
 )
 @click.argument("prompts_file", metavar="PROMPTS.txt")
 @request_options
-@click.option(
-    "--batch",
-    type=int,
-    metavar="N",
-    default=1,
-    show_default=True,
-    help="Prompts made at once, for a GPU with room.",
-)
+@batch_option
 @click.option(
     "--parts",
     is_flag=True,

@@ -126,9 +126,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = ", ".join(
         f"{name} {sum(verdict.parts[name] for verdict in verdicts)}" for name in verdicts[0].parts
     )
+    faults = "".join(
+        f"; {name} {sum(verdict.faults[name] for verdict in verdicts)}"
+        for name in verdicts[0].faults
+    )
     print(
         f"{width}x{height}, {frames} frames, {steps} steps, guidance {guidance:g}: "
-        f"all right {right}, {parts} of {len(verdicts)} (bar {world.bar})"
+        f"all right {right}, {parts} of {len(verdicts)} (bar {world.bar}){faults}"
     )
     if options.json:
         options.json.write_text(

@@ -10,7 +10,8 @@ from typing import Any
 class Verdict:
     """One prompt: what was asked for, what the frames show.
 
-    Both are of the same dataclass, whose fields are what the reader looks at.
+    Both are of the same dataclass, whose fields are what the reader looks at; those that are not
+    compared are faults that nobody asks for.
     """
 
     prompt: str
@@ -28,4 +29,14 @@ class Verdict:
         return {
             field.name: getattr(self.asked, field.name) == getattr(self.shown, field.name)
             for field in fields(self.asked)
+            if field.compare
+        }
+
+    @property
+    def faults(self) -> dict[str, bool]:
+        """Whether the frames show each of the faults."""
+        return {
+            field.name: bool(getattr(self.shown, field.name))
+            for field in fields(self.shown)
+            if not field.compare
         }

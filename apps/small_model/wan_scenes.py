@@ -71,7 +71,7 @@ class Scenes(Wan):
         reuse=2,
     )
     # the autoencoder of ``weights`` took its minutes in a session of its own; the transformer, with
-    # --start latents, took another, and a third by ``further``
+    # --start latents, took another, and more by ``further``
     recipe = Recipe(
         vae_minutes=9.5,
         latent_minutes=2.5,

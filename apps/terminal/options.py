@@ -345,6 +345,18 @@ def request_options(function: Function) -> Function:
     return function
 
 
+def batch_option(function: Function) -> Function:
+    """The option that says how many prompts are made at once, one where nothing is said."""
+    return option(
+        "--batch",
+        type=int,
+        metavar="N",
+        default=1,
+        show_default=True,
+        help="Prompts made at once, for a GPU with room.",
+    )(function)
+
+
 def gpus_options(function: Function) -> Function:
     """``--gpus``, ``--ring`` and ``--apart``: several processes that make each video together."""
     options = (

@@ -166,20 +166,15 @@ class Calibrator(ABC):
             return looks
         looks[0] = replace(looks[0], whole=True)
         name = self.dial.name
-        tried, with_ = self.search.tried, self.search.schedules
-        return looks + [
-            Pass(
-                title=" ".join(
-                    [f"{name} {tried[attempt]:.4g}"]
-                    + [f"{what} {n}" for what, n in self._schedules[with_[attempt]].items()]
-                ),
-                method=self.made(tried[attempt]),
-                schedule=self._schedules[with_[attempt]],
-                first=first,
-                prompts=end,
+        for attempt, first, end in self.search.looks:
+            number = self.search.tried[attempt]
+            schedule = self._schedules[self.search.schedules[attempt]]
+            title = " ".join(f"{what} {n:.4g}" for what, n in {name: number, **schedule}.items())
+            method = self.made(number)
+            looks.append(
+                Pass(title=title, method=method, schedule=schedule, first=first, prompts=end)
             )
-            for attempt, first, end in self.search.looks
-        ]
+        return looks
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Take in one call in pass ``number``: ``[B, H, S, D]``, tokens in order, text last."""

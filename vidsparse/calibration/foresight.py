@@ -65,9 +65,10 @@ class ForesightCalibrator(Calibrator):
     how steeply it falls with the share is the same for all. ``allocate`` divides the pairs.
 
     Then whole videos are made, and the mean share is moved until they are as wanted; a PSNR that is
-    wanted begins at the share that the probes' errors foretell. Without a target it stays the
-    method's ``share``, and what comes of it is measured. L layers take L + 2 runs of ``probes``
-    prompts.
+    wanted begins at the share that the probes' errors foretell. Where they are as wanted, the same
+    is tried with half of the refreshes, and so on while that takes less work. Without a target the
+    mean stays the method's ``share``, and what comes of it is measured. L layers take L + 2 runs of
+    ``probes`` prompts.
 
     Raises:
         OptionError: a number out of range.

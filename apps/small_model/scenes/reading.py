@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -36,14 +36,23 @@ _LEAST_AREA: Final = 0.25 * math.pi * min(SIZES.values()) ** 2 / 4 * 0.45
 _LEAST_PRESENCE: Final = 0.3
 # true bodies overlap by 0.76 at the least with the shape that they are
 _LEAST_OVERLAP: Final = 0.55
+# of a body that stands twice, the smaller piece has at least this share of the larger one's area
+_LEAST_TWIN: Final = 0.25
+# a twin is there for long or not at all: so many frames apart it is looked for
+_TWIN_EVERY: Final = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a clip shows; bodies as (colour, shape) in alphabetical order."""
+    """What a clip shows; bodies as (colour, shape) in alphabetical order.
+
+    ``twice`` are the colours of bodies that stand in two places for half of the clip, which no
+    caption asks for. What a body looks like is read from the larger piece.
+    """
 
     bodies: tuple[tuple[str, str], ...]
     camera: str
+    twice: tuple[str, ...] = field(default=(), compare=False)
 
 
 def asked_of(scene: Scene) -> Reading:
@@ -59,12 +68,15 @@ def read_clip(frames: np.ndarray) -> Reading:
     size = [round(side * scale) for side in video.shape[2:]]
     video = F.interpolate(video, size=size, mode="bilinear", antialias=True)
     colours = _colours(video)
-    shown = []
+    shown, twice = [], []
     for i, colour in enumerate(COLOURS):
         shape = _shape(colours == i)
         if shape is not None:
             shown.append((colour, shape))
-    return Reading(bodies=tuple(sorted(shown)), camera=_camera(video, colours >= 0))
+            if _is_double(colours[::_TWIN_EVERY] == i):
+                twice.append(colour)
+    camera = _camera(video, colours >= 0)
+    return Reading(bodies=tuple(sorted(shown)), camera=camera, twice=tuple(sorted(twice)))
 
 
 def judge(clips: Sequence[np.ndarray]) -> list[Verdict]:
@@ -158,6 +170,19 @@ def _shape(masks: Tensor) -> str | None:
     covered = overlaps(torch.stack(clear)).quantile(0.75, dim=0)
     best = int(covered.argmax())
     return SHAPES[best] if covered[best] >= _LEAST_OVERLAP else "unclear"
+
+
+def _is_double(masks: Tensor) -> bool:
+    """Whether the body that masks [T, H, W] show stands in two places in half of them."""
+    double = 0
+    for mask in masks:
+        piece = _largest_piece(mask)
+        rest = mask & ~piece
+        least = max(_LEAST_AREA * _SIDE**2, _LEAST_TWIN * int(piece.sum()))
+        # the largest piece cannot be smaller than all of them together
+        if int(rest.sum()) >= least:
+            double += int(_closed(_largest_piece(rest)).sum()) >= least
+    return 2 * double >= len(masks)
 
 
 # --- camera ---
