@@ -348,6 +348,25 @@ def test_the_command_writes_a_preset_that_generate_takes(
     assert 0.5 <= record["computed"] <= 1
 
 
+def test_what_was_measured_is_printed_in_words_a_try_a_line(
+    tiny_model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    result = invoke(
+        "calibrate", "--model", str(tiny_model), "--prompts", str(prompts), "--samples", "2",
+        "--frames", "9", "--size", "64x64", "--steps", "3", "--device", "cpu",
+        "--method", "fg-attn", "--target-psnr", "20", "--out", str(tmp_path / "p"),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    measured = load_preset(tmp_path / "p").measured
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    assert "settings target psnr 20.0" in lines
+    first, *others = [", ".join(f"{k.replace('_', ' ')} {v}" for k, v in one.items())
+                      for one in measured["tries"]]  # fmt: skip
+    assert f"tries {first}" in lines
+    assert [line for line in lines if line in others] == others
+    assert not any("{" in line or "None" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

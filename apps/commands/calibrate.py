@@ -182,7 +182,15 @@ def calibrate(
         terminal.answer({"preset": str(target), "measured": dict(preset.measured)})
         return
     click.echo(f"{target}  {time.perf_counter() - began:.0f} s")
-    print_pairs(
-        ((name.replace("_", " "), str(value)) for name, value in preset.measured.items()),
-        indent=INDENT,
-    )
+    told = ((name.replace("_", " "), _told(value)) for name, value in preset.measured.items())
+    print_pairs(((name, text) for name, text in told if text), indent=INDENT)
+
+
+def _told(value: Any) -> str:
+    """What was measured, in words: of a list of tries, or of passes, a line each."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name.replace('_', ' ')} {_told(one)}" for name, one in value.items())
+    if isinstance(value, (list, tuple)):
+        nested = any(isinstance(one, (Mapping, list, tuple)) for one in value)
+        return ("\n" if nested else ", ").join(filter(None, map(_told, value)))
+    return "" if value is None else str(value)
