@@ -421,10 +421,10 @@ class _Blocks(torch.nn.Module):
 def guard_cost(
     tokens: int, heads: int, width: int, *, steps: int, layers: int, turns: int, dim: int = 128
 ) -> dict[str, Any]:
-    """Time of attention calls, and of transformer blocks, with the guard of ``generate`` over that
-    without.
+    """What the guard of ``generate`` adds to attention calls and to transformer blocks, in percent,
+    and how far two measurements without it lie apart, which is how much of that is noise.
 
-    The two take turns. The guard is that of ``generate``: it notes what each forward is given,
+    The three take turns. The guard is that of ``generate``: it notes what each forward is given,
     takes in what that gives back, and looks between steps. A step is one forward of few ``layers``,
     so that a block has more of it than in a large model. Attention keeps 30 % of the keys at 128x16
     tiles by a plan that is reused, without means: a call has as little as it gets beside the guard.
@@ -494,14 +494,21 @@ def guard_cost(
         for each in (None, guard):
             run(each, block=block)
         off: list[float] = []
+        again: list[float] = []
         on: list[float] = []
+        legs = [(None, off), (guard, on), (None, again)]
         for turn in range(turns):
-            for each in (None, guard) if turn % 2 else (guard, None):
-                (off if each is None else on).append(run(each, block=block))
+            # each place in a turn as often as the others.
+            for place in range(len(legs)):
+                each, taken = legs[(place + turn) % len(legs)]
+                taken.append(run(each, block=block))
         what = "block" if block else "call"
-        found[f"{what}_ms"] = round(statistics.median(off), 4)
-        ratios = [a / b for a, b in zip(on, off, strict=True)]
+        found[f"{what}_ms"] = round(statistics.median(off + again), 4)
+        pairs = list(zip(off, again, strict=True))
+        ratios = [2 * a / sum(pair) for a, pair in zip(on, pairs, strict=True)]
         found[f"{what}_percent"] = round(100 * (statistics.median(ratios) - 1), 3)
+        apart = [100 * (b / a - 1) for a, b in pairs]
+        found[f"{what}_noise_percent"] = round(statistics.median(apart), 3)
     cell = engine.trace.cells[-1]
     with suppress(AttributeError):
         found["kept"] = round(float(cell.computed_share), 3)

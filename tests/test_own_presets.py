@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from vidsparse.apps.cli import main
 from vidsparse.apps.small_model.prompts import CALIBRATION_SEED
 from vidsparse.errors import OptionError
-from vidsparse.methods import make_method
+from vidsparse.methods import METHODS, SparseMethod, make_method
 from vidsparse.pipelines.calibrate import calibrate
 from vidsparse.pipelines.cards import PRESETS
 from vidsparse.pipelines.models import MODELS, load, resolve_model, weights_hash
@@ -133,8 +133,12 @@ SHIPPED = [
 ]
 
 
-def test_shapes_brings_numbers_for_the_method_that_needs_them() -> None:
-    assert ("shapes", "bsfa") in SHIPPED
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bundled_model_brings_numbers_for_every_method(name: str) -> None:
+    found = {method for model, method in SHIPPED if model == name}
+    # one number for all, where numbers by layer and head were no better.
+    found |= set(resolve_model(name).defaults.method_options)
+    assert found == {method for method, kind in METHODS.items() if issubclass(kind, SparseMethod)}
 
 
 @pytest.mark.parametrize(("name", "method"), SHIPPED)

@@ -22,7 +22,8 @@ are not get weights of zero. V is loaded all the same, since a load that waits f
 not be started a step ahead.
 """
 
-# what triton compiles is not typed python.
+# what triton compiles is not typed python, and grows tuples by adding to them.
+# ruff: noqa: RUF005
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -57,6 +58,25 @@ def _bounded(number, last):
     """
     number = number.to(tl.int32).to(tl.uint32, bitcast=True)
     return tl.minimum(number, last).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _read_ahead(kv_index_ptr, at, EACH: tl.constexpr):
+    """EACH numbers of a list from place ``at`` on, one register each."""
+    numbers = ()
+    for c in tl.static_range(EACH):
+        numbers = numbers + (tl.load(kv_index_ptr + at + c).to(tl.int32),)
+    return numbers
+
+
+@triton.jit
+def _tokens_of(chunks, last_chunk, off_n, N: tl.constexpr):
+    """The tokens of a step that ``chunks`` make up, each bounded by ``last_chunk``."""
+    token = _bounded(chunks[0], last_chunk) * N + off_n % N
+    for c in tl.static_range(1, len(chunks)):
+        # which rows of a thread these are is known when it is compiled.
+        token = tl.where(off_n >= c * N, _bounded(chunks[c], last_chunk) * N + off_n % N, token)
+    return token
 
 
 @triton.jit
@@ -255,8 +275,21 @@ def _attend(
         # tokens of a chunk here. With one for each token ptxas reads the list behind the
         # exponentials instead of among them on Hopper, and copies of keys wait for it.
         last_chunk = tl.maximum(S // N - 1, 0)
+        # several chunks a step: each number is read once, a step ahead. By rows they would be twice
+        # as many reads, and on Hopper copies of keys would wait for them.
+        EACH: tl.constexpr = BLOCK_N // N if N >= 8 else 1
+        if EACH > 1:
+            chunks = ()
+            for _ in tl.static_range(EACH):
+                chunks = chunks + (0 * early,)
+            # as a branch: with a mask ptxas spills a dozen registers in the loop.
+            if early > 0:
+                chunks = _read_ahead(kv_index_ptr, 0, EACH)
         for step in tl.range(0, early, num_stages=STAGES):
-            if N % BLOCK_N == 0:
+            if EACH > 1:
+                token = _tokens_of(chunks, last_chunk, off_n, N)
+                chunks = _read_ahead(kv_index_ptr, tl.minimum(step + 1, early - 1) * EACH, EACH)
+            elif N % BLOCK_N == 0:
                 chunk = _bounded(tl.load(kv_index_ptr + step * BLOCK_N // N), last_chunk)
                 first = chunk * N + step * BLOCK_N % N
                 token = first + off_n
@@ -265,11 +298,10 @@ def _attend(
                 token = _bounded(tl.load(kv_index_ptr + place // N), last_chunk) * N + off_n % N
             off_v = token[:, None] * D + off_d[None, :]
             if D == BLOCK_D:
-                if ANCHORED and k_ptr.dtype == v_ptr.dtype:
-                    # by the addresses of values: a tenth of the loop's instructions less than with
-                    # addresses of their own. Without an anchor it spills some variants on Hopper,
-                    # and keys of 8 bits would impose their layout on values, which are then copied
-                    # in pieces 32 bytes apart.
+                if ANCHORED and N == 1 and k_ptr.dtype == v_ptr.dtype:
+                    # by the addresses of values, which saves 8 % where every key has a number of
+                    # its own, and costs 4 % where they come in chunks. Keys of 8 bits would impose
+                    # their layout on values, which are then copied in pieces 32 bytes apart.
                     k = tl.trans(tl.load(k_ptr + off_v))
                 else:
                     k = tl.load(k_ptr + token[None, :] * D + off_d[:, None])
