@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,27 +72,30 @@ def calibrator(**settings: Any) -> ForesightCalibrator:
     return ForesightCalibrator(method=Foresight(share=0.2), extent=extent, **settings)
 
 
-def watched(subject: ForesightCalibrator, prompts: int = 3) -> ForesightCalibrator:
-    """Show it videos until it asks for no more."""
+def watched(
+    subject: ForesightCalibrator, prompts: int = 3, odd: Sequence[int] = ()
+) -> ForesightCalibrator:
+    """Show it videos until it asks for no more; of ``odd`` prompts layers are worth otherwise."""
     number = 0
     while number < len(subject.passes):
         one = subject.passes[number]
         for prompt in one.span(prompts):
-            subject.watch(number, prompt, video_of(one.method, prompt), 0.5, 1.0)
+            worth = WORTH[::-1] if prompt in odd else WORTH
+            subject.watch(number, prompt, video_of(one.method, prompt, worth), 0.5, 1.0)
         subject.finish(number)
         number += 1
     return subject
 
 
-def video_of(method: Any, prompt: int) -> Video:
+def video_of(method: Any, prompt: int, worth: Sequence[float] = WORTH) -> Video:
     """Gray for dense attention, and noise of the deviation that the shares of ``method`` leave."""
     still = np.full((4, 64, 64, 3), 128, dtype=np.uint8)
     if not isinstance(method, Foresight):
         return still
     error = 0.0
-    for layer, worth in enumerate(WORTH):
+    for layer, of_layer in enumerate(worth):
         share = method.share_at(CallSite(layer, 5, 0.0, TokenGrid(1, 1, 1)))
-        error += worth * (share / 0.2) ** -STEEPNESS
+        error += of_layer * (share / 0.2) ** -STEEPNESS
     # some prompts are harder than others.
     deviation = 18 * math.sqrt(error) * (1 + 0.3 * prompt)
     noise = np.random.default_rng(prompt).standard_normal(still.shape)
@@ -116,6 +120,24 @@ def test_the_division_beats_one_share_for_all() -> None:
     assert divided < 0.85 * alike
 
 
+@pytest.mark.parametrize(("odd", "divided"), [((), True), ((0, 1), False), ((2,), False)])
+def test_layers_stay_alike_where_other_prompts_are_no_better_for_a_division(
+    odd: Sequence[int], divided: bool
+) -> None:
+    subject = watched(calibrator(), odd=odd)
+    measured = subject.measured()
+    assert (len(set(measured["layers"])) > 1) == divided
+    checks = {what: sum(found) for what, found in measured["checks"].items()}
+    assert (checks["divided"] > checks["alike"]) == divided
+    assert sum(measured["layers"]) / len(WORTH) == pytest.approx(0.2, abs=1e-3)
+
+
+def test_without_prompts_to_check_it_by_a_division_is_believed() -> None:
+    measured = watched(calibrator(), prompts=2).measured()
+    assert measured["checks"] == {"divided": [], "alike": []}
+    assert measured["worth"] == pytest.approx(list(WORTH), abs=0.02)
+
+
 @pytest.mark.parametrize("target", [22.0, 25.0, 28.0])
 def test_a_target_is_met_within_a_third_of_a_decibel(target: float) -> None:
     measured = watched(calibrator(target_psnr=target)).measured()
@@ -133,10 +155,10 @@ def test_targets_that_mean_nothing_are_refused(wrong: Any) -> None:
 def test_videos_of_a_search_are_few() -> None:
     subject = watched(calibrator(target_psnr=25.0), prompts=8)
     assert subject.measured()["met"]
-    # dense ones, two prompts for each layer and twice for all, and two tries: the second is whole
-    # since its first two prompts said that it is as wanted.
+    # dense ones, two prompts for each layer and twice for all, two others divided and alike, and
+    # two tries: the second is whole since its first two prompts said that it is as wanted.
     made = sum(len(one.span(8)) for one in subject.passes)
-    assert made == 8 + 2 * (len(WORTH) + 2) + 8 + 2 + 6
+    assert made == 8 + 2 * (len(WORTH) + 2) + 2 * 2 + 8 + 2 + 6
     # the first was foretold from the probes, which are easier than the other prompts.
     first = Foresight(numbers=Numbers(subject.found(subject.search.tried[0]), None))
     of_probes = [vidsparse.metrics.psnr(video_of(None, p), video_of(first, p)) or 0 for p in (0, 1)]

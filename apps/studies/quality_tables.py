@@ -216,7 +216,8 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
     "promises": {
         "method": lambda row: str(row["method"]),
         "made for": lambda row: f"{row['promise']:g} dB",
-        "on its own prompts": lambda row: format_number(row["promised"]["psnr"], ".2f"),
+        "own prompts": lambda row: str(row["promised"]["prompts"]),
+        "PSNR there": lambda row: format_number(row["promised"]["psnr"], ".2f"),
         "total there": lambda row: format_number(row["promised"]["total"], ".3f"),
         "calibrated in s": number_text("calibration_seconds", ".0f"),
         **QUALITY_COLUMNS,

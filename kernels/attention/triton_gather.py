@@ -24,7 +24,7 @@ not be started a step ahead.
 
 # what triton compiles is not typed python, and grows tuples by adding to them.
 # ruff: noqa: RUF005
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, assignment"
 
 from __future__ import annotations
 

@@ -62,12 +62,14 @@ class ForesightCalibrator(Calibrator):
     Errors of single calls do not add up to the error of a video, so videos decide: one is made with
     the same share in all layers, one with each layer's raised to three times that, and one with
     all raised. How much the squared error to the dense video falls is what a layer is worth, and
-    how steeply it falls with the share is the same for all. ``allocate`` divides the pairs.
+    how steeply it falls with the share is the same for all. ``allocate`` divides the pairs. The
+    next ``probes`` prompts say whether that is so: where their videos are no nearer than with the
+    same share in all layers, it stays the same in all.
 
     Then whole videos are made, and the mean share is moved until they are as wanted; a PSNR that is
     wanted begins at the share that the probes' errors foretell. Where they are as wanted, the same
     is tried with half of the refreshes, and so on while that takes less work. Without a target the
-    mean stays the method's ``share``, and what comes of it is measured. L layers take L + 2 runs of
+    mean stays the method's ``share``, and what comes of it is measured. L layers take L + 4 runs of
     ``probes`` prompts.
 
     Raises:
@@ -95,15 +97,18 @@ class ForesightCalibrator(Calibrator):
         layers = self.extent.parts * self.extent.layers
         # rows of passes, columns of prompts: log of the mean squared error.
         self._errors: list[dict[int, float]] = [{} for _ in range(layers + 2)]
+        # the same with the pairs divided, and of the same prompts with one share for all.
+        self._checks: list[dict[int, float]] = [{}, {}]
         self._worth = torch.full((layers,), 1 / layers)
         self._steepness = 1.0
         self._start = self._share
 
-    # ---- its own passes: 0 is dense, then all layers alike, each layer raised, all raised
+    # ---- its own passes: 0 is dense, then all layers alike, each layer raised, all raised; then
+    # other prompts, divided and alike
 
     @property
     def looks(self) -> Sequence[Pass]:
-        """The dense videos, one pass for each layer and two for all."""
+        """The dense videos, a pass for each layer and two for all, and two of the division."""
         layers = len(self._worth)
         plain = torch.full((layers,), self._share)
         shares = [plain]
@@ -112,9 +117,22 @@ class ForesightCalibrator(Calibrator):
             shares[-1][layer] = self._raised
         shares.append(torch.full((layers,), self._raised))
         names = ["all layers alike", *(f"layer {i}" for i in range(layers)), "all raised"]
-        return [Pass(title="dense")] + [
-            Pass(title=name, method=self._with(share), prompts=self.probes)
-            for name, share in zip(names, shares, strict=True)
+        checks = {"divided": self._divided(None), "all layers alike": plain}
+        return [
+            Pass(title="dense"),
+            *(
+                Pass(title=name, method=self._with(share), prompts=self.probes)
+                for name, share in zip(names, shares, strict=True)
+            ),
+            *(
+                Pass(
+                    title=name,
+                    method=self._with(share),
+                    first=self.probes,
+                    prompts=2 * self.probes,
+                )
+                for name, share in checks.items()
+            ),
         ]
 
     @property
@@ -137,12 +155,23 @@ class ForesightCalibrator(Calibrator):
 
     def learn(self, number: int, prompt: int, video: Video, total: float) -> None:
         """Keep a video's error to the dense one."""
-        self._errors[number - 1][prompt] = self.search.log_error(prompt, video)
+        (self._errors + self._checks)[number - 1][prompt] = self.search.log_error(prompt, video)
 
     def conclude(self, number: int) -> None:
-        """After the last pass: what layers are worth, and how steeply errors fall."""
-        if number < len(self._errors):
+        """What layers are worth, and how steeply errors fall; whether to divide by it."""
+        if number == len(self._errors):
+            self._weigh()
+        if number < len(self._errors) + len(self._checks):
             return
+        divided, alike = (list(one.values()) for one in self._checks)
+        if divided and mean(divided) >= mean(alike):
+            self._worth = torch.full_like(self._worth, 1 / len(self._worth))
+        target = self.search.target
+        if target is not None and target.kind == "psnr":
+            plain = psnr_of(mean(list(self._errors[0].values())))
+            self._start = self._foretold(plain, target.value)
+
+    def _weigh(self) -> None:
         plain, *single, raised = self._errors
         ratio = self._raised / self._share
         fall = mean([plain[prompt] - raised[prompt] for prompt in plain])
@@ -153,9 +182,6 @@ class ForesightCalibrator(Calibrator):
             [mean([-math.expm1(one[p] - plain[p]) / left for p in plain]) for one in single]
         )
         self._worth = worth.clamp_min(_FLOOR / len(worth))
-        target = self.search.target
-        if target is not None and target.kind == "psnr":
-            self._start = self._foretold(psnr_of(mean(list(plain.values()))), target.value)
 
     def _foretold(self, plain: float, wanted: float) -> float:
         """The mean share for a PSNR, where the same share in all layers has ``plain``."""
@@ -176,10 +202,15 @@ class ForesightCalibrator(Calibrator):
         return {"share": self._table(self._divided(number))}
 
     def seen(self) -> dict[str, Any]:
-        """What each layer is worth, and what it gets."""
+        """What each layer is worth, alike where that is no better, and what it gets; in dB, how the
+        prompts of the check came out."""
         return {
             "layers": [round(share, 4) for share in self._divided(self.search.number).tolist()],
             "worth": [round(worth, 4) for worth in self._worth.tolist()],
+            "checks": {
+                what: [round(psnr_of(error), 2) for error in one.values()]
+                for what, one in zip(("divided", "alike"), self._checks, strict=True)
+            },
             "steepness": round(self._steepness, 3),
         }
 
@@ -187,6 +218,7 @@ class ForesightCalibrator(Calibrator):
         """Errors, and what was concluded."""
         return {
             "errors": _to_table(self._errors, self.probes),
+            "checks": _to_table(self._checks, 2 * self.probes),
             "worth": self._worth,
             "steepness": torch.tensor(self._steepness, dtype=torch.float64),
             "start": torch.tensor(self._start, dtype=torch.float64),
@@ -195,6 +227,7 @@ class ForesightCalibrator(Calibrator):
     def recall(self, state: dict[str, Tensor]) -> None:
         """All of it."""
         self._errors = _from_table(state["errors"])
+        self._checks = _from_table(state["checks"])
         self._worth = state["worth"]
         self._steepness = float(state["steepness"])
         self._start = float(state["start"])
