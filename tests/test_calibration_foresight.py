@@ -245,7 +245,8 @@ def test_compare_sets_the_promise_beside_what_it_measured(
     )
     assert result.exit_code == 0, result.output
     assert re.search(
-        rf"promised +{promised:.2f} dB with .* over 2 prompts .* in 4 steps", result.output
+        rf"promised +{promised:.2f} ± \d\.\d\d dB with .* over 2 prompts .* in 4 steps",
+        result.output,
     )
 
 

@@ -89,12 +89,14 @@ def test_json_is_strict_and_says_identical() -> None:
 
 
 def test_a_preset_s_promise_stands_beside_what_was_measured() -> None:
-    report = replace(_report("ds"), promise=Promise(psnr=32.1, total=0.412, prompts=8, steps=25))
-    text = "32.10 dB with 41.2% computed, over 8 prompts of its calibration in 25 steps"
+    promised = Promise(psnr=32.1, std=2.345, total=0.412, prompts=8, steps=25)
+    report = replace(_report("ds"), promise=promised)
+    text = "32.10 ± 2.35 dB with 41.2% computed, over 8 prompts of its calibration in 25 steps"
+    assert str(replace(promised, std=None)) == text.replace(" ± 2.35", "")
     assert text in report.to_markdown()
     assert f"promised {text}" in _page(report)
     promise = _strict(report.to_json_text())["summary"]["promise"]
-    assert promise == {"psnr": 32.1, "total": 0.412, "prompts": 8, "steps": 25}
+    assert promise == {"psnr": 32.1, "std": 2.345, "total": 0.412, "prompts": 8, "steps": 25}
     assert _strict(_report().to_json_text())["summary"]["promise"] is None
 
 

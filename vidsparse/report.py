@@ -176,19 +176,22 @@ class Promise:
 
     Args:
         psnr: mean over the calibration's prompts, in dB.
+        std: sample standard deviation over them, None where it is not known or there was one.
         total: share of the run's query-key pairs that were computed there.
         prompts: how many they were.
         steps: denoising steps of a video there; another number gives another quality.
     """
 
     psnr: float
+    std: float | None
     total: float
     prompts: int
     steps: int
 
     def __str__(self) -> str:
         over = "one prompt" if self.prompts == 1 else f"{self.prompts} prompts"
-        how = f"{self.psnr:.2f} dB with {self.total:.1%} computed"
+        spread = "" if self.std is None else f" ± {self.std:.2f}"
+        how = f"{self.psnr:.2f}{spread} dB with {self.total:.1%} computed"
         return f"{how}, over {over} of its calibration in {self.steps} steps"
 
 

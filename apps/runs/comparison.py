@@ -294,6 +294,7 @@ def _promise(request: GenerateRequest) -> Promise | None:
         return None
     return Promise(
         psnr=measured["psnr"],
+        std=measured.get("psnr_std"),
         total=measured["total"],
         prompts=measured["prompts"],
         steps=measured["denoising_steps"],

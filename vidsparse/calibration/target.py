@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -249,6 +250,8 @@ class Search:
             "psnr_worst": round(min(one.psnr for one in seen), 2),
             "total": round(self._total(best), 4),
         }
+        if len(seen) > 1:
+            found["psnr_std"] = round(statistics.stdev(one.psnr for one in seen), 2)
         if self.target is not None:
             found["target"] = {self.target.kind: self.target.value}
             found["met"] = self._enough(best)
