@@ -16,7 +16,6 @@ from vidsparse.logs import logger
 from vidsparse.methods import Method, make_method
 from vidsparse.pipelines.adapter import (
     Adapter,
-    Session,
     SparseProcessor,
     attention_modules,
     is_stock,
@@ -32,6 +31,7 @@ from vidsparse.pipelines.parallel import (
     heads_of,
     process_count,
 )
+from vidsparse.pipelines.session import Session
 from vidsparse.presets import Preset, load_preset
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
@@ -381,12 +381,12 @@ def attention_shape(pipe: Any) -> tuple[int, int, int]:
 def _sessions(pipe: Any) -> set[Session]:
     """The sessions in effect on ``pipe``."""
     adapter = find_adapter(pipe)
-    processors = [
-        module.processor
+    found = (
+        getattr(module.processor, "session", None)
         for transformer in transformers_of(pipe, adapter)
         for _, module in attention_modules(transformer, adapter)
-    ]
-    return {p.session for p in processors if isinstance(p, SparseProcessor) and p.session.active}
+    )
+    return {session for session in found if isinstance(session, Session) and session.active}
 
 
 def _checked_modules(transformer: nn.Module, adapter: Adapter) -> dict[int, Any]:

@@ -24,10 +24,11 @@ from vidsparse.errors import NonFiniteError
 from vidsparse.finite import FiniteGuard
 from vidsparse.pipelines.again import Forward
 from vidsparse.pipelines.compilation import compile_blocks
-from vidsparse.pipelines.generate import _Watch, generate, generate_batch
+from vidsparse.pipelines.generate import generate, generate_batch
 from vidsparse.pipelines.handle import SparseHandle, attention_shape
 from vidsparse.pipelines.models import LoadedPipeline, load
 from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.pipelines.watch import Watch
 from vidsparse.site import CallSite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -475,14 +476,14 @@ def test_the_last_step_is_looked_at_before_anything_is_decoded(loaded: LoadedPip
 def test_the_step_of_latents_is_named_also_where_it_is_read_a_step_later(
     late: bool, loaded: LoadedPipeline
 ) -> None:
-    watch = _Watch(loaded.pipe, None)
+    watch = Watch(loaded.pipe, None)
     bad = torch.tensor([1.0, torch.inf])
     watch.end_step(torch.ones(2), 0, 4)
     if late:
         watch.end_step(bad, 1, 4)
     with pytest.raises(NonFiniteError, match="in step 2 of 4"):
         watch.end_step(bad, 1 + late, 4)
-    last = _Watch(loaded.pipe, None)
+    last = Watch(loaded.pipe, None)
     with pytest.raises(NonFiniteError, match="in step 1 of 1"):
         last.end_step(bad, 0, 1)
 

@@ -26,12 +26,13 @@ from vidsparse.planning import (
     order_and_plan,
     share_with_means,
 )
-from vidsparse.remainder import Keeping, Remainder, choose_keeping, likeness
+from vidsparse.remainder import Keeping, Remainder, choose_keeping, lack_of_room, likeness
 from vidsparse.ring import (
     Ring,
     attend_densely,
     attend_in_ring,
     deal_tokens,
+    not_finite,
     own_rows,
     plan_in_ring,
     stretch_step,
@@ -251,7 +252,7 @@ class AttentionEngine:
             if sparse:
                 out = self._sparse(q, k, v, site, cell, key, ring)
                 self._add_remainder(out, site, key)
-            if sparse and self.dense_fallback and _not_finite(out, ring):
+            if sparse and self.dense_fallback and not_finite(out, ring):
                 cell.action, cell.implementation = FELL_BACK, "dense"
                 cell.selected = cell.computed = cell.skipped = None
                 # whatever made it is not to be used again.
@@ -523,12 +524,7 @@ class AttentionEngine:
             keeping = None
         self._keeping = keeping
         if keeping is None or keeping.on_host:
-            needed = Keeping(4).bytes_for(q) * calls
-            self.trace.notes.append(
-                f"refreshes keep {needed / 2**30:.1f} GiB, for which the GPU has room for "
-                f"{room / 2**30:.1f}: "
-                + ("nothing was kept" if keeping is None else "they are in the machine's memory")
-            )
+            self.trace.notes.append(lack_of_room(q, calls, room, keeping))
         return keeping is not None
 
     def _add_remainder(self, out: Tensor, site: CallSite, key: PlanKey) -> None:
@@ -587,12 +583,6 @@ class AttentionEngine:
         values = order.apply(v, by_kernel=route.reorders) if made.v is None else made.v
         self.probe.take(self.method, made.q, made.k, values, site, self.order, shares)
         return made
-
-
-def _not_finite(out: Tensor, ring: Ring | None) -> bool:
-    """Whether ``out`` holds NaN or Inf, in any process of a ring; waits."""
-    found = ~out.isfinite().all()
-    return bool(found) if ring is None else ring.any(found)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

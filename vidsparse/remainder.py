@@ -57,6 +57,16 @@ def choose_keeping(q: Tensor, calls: int, room: int, host_room: int) -> Keeping 
     return Keeping(4, on_host=True) if needed <= host_room else None
 
 
+def lack_of_room(q: Tensor, calls: int, room: int, keeping: Keeping | None) -> str:
+    """What is to be said where ``choose_keeping`` found no room on the GPU."""
+    needed = Keeping(4).bytes_for(q) * calls
+    return (
+        f"refreshes keep {needed / 2**30:.1f} GiB, for which the GPU has room for "
+        f"{room / 2**30:.1f}: "
+        + ("nothing was kept" if keeping is None else "they are in the machine's memory")
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Remainder:
     """Dense minus sparse output of one call, ``[B, H, S, D]``, in 8 or 4 bits.

@@ -404,6 +404,12 @@ def attend_densely(
     return out.to(q.dtype)
 
 
+def not_finite(out: Tensor, ring: Ring | None) -> bool:
+    """Whether ``out`` holds NaN or Inf, in any process of a ring; waits."""
+    found = ~out.isfinite().all()
+    return bool(found) if ring is None else ring.any(found)
+
+
 def _travel(
     ring: Ring,
     k: Tensor,
