@@ -8,8 +8,6 @@ names. Prints exit codes behind all else.
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import sys
 from typing import Any
 
@@ -23,6 +21,7 @@ from diffusers import (  # noqa: F401
     WanPipeline,
 )
 from diffusers.hooks import context_parallel  # noqa: F401
+from forked_ranks import fork_ranks
 
 import vidsparse.apps.bench.gpus
 import vidsparse.apps.commands.bench_gpus
@@ -44,41 +43,18 @@ def mistake() -> None:
     vars(parallel)["bring_to_tokens"] = wrong
 
 
-def take_part(rank: int, port: int, arguments: list[str]) -> None:
-    """Be one of the processes that torchrun would start."""
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(COUNT),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    if arguments[0] == "broken":
-        arguments = arguments[1:]
-        if rank:
-            mistake()
-    main([*arguments, "--device", "cpu"])
-
-
 def together(arguments: list[str]) -> int:
-    """Fork the processes; the exit code of the first."""
-    sys.stdout.flush()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(COUNT):
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                take_part(rank, port, arguments)
-            except SystemExit as left:
-                code = left.code if isinstance(left.code, int) else 1
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return codes[0]
+    """Have both processes run a command; the exit code of the first."""
+
+    def take_part(rank: int) -> None:
+        words = arguments
+        if words[0] == "broken":
+            words = words[1:]
+            if rank:
+                mistake()
+        main([*words, "--device", "cpu"])
+
+    return fork_ranks(COUNT, take_part)[0]
 
 
 if __name__ == "__main__":

@@ -192,10 +192,15 @@ def test_an_interrupted_run_leaves_nothing_half_written_and_says_one_line(
     ],
 )
 def test_what_cannot_be_done_is_said_once_and_starts_nothing(
-    tmp_path: Path, more: list[str], says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], says: str
 ) -> None:
-    done = run(tmp_path, "--gpus", "2", *more)
-    assert done.returncode == 2, done.stderr
+    (tmp_path / "p.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
+    # in this process, from which others would be started.
+    monkeypatch.setattr(
+        "vidsparse.apps.commands.generate.launch", lambda *_: pytest.fail("started")
+    )
+    done = CliRunner().invoke(main, words(tmp_path, "--gpus", "2", *more)[3:])
+    assert done.exit_code == 2, done.stderr
     assert done.stderr.count("Error:") == 1
     assert says in done.stderr
     assert not (tmp_path / "out").exists()

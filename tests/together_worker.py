@@ -1,15 +1,17 @@
-"""One of several processes that train a tiny model: run by torchrun, with a folder to leave things.
+"""Two processes that train a tiny model, started with a folder to leave things and what to train.
 
-Every process leaves the weights that it ended with and the clips that it drew.
+Each leaves the weights that it ended with and the clips that it drew.
 """
 
 from __future__ import annotations
 
-import os
+import gc
 import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from forked_ranks import fork_ranks
 from safetensors.torch import save_file
 
 from vidsparse.apps.small_model import train
@@ -32,9 +34,16 @@ class Kept(train.Learner):
         return super().step(source, *arguments)
 
 
+def take_part(rank: int) -> None:
+    """Train, as one of the processes."""
+    train.main(["--out", str(out), "--tiny", "--device", "cpu", *sys.argv[2:]])
+    weights = {str(i): parameter.detach() for i, parameter in enumerate(learners[0].parameters)}
+    save_file(weights, out / f"weights{rank}.safetensors")
+    save_file({"values": drawn[0].values}, out / f"drawn{rank}.safetensors")
+
+
 train.Learner = Kept  # type: ignore[misc]
-train.main(["--out", str(out), "--tiny", "--device", "cpu", *sys.argv[2:]])
-weights = {str(i): parameter.detach() for i, parameter in enumerate(learners[0].parameters)}
-rank = os.environ["RANK"]
-save_file(weights, out / f"weights{rank}.safetensors")
-save_file({"values": drawn[0].values}, out / f"drawn{rank}.safetensors")
+torch.set_num_threads(1)
+# what was imported stays: no collection of a process looks through it, nor copies its pages.
+gc.freeze()
+sys.exit(any(fork_ranks(2, take_part)))
