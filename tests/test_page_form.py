@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from page_host import METHODS_OFFERED, command_line, form_of, host_of, once_chosen, values_of
+from page_jobs import queue_of
 from PIL import Image
 
-from vidsparse.apps.page.host import Limits
+from vidsparse.apps.page.host import Limits, read_presets
+from vidsparse.apps.page.visits import Visits
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
+from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.pipelines.speed import SPEEDS
@@ -48,12 +52,38 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return form_of(host_of(tmp_path_factory.mktemp("form"), frames=49, side=512))
 
 
-@pytest.mark.parametrize("method", METHODS_OFFERED)
-def test_the_untouched_form_makes_the_command_line_s_request(form: Any, method: str) -> None:
-    (model,) = form.host.models
-    # the page puts the method's own schedule there when it is chosen.
-    schedule = form.schedule_of(model, method)
-    request, warnings = form.request(values_of(form, method=method, **schedule))
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """A form with the numbers that come with its model, and what choices put there."""
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page.choices import Choices
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.form import Form
+    from vidsparse.apps.page.report_tab import ReportTab
+
+    host = host_of(tmp_path_factory.mktemp("chosen"), frames=49, side=512)
+    presets = read_presets([], host.models, host.limits)
+    desk = Desk(dataclasses.replace(host, presets=presets), queue_of(), Visits(host.folder))
+    with gr.Blocks():
+        form = Form(desk.host)
+        choices = Choices(desk, form, ReportTab(desk, form))
+    yield form, choices
+    desk.queue.close()
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "dense"])
+def test_a_method_chosen_makes_the_command_line_s_request(
+    chosen: tuple[Any, Any], method: str
+) -> None:
+    form, choices = chosen
+    held = {name: form.controls[name].value for name in SCHEDULED}
+    updates = choices.choose_method("shapes", method, "", held)
+    put = {
+        name: updates[control]["value"]
+        for name, control in form.controls.items()
+        if "value" in updates.get(control, {})
+    }
+    request, warnings = form.request(values_of(form, **{"method": method, **put}))
     assert request == command_line(method=method)
     assert warnings == []
 

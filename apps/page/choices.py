@@ -174,7 +174,7 @@ class Choices:
     def choose_method(
         self, name: Any, method: Any, preset: Any, schedule: Mapping[str, Any] = _NOTHING
     ) -> dict[Any, Any]:
-        """Another method: no preset but its own, unless it does nothing without.
+        """Another method: no preset but one of its own.
 
         ``schedule`` is what the controls hold; written by hand, it stays.
         """
@@ -451,11 +451,12 @@ class Choices:
             raise toast(error) from error
 
     def _first_preset(self, model: ModelRef, method: str) -> HostPreset | None:
-        """The preset to begin with, for methods that do nothing without."""
+        """The preset to begin with: the model's own, or any for methods that do nothing without."""
+        fitting = [one for one in self._host.presets_of(model) if one.preset.method == method]
         if not needs_preset(method):
-            return None
-        fitting = self._host.presets_of(model)
-        return next((each for each in fitting if each.preset.method == method), None)
+            fitting = [one for one in fitting if one.path == model.defaults.presets.get(method)]
+        # those that the host offers stand before the models' own.
+        return next(iter(fitting), None)
 
     def _values(self, preset: HostPreset | None) -> dict[str, Any]:
         return {} if preset is None else self._form.values_of_preset(preset)

@@ -65,7 +65,7 @@ class CogVideoX(SmallModel):
         dense_layers=1,
         dense_last_layers=1,
         reuse=2,
-        method_options={"fg-attn": {"top_p": 0.8}},
+        method_options={"fg-attn": {"top_p": 0.8}, "sol-attn": {"tau": 1.0}},
         limits=(
             "Two objects often mix their shapes and colours.",
             "Moving objects leave faint traces on the background.",

@@ -85,7 +85,11 @@ class Wan(SmallModel):
         dense_layers=1,
         dense_last_layers=1,
         reuse=2,
-        method_options={"fg-attn": {"top_p": 0.8}, "foresight": {"share": 0.08}},
+        method_options={
+            "fg-attn": {"top_p": 0.8},
+            "foresight": {"share": 0.08},
+            "sol-attn": {"tau": 1.0},
+        },
         # what the rows of "refreshes" and "plans" were measured with.
         schedules={
             "foresight": {
