@@ -277,7 +277,8 @@ def _attend(
         last_chunk = tl.maximum(S // N - 1, 0)
         # several chunks a step: each number is read once, a step ahead. By rows they would be twice
         # as many reads, and on Hopper copies of keys would wait for them.
-        EACH: tl.constexpr = BLOCK_N // N if N >= 8 else 1
+        # With running maxima there are no registers left for eight of them.
+        EACH: tl.constexpr = BLOCK_N // N if N >= 16 or (N == 8 and ANCHORED) else 1
         if EACH > 1:
             chunks = ()
             for _ in tl.static_range(EACH):
