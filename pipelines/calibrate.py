@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 """Told what is being done, the steps that are done and all steps."""
 
 
-_STATE: Final = 3
+_STATE: Final = 4
 """Version of what calibrators keep; progress of another is not taken up."""
 
 

@@ -296,9 +296,10 @@ def test_the_last_of_choices_made_while_the_server_is_slow_counts(visit: Any) ->
     none = "none: numbers by hand"
     for choices, ends_method, ends_preset in (
         ("preset small-bsfa, preset none", "Foresight", none),
-        ("preset small-bsfa, method SALE", "SALE", "shapes-sale (sale)"),
+        # its frames and size stay, which the model's own presets are not for.
+        ("preset small-bsfa, method SALE", "SALE", none),
         ("method SALE, preset small-bsfa", "BSFA", "small-bsfa (bsfa)"),
-        ("method SALE, method XAttention", "XAttention", "shapes-xattention (xattention)"),
+        ("method SALE, method XAttention", "XAttention", none),
         ("method SALE, method FG-Attn", "FG-Attn", none),
         ("preset small-bsfa, speed fast", "Foresight", none),
         ("speed fast, preset small-bsfa", "BSFA", "small-bsfa (bsfa)"),

@@ -88,6 +88,17 @@ def test_a_method_chosen_makes_the_command_line_s_request(
     assert warnings == []
 
 
+def test_a_video_that_a_model_s_preset_is_not_for_stays(chosen: tuple[Any, Any]) -> None:
+    form, choices = chosen
+    preset = form.controls["preset"]
+    own = {"frames": 33, "width": 256, "height": 256}
+    for changes, name in (({}, "shapes-sale"), ({"width": 320}, ""), ({"frames": 17}, "")):
+        updates = choices.choose_method("shapes", "sale", "", {**own, **changes})
+        assert updates[preset]["value"] == name
+        for side, value in changes.items():
+            assert updates.get(form.controls[side], {}).get("value", value) == value
+
+
 def test_every_option_of_every_method_has_a_control(form: Any) -> None:
     from vidsparse.apps.page.values import parameter
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from vidsparse.pipelines.models import ModelRef
     from vidsparse.pipelines.request import GenerateRequest
 
+# what a method or preset that is chosen looks at.
+_BESIDE = (*SCHEDULED, "frames", "width", "height")
 # what a preset settles beside the method and its options.
 _SETTLED = ("order", "frames", "width", "height")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -76,7 +78,7 @@ class Choices:
         model, method, preset = (
             self._form.controls[name] for name in ("model", "method", "preset")
         )
-        scheduled = [self._form.controls[name] for name in SCHEDULED]
+        beside = [self._form.controls[name] for name in _BESIDE]
         # what was chosen, with what else the form held at that moment. Gradio answers one choice at
         # a time and reads what waits only then, when the answer before it is shown over it.
         chosen = gr.Textbox(visible="hidden", show_label=False, elem_id="chosen")
@@ -84,8 +86,8 @@ class Choices:
             # not change: what the page itself puts there should not be answered by defaults. Nor
             # select, which the keyboard does not cause.
             (model.input, "model", [model]),
-            (method.input, "method", [model, method, preset, *scheduled]),
-            (preset.input, "preset", [model, method, preset, *scheduled]),
+            (method.input, "method", [model, method, preset, *beside]),
+            (preset.input, "preset", [model, method, preset, *beside]),
             (self._form.speed.input, "speed", [model, self._form.speed]),
             # not input, which gradio does not tell of what is pasted.
             (self._form.target.change, "target", [model, self._form.target]),
@@ -125,9 +127,9 @@ class Choices:
         match name, held:
             case "model", [model]:
                 return self.choose_model(model)
-            case "method" | "preset", [model, method, preset, *rest] if len(rest) == len(SCHEDULED):
+            case "method" | "preset", [model, method, preset, *rest] if len(rest) == len(_BESIDE):
                 choose = self.choose_method if name == "method" else self.choose_preset
-                return choose(model, method, preset, dict(zip(SCHEDULED, rest, strict=True)))
+                return choose(model, method, preset, dict(zip(_BESIDE, rest, strict=True)))
             case "speed", [model, str(speed)]:
                 return self.choose_speed(model, speed)
             case "target", [model, target]:
@@ -172,23 +174,24 @@ class Choices:
         }
 
     def choose_method(
-        self, name: Any, method: Any, preset: Any, schedule: Mapping[str, Any] = _NOTHING
+        self, name: Any, method: Any, preset: Any, beside: Mapping[str, Any] = _NOTHING
     ) -> dict[Any, Any]:
         """Another method: no preset but one of its own.
 
-        ``schedule`` is what the controls hold; written by hand, it stays.
+        ``beside`` is what the controls of schedule, frames and size hold: a schedule written by
+        hand stays, and so does a video that a preset is not for.
         """
         model, method = self._model(name), self._method(method)
         made = self._made(preset, model)
         # a dropdown that is merely left says so as well, and should change nothing.
         if made is None or made.preset.method != method:
-            made = self._first_preset(model, method)
-        return self._chosen(model, method, made, schedule)
+            made = self._first_preset(model, method, beside)
+        return self._chosen(model, method, made, beside)
 
     def choose_preset(
-        self, name: Any, method: Any, preset: Any, schedule: Mapping[str, Any] = _NOTHING
+        self, name: Any, method: Any, preset: Any, beside: Mapping[str, Any] = _NOTHING
     ) -> dict[Any, Any]:
-        """A preset, which brings its method, or none; ``schedule`` as in ``choose_method``."""
+        """A preset, which brings its method, or none; ``beside`` as in ``choose_method``."""
         model, method = self._model(name), self._method(method)
         made = self._made(preset, model)
         if made is not None:
@@ -196,7 +199,7 @@ class Choices:
         elif needs_preset(method):
             # its numbers cannot be written by hand.
             method = first_method(model)
-        return self._chosen(model, method, made, schedule)
+        return self._chosen(model, method, made, beside)
 
     def choose_speed(self, name: Any, speed: Any) -> dict[Any, Any]:
         """A named speed: the numbers that it stands for; "by hand" leaves them as they are."""
@@ -345,10 +348,11 @@ class Choices:
         model: ModelRef,
         method: str,
         made: HostPreset | None,
-        schedule: Mapping[str, Any],
+        beside: Mapping[str, Any],
     ) -> dict[Any, Any]:
         """The updates once a method or preset was chosen, with the schedule that goes with it."""
         own = {one: self._form.schedule_of(model, one) for one in self._form.groups}
+        schedule = {one: value for one, value in beside.items() if one in SCHEDULED}
         # numbers that belong to no method were written by hand.
         values = own[method] if schedule in own.values() else {}
         return self.updates(model, method, made, {**values, **self._values(made)})
@@ -450,11 +454,22 @@ class Choices:
         except OptionError as error:
             raise toast(error) from error
 
-    def _first_preset(self, model: ModelRef, method: str) -> HostPreset | None:
-        """The preset to begin with: the model's own, or any for methods that do nothing without."""
+    def _first_preset(
+        self, model: ModelRef, method: str, beside: Mapping[str, Any]
+    ) -> HostPreset | None:
+        """The preset to begin with: the model's own, where it is for the video that is asked for.
+
+        For methods that do nothing without, any.
+        """
         fitting = [one for one in self._host.presets_of(model) if one.preset.method == method]
         if not needs_preset(method):
-            fitting = [one for one in fitting if one.path == model.defaults.presets.get(method)]
+            own = model.defaults.presets.get(method)
+            fitting = [
+                one
+                for one in fitting
+                if one.path == own
+                and all(beside.get(name) in (None, "", n) for name, n in one.preset.video.items())
+            ]
         # those that the host offers stand before the models' own.
         return next(iter(fitting), None)
 
