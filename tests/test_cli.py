@@ -499,14 +499,15 @@ def test_ten_thousand_prompts_are_looked_at_in_seconds(
     generate: Run, machine: _Machine, prompts: Path
 ) -> None:
     _many(prompts, 10_000)
-    began = time.monotonic()
+    # of the processor, which other tests want too.
+    began = time.process_time()
 
     def first(text: str) -> None:
         raise KeyboardInterrupt
 
     machine.before = first
     assert generate().exit_code == 130
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 @contextmanager
