@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from vidsparse.apps.page.start import load_first, make_desk, require_gradio
 
 # a video that takes a moment.
 TINY: dict[str, Any] = {"steps": 4, "frames": 9, "width": 64, "height": 64}
+# what one visitor may ask of a page with a tiny model.
+MOST: dict[str, Any] = {"steps": 6, "frames": 17, "side": 96, "prompts": 2, "settings": 2}
 
 
 @contextmanager
@@ -112,6 +115,26 @@ class Caller:
         """The number of a function by the name it has in the interface."""
         number: int = self._named[name]
         return number
+
+
+def client_of(url: str) -> Any:
+    """Gradio's own client of the page."""
+    from gradio_client import Client
+
+    return Client(url, verbose=False, download_files=False)
+
+
+def record_of(answer: Any) -> dict[str, Any]:
+    """The record among a generation's answers."""
+    (record,) = [each for each in answer if isinstance(each, dict) and "versions" in each]
+    return record
+
+
+def video_of(answer: Any) -> Path:
+    """The video among a generation's answers."""
+    values = [each.get("value", each) for each in answer if isinstance(each, dict)]
+    (path,) = re.findall(r"'path': '([^']+\.mp4)'", str(values))
+    return Path(path)
 
 
 def address(url: str, path: str) -> str:
