@@ -113,3 +113,24 @@ def latents_of(pipe: Any, **changes: Any) -> torch.Tensor:
         "max_sequence_length": 16,
     }
     return pipe(**{**call, **changes}).frames
+
+
+def transformer_inputs(
+    frames: int, height: int, width: int, *, batch: int = 1, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """What a tiny transformer takes, for a video of so many frames and pixels."""
+    gen = torch.Generator().manual_seed(1)
+    shape = (batch, 4, (frames - 1) // 4 + 1, height // 8, width // 8)
+    return {
+        "hidden_states": torch.randn(shape, generator=gen).to(dtype),
+        "timestep": torch.full((batch,), 500),
+        "encoder_hidden_states": torch.randn(batch, 16, 32, generator=gen).to(dtype),
+        "return_dict": False,
+    }
+
+
+def forward(transformer: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """What a transformer makes of its inputs, without gradients."""
+    with torch.no_grad():
+        out: torch.Tensor = transformer(**inputs)[0]
+    return out
