@@ -47,11 +47,11 @@ class Forward:
         """Whether its arguments are still what they were."""
         return _versions(tensors_of((self.args, self.kwargs))) == self.versions
 
-    def run_again(self) -> None:
-        """Run it once more, for what its calls show."""
+    def run_again(self) -> Any:
+        """Run it once more, for what its calls show or what it gives back then."""
         kind, enabled, dtype = self.autocast
         with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
-            self.module(*self.args, **self.kwargs)
+            return self.module(*self.args, **self.kwargs)
 
 
 Watcher: TypeAlias = Callable[[Forward, Tensor, bool], object]

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from vidsparse.files import clear_partial, write_whole
 from vidsparse.logs import logger
 from vidsparse.methods import SparseMethod, make_method
 from vidsparse.order import token_order
+from vidsparse.pipelines.alone import LayersAlone
 from vidsparse.pipelines.generate import decoded, denoise
 from vidsparse.pipelines.handle import (
     SparseHandle,
@@ -30,14 +32,14 @@ from vidsparse.pipelines.handle import (
 from vidsparse.pipelines.models import LoadedPipeline
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.presets import Preset, preset_files
-from vidsparse.schedule import Schedule, share_or_count
+from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, the steps that are done and all steps."""
 
 
-_STATE: Final = 4
+_STATE: Final = 5
 """Version of what calibrators keep; progress of another is not taken up."""
 
 
@@ -80,7 +82,7 @@ def calibrate(
         raise OptionError("calibration needs at least one prompt")
     request = replace(request, model=loaded.ref.name)
     request = resolve(request, loaded.defaults, own_presets=False)
-    run = _Run(loaded, request, settings or {})
+    run = _Run(loaded, request, settings or {}, len(prompts))
     file = _ProgressFile(out, _fingerprint(loaded, request, prompts, settings))
     number, done = file.restore(run)
     # of the pass, counted from the first of all prompts.
@@ -118,10 +120,17 @@ def check_calibration(request: GenerateRequest, steps: int, settings: dict[str, 
     return _calibrator(request, extent, settings)
 
 
-def _window(request: GenerateRequest, steps: int) -> range:
+def _schedule(request: GenerateRequest) -> Schedule:
     assert request.dense_steps is not None
-    schedule = Schedule(dense_steps=request.dense_steps, dense_last_steps=request.dense_last_steps)
-    window = schedule.sparse_window(steps)
+    return Schedule(
+        dense_steps=request.dense_steps,
+        dense_last_steps=request.dense_last_steps,
+        refresh=request.refresh or 0,
+    )
+
+
+def _window(request: GenerateRequest, steps: int) -> range:
+    window = _schedule(request).sparse_window(steps)
     if not window:
         raise OptionError(
             f"all {steps} steps are dense: there is nothing to calibrate. Hint: --dense-steps 0.24."
@@ -156,24 +165,27 @@ class _Run:
     """One calibration: the calibrator, and what the calls showed of the model on the way."""
 
     def __init__(
-        self, loaded: LoadedPipeline, request: GenerateRequest, settings: dict[str, Any]
+        self,
+        loaded: LoadedPipeline,
+        request: GenerateRequest,
+        settings: dict[str, Any],
+        prompts: int,
     ) -> None:
         assert request.steps is not None
         assert request.order is not None
         self._loaded, self._request, self._order = loaded, request, request.order
         parts, layers, heads = attention_shape(loaded.pipe)
-        window = _window(request, request.steps)
-        assert request.refresh is not None
         extent = Extent(
             parts=parts,
             layers=layers,
             heads=heads,
-            window=window,
-            refreshes=share_or_count(request.refresh, request.steps, "refresh"),
+            window=_window(request, request.steps),
+            refresh_steps=_schedule(request).refresh_steps(request.steps),
+            prompts=prompts,
         )
         self.calibrator = _calibrator(request, extent, settings)
         self._schedule: dict[str, Any] = {}
-        if self.calibrator.searches:
+        if self.calibrator.searches or self.calibrator.settles_schedule:
             assert request.dense_steps is not None
             ends = not self.calibrator.divides_layers
             self._schedule = {
@@ -207,6 +219,8 @@ class _Run:
         with sparsify(self._loaded.pipe, one.method or "dense", **schedule) as handle:
             for engine in handle.engines:
                 engine.observer = self.observe
+            if one.forwards:
+                LayersAlone(handle, one.forwards, partial(self.calibrator.compare, self.number))
             yield handle
 
     def look(
@@ -224,19 +238,27 @@ class _Run:
         if self.one.last_step is not None:
             denoise(self._loaded, some, self.one.last_step, tell)
             return
-        took: list[float] = []
+        took: dict[int, float] = {}
 
         def clocked(step: int, steps: int, seconds: float) -> None:
-            took.append(seconds)
+            took[step] = seconds
             if tell is not None:
                 tell(step, steps, seconds)
 
         videos = decoded(self._loaded, some, clocked)
         work = handle.summary().work
         total = 1.0 if work is None else work.total
-        seconds = math.fsum(took) / len(some)
+        seconds = self._seconds(took) / len(some)
         for place, video in zip(prompts, videos, strict=True):
             self.calibrator.watch(self.number, place, video, total, seconds)
+
+    def _seconds(self, took: Mapping[int, float]) -> float:
+        """What denoising took by its steps, without what was made beside them."""
+        beside = {*self.one.forwards, *self.calibrator.extent.refresh_steps}
+        plain = [seconds for step, seconds in took.items() if step not in beside]
+        if not self.one.forwards or not plain:
+            return math.fsum(took.values())
+        return math.fsum(plain) / len(plain) * len(took)
 
     def observe(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
         """Show a call to the calibrator where it wants to see it."""
@@ -294,7 +316,7 @@ class _Run:
                 "seed": request.seed,
                 "guidance": request.guidance,
                 "denoising_steps": request.steps,
-                "sampled_steps": [sorted(one.steps) for one in calibrator.passes],
+                "sampled_steps": [sorted({*one.steps, *one.forwards}) for one in calibrator.passes],
                 "lora": request.lora,
                 "device": loaded.device,
                 "dtype": loaded.dtype,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, UnsupportedError, listed
@@ -89,6 +89,13 @@ class SparseHandle:
         of those calls too that are enough to see them.
         """
         self._session.watcher = watcher
+
+    def outputs_with(self, forward: Forward, layers: Collection[int]) -> list[Tensor]:
+        """What a forward that a watcher is told of gives back where only ``layers`` go by plans.
+
+        It runs again, all its other layers dense; the run goes on as if it had not.
+        """
+        return self._session.outputs_with(forward, layers)
 
     def find_non_finite(self, forwards: Sequence[Forward]) -> NonFiniteCall | None:
         """The first attention call that is not finite in ``forwards``, of one step, run again.

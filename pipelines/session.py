@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -345,30 +345,48 @@ class Session:
         what it was; plans are not.
         """
         found: FiniteGuard[NonFiniteCall] = FiniteGuard()
-        trace, watcher = self.engines[0].trace, self.watcher
-        made = {(cell.step, cell.layer, cell.branch): cell for cell in trace.cells}
-        self.watcher = None
-        beside = Trace()
+        made = {(cell.step, cell.layer, cell.branch): cell for cell in self.engines[0].trace.cells}
         try:
             for engine in self.engines:
-                engine.guard, engine.trace = found, beside
+                engine.guard = found
                 engine.go_back(forwards[0].site.step)
             for forward in forwards:
                 if not forward.can_run_again:
                     return None
-                self._again = forward.site
-                forward.run_again()
+                self._run_again(forward)
             call = found.look(last=True)
         finally:
-            self.watcher, self._again = watcher, None
             for engine in self.engines:
-                engine.guard, engine.trace = None, trace
+                engine.guard = None
         if call is None:
             return None
         cell = made.get((call.site.step, call.site.layer, call.site.branch))
         if cell is None:
             return None
         return NonFiniteCall(call.site, f"{cell.action}, {cell.implementation}")
+
+    def outputs_with(self, forward: Forward, layers: Collection[int]) -> list[Tensor]:
+        """What the forward that has just ended gives back where only ``layers`` go by plans."""
+        engine = self.engines[forward.site.part]
+        before, engine.only = engine.only, layers
+        try:
+            return list(tensors_of(self._run_again(forward)))
+        finally:
+            engine.only = before
+
+    def _run_again(self, forward: Forward) -> Any:
+        """Run a forward once more, beside the run: its watcher is not told, its trace stays."""
+        trace, watcher = self.engines[0].trace, self.watcher
+        self.watcher = None
+        try:
+            for engine in self.engines:
+                engine.trace = Trace()
+            self._again = forward.site
+            return forward.run_again()
+        finally:
+            self.watcher, self._again = watcher, None
+            for engine in self.engines:
+                engine.trace = trace
 
     def _check_reached(self, part: int, module: nn.Module) -> None:
         """Check that a forward that has ended made its attention calls here.

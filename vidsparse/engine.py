@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -105,6 +105,8 @@ class AttentionEngine:
         planner: ``order_and_plan``. A benchmark may replace the plan that it returns.
         guard: takes in every output, and at a refresh the sparse one too, to be asked afterwards
             which was the first that is not finite.
+        only: the layers that go by plans in the calls to come, where calibration looks at one by
+            itself; others are dense, but refreshes are made. None is all that the schedule says.
         kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
 
     Raises:
@@ -152,6 +154,7 @@ class AttentionEngine:
         self.planner: Callable[..., Ordered] = order_and_plan
         self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
         self.probe: CellProbe | None = None
+        self.only: Collection[int] | None = None
         self._plans: dict[PlanKey, KeptPlan] = {}
         self._lacking: dict[tuple[str, PlanKey], Lacking] = {}
         # of the run: the engines of a pipeline's transformers have one set, as they have one trace.
@@ -298,6 +301,8 @@ class AttentionEngine:
         if action is Action.REFRESH and not self._has_room(q, site, ring):
             schedule = self._plain = replace(self.schedule, refresh=0)
             action = schedule.decide(site.step, self.steps, site.layer, self.layers)
+        if self.only is not None and site.layer not in self.only and action is not Action.REFRESH:
+            action = Action.DENSE
         if action is Action.DENSE:
             return action.value
         if ring is None and site.grid.tokens != q.shape[2]:

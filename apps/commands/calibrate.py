@@ -36,8 +36,8 @@ def _flags() -> dict[str, dict[str, dataclasses.Field[Any]]]:
 
 
 def _written(value: Any) -> str:
-    if value is None:
-        return "none"
+    if value is None or isinstance(value, str):
+        return value or "none"
     return ",".join(f"{part:g}" for part in value) if isinstance(value, tuple) else f"{value:g}"
 
 

@@ -32,34 +32,41 @@ class Extent:
         layers: attention layers of each.
         heads: heads of a layer.
         window: the steps that may be sparse.
-        refreshes: steps that compute everything and keep what their plan lacks.
+        refresh_steps: those that compute everything and keep what their plan lacks.
+        prompts: how many it is calibrated with.
     """
 
     parts: int
     layers: int
     heads: int
     window: range
-    refreshes: int = 0
+    refresh_steps: tuple[int, ...] = ()
+    prompts: int = 2
 
     def table(self, *more: int, fill: float = 0.0) -> Tensor:
         """An fp32 table ``[P, L, H, *more]`` on the CPU."""
         return torch.full((self.parts, self.layers, self.heads, *more), fill)
 
-    def spread(self, count: int) -> tuple[int, ...]:
-        """``count`` steps of the window, each in the middle of an equal share of it."""
-        steps = list(self.window)
+    def spread(self, count: int, *, by_plan: bool = False) -> tuple[int, ...]:
+        """``count`` steps of the window, each in the middle of an equal share of it.
+
+        With ``by_plan`` steps that only add what a refresh keeps, where there are refreshes.
+        """
+        steps = [one for one in self.window if not (by_plan and one in self.refresh_steps)]
         count = min(count, len(steps))
         return tuple(steps[(2 * i + 1) * len(steps) // (2 * count)] for i in range(count))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One look at every prompt: at calls of a dense run, at finished videos, or at both.
+    """One look at every prompt: at calls or forwards of a dense run, at finished videos, or both.
 
     Args:
         title: what it looks for, in a few words.
         steps: the denoising steps whose calls it wants to see.
-        whole: whether it wants to see the finished videos; always where it looks at no calls.
+        forwards: the denoising steps of which it wants the transformer's forwards made again, each
+            layer once the only one to go by the plan of ``method``; the videos are dense.
+        whole: whether it wants to see the finished videos; always where it looks at nothing else.
         method: what the videos are made with, None for dense ones.
         schedule: what is other than in the schedule that was asked for.
         first: the prompt that it begins with, counted from 0.
@@ -68,6 +75,7 @@ class Pass:
 
     title: str
     steps: tuple[int, ...] = ()
+    forwards: tuple[int, ...] = ()
     whole: bool = False
     method: Method | None = None
     schedule: Mapping[str, int] = field(default_factory=dict)
@@ -79,9 +87,14 @@ class Pass:
         return range(self.first, prompts if self.prompts is None else min(self.prompts, prompts))
 
     @property
+    def dense(self) -> bool:
+        """Whether its videos are dense ones."""
+        return self.method is None or bool(self.forwards)
+
+    @property
     def last_step(self) -> int | None:
         """The last denoising step that it needs, None where it needs all."""
-        return None if self.whole or not self.steps else max(self.steps)
+        return None if self.whole else max((*self.steps, *self.forwards), default=None)
 
 
 def _target(kind: str, metavar: str, help: str) -> Any:
@@ -122,8 +135,8 @@ class Calibrator(ABC):
     needs_target: ClassVar[bool] = False
     """Whether there is nothing to find without a target."""
 
-    always_tries: ClassVar[bool] = False
-    """Whether whole videos are made of what it found even where there is no target."""
+    settles_schedule: ClassVar[bool] = False
+    """Whether its numbers hold for one schedule alone even where there is no target."""
 
     method: SparseMethod
     extent: Extent
@@ -155,12 +168,12 @@ class Calibrator(ABC):
 
     @property
     def searches(self) -> bool:
-        """Whether whole videos are tried, so that numbers hold for the schedule of these alone."""
-        return self.always_tries or self.search.target is not None
+        """Whether whole videos are made with what it found."""
+        return self.search.target is not None
 
     @property
     def passes(self) -> Sequence[Pass]:
-        """The calibrator's own looks, the first of them at dense videos too, then the tries."""
+        """The calibrator's own looks, the first of them at whole videos too, then the tries."""
         looks = list(self.looks)
         if not self.searches:
             return looks
@@ -180,13 +193,21 @@ class Calibrator(ABC):
         """Take in one call in pass ``number``: ``[B, H, S, D]``, tokens in order, text last."""
         raise NotImplementedError(f"{type(self).__name__} looks at no calls")
 
+    def compare(self, number: int, part: int, errors: Sequence[float]) -> None:
+        """Take in a forward of transformer ``part`` in pass ``number``.
+
+        ``errors`` are, for each of its layers, the mean squared error of what the transformer gives
+        back where that layer alone goes by a plan.
+        """
+        raise NotImplementedError(f"{type(self).__name__} looks at no forwards")
+
     def watch(self, number: int, prompt: int, video: Video, total: float, seconds: float) -> None:
         """Take in one video in pass ``number``, of the prompt with that index.
 
         ``total`` is the share of the run's query-key pairs that was computed, ``seconds`` what its
         denoising took.
         """
-        if number == 0:
+        if self.passes[number].dense:
             self.search.keep(prompt, video, seconds)
         elif number < len(self.looks):
             self.learn(number, prompt, video, total)

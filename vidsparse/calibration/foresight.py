@@ -22,7 +22,10 @@ RAISED: Final = 3.0
 LEAST: Final = 0.02
 """The smallest share of a layer."""
 
-# what a layer is counted with at least, of an equal part: two videos are no proof of nothing.
+MOST_STEPS: Final = 4
+"""In how many steps of a video layers are looked at one by one."""
+
+# what a layer is counted with at least, of an equal part: a few looks are no proof of nothing.
 _FLOOR: Final = 0.1
 # the error falls with share^-a; what is found outside comes from noise.
 _STEEPNESS: Final = (0.3, 4.0)
@@ -55,32 +58,49 @@ def allocate(worth: Tensor, steepness: float, mean: float) -> Tensor:
     return shares.to(worth.dtype)
 
 
+LOOKS: Final = ("forwards", "videos", "none")
+"""What may show how much each layer is worth."""
+
+
+def _look(text: str) -> str:
+    return text.strip().lower()
+
+
 @dataclass(kw_only=True)
 class ForesightCalibrator(Calibrator):
     """A share of listed chunks for every layer, and, where one is asked for, the video's quality.
 
-    Errors of single calls do not add up to the error of a video, so videos decide: one is made with
-    the same share in all layers, one with each layer's raised to three times that, and one with
-    all raised. How much the squared error to the dense video falls is what a layer is worth, and
-    how steeply it falls with the share is the same for all. ``allocate`` divides the pairs. The
-    next ``probes`` prompts say whether that is so: where their videos are no nearer than with the
-    same share in all layers, it stays the same in all.
+    What a layer is worth is how much it errs at the share that all have at first. ``look`` says
+    what shows it. By ``forwards`` a dense video is made, and in a few of its steps the transformer
+    runs again with one layer alone going by its plan: the error of what it gives back is the
+    layer's. L layers take L forwards for each of these steps, together no more than the video has
+    steps, where it has as many. By ``videos`` whole ones are made, one with the same share in all
+    layers, one with each layer's raised to three times that, and one with all raised: L + 2 runs,
+    in which layers act on each other, and two videos are few to tell them apart by.
+
+    ``allocate`` divides the pairs. The next ``probes`` prompts say whether that is right: where
+    their videos are no nearer than with the same share in all layers, it stays the same in all.
 
     Then whole videos are made, and the mean share is moved until they are as wanted; a PSNR that is
-    wanted begins at the share that the probes' errors foretell. Where they are as wanted, the same
-    is tried with half of the refreshes, and so on while that takes less work. Without a target the
-    mean stays the method's ``share``, and what comes of it is measured. L layers take L + 4 runs of
-    ``probes`` prompts.
+    wanted begins at the share that those videos foretell. Where they are as wanted, the same is
+    tried with half of the refreshes, and so on while that takes less work. Without a target the
+    mean stays the method's ``share``, and what comes of it is measured. One prompt promises
+    nothing, so nothing is measured then: what layers are worth is all that it tells.
 
     Raises:
-        OptionError: a number out of range.
+        OptionError: a number out of range, or a look that there is not.
     """
 
     calibrates = Foresight
     samples: ClassVar[int] = 8
     divides_layers: ClassVar[bool] = True
-    always_tries: ClassVar[bool] = True
+    settles_schedule: ClassVar[bool] = True
 
+    look: str = option(
+        "forwards", flag="--look", metavar="AT", convert=_look,
+        help="what shows how much each layer is worth: forwards (one layer sparse in a step of a "
+        "dense video), videos (whole ones, more of a layer), or none (all are alike)",
+    )  # fmt: skip
     probes: int = option(
         2, flag="--probes", metavar="N", convert=int,
         help="prompts that show what each layer is worth",
@@ -89,51 +109,75 @@ class ForesightCalibrator(Calibrator):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("probes", self.probes)
+        if self.look not in LOOKS:
+            raise OptionError(f"look must be one of {', '.join(LOOKS)}, got {self.look!r}")
         assert isinstance(self.method, Foresight)
         self._share = self.method.share
         self._raised = min(1.0, RAISED * self._share)
-        if self._raised <= self._share:
+        if self._raised <= self._share and self.look != "none":
             raise OptionError("a share of 1 leaves nothing to divide. Hint: --share 0.15.")
         layers = self.extent.parts * self.extent.layers
+        # of each layer alone, summed over forwards, each of which has a sum of 1.
+        self._alone = torch.zeros(self.extent.parts, self.extent.layers, dtype=torch.float64)
         # rows of passes, columns of prompts: log of the mean squared error.
         self._errors: list[dict[int, float]] = [{} for _ in range(layers + 2)]
-        # the same with the pairs divided, and of the same prompts with one share for all.
+        # the same with the pairs divided, and of other prompts with one share for all.
         self._checks: list[dict[int, float]] = [{}, {}]
         self._worth = torch.full((layers,), 1 / layers)
         self._steepness = 1.0
         self._start = self._share
 
-    # ---- its own passes: 0 is dense, then all layers alike, each layer raised, all raised; then
-    # other prompts, divided and alike
+    @property
+    def searches(self) -> bool:
+        """Whether whole videos are made with what it found: of one prompt they would not say much,
+        and are made for a target alone."""
+        return super().searches or self.extent.prompts > 1
+
+    # ---- its own passes: dense ones; with ``videos`` all layers alike, each layer raised, all
+    # raised; then other prompts, divided and alike
 
     @property
     def looks(self) -> Sequence[Pass]:
-        """The dense videos, a pass for each layer and two for all, and two of the division."""
-        layers = len(self._worth)
-        plain = torch.full((layers,), self._share)
-        shares = [plain]
-        for layer in range(layers):
-            shares.append(plain.clone())
-            shares[-1][layer] = self._raised
-        shares.append(torch.full((layers,), self._raised))
-        names = ["all layers alike", *(f"layer {i}" for i in range(layers)), "all raised"]
-        checks = {"divided": self._divided(None), "all layers alike": plain}
-        return [
-            Pass(title="dense"),
-            *(
-                Pass(title=name, method=self._with(share), prompts=self.probes)
-                for name, share in zip(names, shares, strict=True)
-            ),
-            *(
-                Pass(
-                    title=name,
-                    method=self._with(share),
-                    first=self.probes,
-                    prompts=2 * self.probes,
-                )
-                for name, share in checks.items()
-            ),
+        """The dense videos, what shows the layers' worth, and two passes that check it."""
+        dense = Pass(title="dense", whole=self.searches)
+        sampled = self._sampled() if self.look == "forwards" else ()
+        # every step may be a refresh, in which no layer goes by a plan.
+        if self.look == "none" or (self.look == "forwards" and not sampled):
+            return [dense]
+        plain = self._with(self._alike())
+        checks = [
+            Pass(title=title, method=method, first=self.probes, prompts=2 * self.probes)
+            for title, method in (
+                ("divided", self._with(self._divided(None))),
+                ("all layers alike", plain),
+            )
         ]
+        if self.look == "forwards":
+            alone = Pass(
+                title="dense, and each layer alone",
+                method=plain,
+                forwards=sampled,
+                prompts=self.probes,
+            )
+            return [alone, replace(dense, first=self.probes), *checks]
+        titled = {"all layers alike": self._alike()}
+        for layer in range(len(self._worth)):
+            raised = titled[f"layer {layer}"] = self._alike()
+            raised[layer] = self._raised
+        titled["all raised"] = torch.full_like(self._worth, self._raised)
+        return [
+            dense,
+            *(
+                Pass(title=title, method=self._with(shares), prompts=self.probes)
+                for title, shares in titled.items()
+            ),
+            *checks,
+        ]
+
+    def _sampled(self) -> tuple[int, ...]:
+        """The steps whose forwards are made again: no more forwards than there are steps."""
+        most = max(1, len(self.extent.window) // self.extent.layers)
+        return self.extent.spread(min(MOST_STEPS, most), by_plan=True)
 
     @property
     def dial(self) -> Dial:
@@ -147,29 +191,49 @@ class ForesightCalibrator(Calibrator):
     def cheaper(self) -> Sequence[Mapping[str, int]]:
         """Half of the refreshes, half of these, and so on, and none."""
         fewer = []
-        left = self.extent.refreshes
+        left = len(self.extent.refresh_steps)
         while left:
             left //= 2
             fewer.append({"refresh": left})
         return fewer
 
+    def compare(self, number: int, part: int, errors: Sequence[float]) -> None:
+        """Keep what each layer alone errs, in shares of what all of them do."""
+        whole = math.fsum(errors)
+        if whole > 0:
+            self._alone[part] += torch.tensor(errors, dtype=torch.float64) / whole
+
     def learn(self, number: int, prompt: int, video: Video, total: float) -> None:
         """Keep a video's error to the dense one."""
-        (self._errors + self._checks)[number - 1][prompt] = self.search.log_error(prompt, video)
+        self._rows_of(number)[prompt] = self.search.log_error(prompt, video)
+
+    def _rows_of(self, number: int) -> dict[int, float]:
+        checks = len(self.looks) - len(self._checks)
+        return self._checks[number - checks] if number >= checks else self._errors[number - 1]
 
     def conclude(self, number: int) -> None:
         """What layers are worth, and how steeply errors fall; whether to divide by it."""
-        if number == len(self._errors):
-            self._weigh()
-        if number < len(self._errors) + len(self._checks):
+        if self.look == "none":
             return
-        divided, alike = (list(one.values()) for one in self._checks)
-        if divided and mean(divided) >= mean(alike):
+        last = len(self.looks) - 1
+        if self.look == "forwards" and number == 0:
+            of_part = self._alone.sum(1, keepdim=True)
+            # steps that were looked at may all be another transformer's.
+            seen = torch.where(of_part > 0, self._alone / of_part, 1 / self.extent.layers)
+            self._settle(seen.flatten())
+        elif self.look == "videos" and number == last - len(self._checks):
+            self._weigh()
+        if number < last:
+            return
+        if not self._checks[0]:
+            return
+        divided, alike = (mean(list(one.values())) for one in self._checks)
+        if divided >= alike:
             self._worth = torch.full_like(self._worth, 1 / len(self._worth))
         target = self.search.target
         if target is not None and target.kind == "psnr":
-            plain = psnr_of(mean(list(self._errors[0].values())))
-            self._start = self._foretold(plain, target.value)
+            missing = target.value - psnr_of(min(divided, alike))
+            self._start = self.dial.number(math.log(self._share) + missing / self.dial.gain)
 
     def _weigh(self) -> None:
         plain, *single, raised = self._errors
@@ -181,21 +245,14 @@ class ForesightCalibrator(Calibrator):
         worth = torch.tensor(
             [mean([-math.expm1(one[p] - plain[p]) / left for p in plain]) for one in single]
         )
-        self._worth = worth.clamp_min(_FLOOR / len(worth))
+        self._settle(worth)
 
-    def _foretold(self, plain: float, wanted: float) -> float:
-        """The mean share for a PSNR, where the same share in all layers has ``plain``."""
-        low, high = math.log(LEAST), 0.0
-        for _ in range(12):
-            share = math.exp((low + high) / 2)
-            fallen = (self._divided(share) / self._share) ** -self._steepness
-            left = float((self._worth * fallen).sum() / self._worth.sum())
-            low, high = (
-                ((low + high) / 2, high)
-                if plain - 10 * math.log10(left) < wanted
-                else (low, (low + high) / 2)
-            )
-        return math.exp((low + high) / 2)
+    def _settle(self, worth: Tensor) -> None:
+        """Take what layers are worth, which sums to 1."""
+        whole = worth.sum()
+        if whole > 0:
+            worth = (worth / whole).to(self._worth.dtype)
+            self._worth = worth.clamp_min(_FLOOR / len(worth))
 
     def found(self, number: float | None) -> dict[str, Tensor]:
         """The share of every layer, alike for its heads."""
@@ -204,8 +261,11 @@ class ForesightCalibrator(Calibrator):
     def seen(self) -> dict[str, Any]:
         """What each layer is worth, alike where that is no better, and what it gets; in dB, how the
         prompts of the check came out."""
+        if self.look == "none":
+            return {}
+        number = self.search.number if self.searches else None
         return {
-            "layers": [round(share, 4) for share in self._divided(self.search.number).tolist()],
+            "layers": [round(share, 4) for share in self._divided(number).tolist()],
             "worth": [round(worth, 4) for worth in self._worth.tolist()],
             "checks": {
                 what: [round(psnr_of(error), 2) for error in one.values()]
@@ -217,6 +277,7 @@ class ForesightCalibrator(Calibrator):
     def known(self) -> dict[str, Tensor]:
         """Errors, and what was concluded."""
         return {
+            "alone": self._alone,
             "errors": _to_table(self._errors, self.probes),
             "checks": _to_table(self._checks, 2 * self.probes),
             "worth": self._worth,
@@ -226,6 +287,7 @@ class ForesightCalibrator(Calibrator):
 
     def recall(self, state: dict[str, Tensor]) -> None:
         """All of it."""
+        self._alone = state["alone"]
         self._errors = _from_table(state["errors"])
         self._checks = _from_table(state["checks"])
         self._worth = state["worth"]
@@ -234,6 +296,9 @@ class ForesightCalibrator(Calibrator):
 
     def _divided(self, share: float | None) -> Tensor:
         return allocate(self._worth, self._steepness, self._share if share is None else share)
+
+    def _alike(self) -> Tensor:
+        return torch.full_like(self._worth, self._share)
 
     def _table(self, shares: Tensor) -> Tensor:
         table = self.extent.table()
