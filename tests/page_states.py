@@ -92,9 +92,14 @@ def states(
     yield "studies: the rows", ".vs-study details"
 
 
-def _called_off(visitor: Visitor, tab: str) -> None:
-    visitor.page.click(f"#cancel-{tab}")
-    playwright.expect(visitor.page.locator(f"#cancel-{tab}")).to_be_disabled()
+def _called_off(visitor: Visitor, tab: str, jobs: int = 1) -> None:
+    page, status = visitor.page, f"#{tab}-status .vs-status"
+    for left in reversed(range(jobs)):
+        job = page.locator(status).get_attribute("data-job")
+        page.click(f"#cancel-{tab}")
+        if left:
+            playwright.expect(page.locator(status)).not_to_have_attribute("data-job", job)
+    playwright.expect(page.locator(f"#cancel-{tab}")).to_be_disabled()
     visitor.see(f"#{tab}-status", "Cancelled")
 
 
@@ -139,7 +144,7 @@ def _queue(visitor: Visitor, other: Visitor) -> Iterator[tuple[str, str]]:
     visitor.see("#generate-status", "left")
     visitor.see("#generate-outlook", "3 jobs before yours")
     yield "running, with two more in line", "#tabs"
-    _called_off(visitor, "generate")
+    _called_off(visitor, "generate", jobs=3)
     visitor.see("#generate-outlook", "begins at once")
     yield "cancelled", "#tabs"
 

@@ -266,17 +266,23 @@ def test_a_preset_settles_what_it_was_calibrated_for(visit: Any) -> None:
     page.get_by_role("option", name="none: numbers by hand").click()
     playwright.expect(page.locator("#method input")).to_have_value("Foresight (foresight)")
     playwright.expect(field("Width")).to_be_visible()
-    page.click("#use-settings")
+    with held(page.evaluate("new URL('/', location).href")):
+        page.click("#use-settings")
+        field("Seed").fill("7")
     playwright.expect(page.locator("#method input")).to_have_value("BSFA (bsfa)")
     playwright.expect(page.locator("#preset input")).to_have_value("small-bsfa (bsfa)")
+    playwright.expect(field("Seed")).to_have_value("7")
     playwright.expect(field("keep")).to_have_value("0.3")
     playwright.expect(field("Width")).to_be_hidden()
 
 
 def _choose(page: Any, choice: str) -> None:
-    """Choose a speed, method or preset by its name."""
+    """Choose a speed, method or preset by its name, or type a value into a field."""
     control, _, name = choice.partition(" ")
-    if control == "speed":
+    if control == "type":
+        label, _, value = name.rpartition(" ")
+        page.get_by_label(label, exact=True).fill(value)
+    elif control == "speed":
         page.get_by_label(name, exact=True).check()
     else:
         page.click(f"#{control} input")
@@ -284,9 +290,19 @@ def _choose(page: Any, choice: str) -> None:
         page.get_by_role("option", name=re.compile(f"^{name}")).click()
 
 
-def test_the_last_of_choices_made_while_the_server_is_slow_counts(visit: Any) -> None:
+def test_while_the_server_is_slow_the_last_choice_counts_and_what_is_typed_stays(
+    visit: Any,
+) -> None:
     visitor = visit()
     page = visitor.page
+    field = lambda label: page.get_by_label(label, exact=True)  # noqa: E731
+
+    def choose(choices: str) -> None:
+        visitor.calls_at_rest()
+        with held(page.evaluate("new URL('/', location).href")):
+            for choice in choices.split(", "):
+                _choose(page, choice)
+        visitor.calls_at_rest()
 
     def shows(choices: str, method: str, preset: str) -> None:
         expect = playwright.expect
@@ -307,15 +323,37 @@ def test_the_last_of_choices_made_while_the_server_is_slow_counts(visit: Any) ->
         # as the page opens.
         _choose(page, "speed high")
         shows(choices, "Foresight", none)
-        visitor.calls_at_rest()
-        with held(page.evaluate("new URL('/', location).href")):
-            for choice in choices.split(", "):
-                _choose(page, choice)
-        visitor.calls_at_rest()
+        choose(choices)
         shows(choices, ends_method, ends_preset)
         # what is shown goes with it.
-        width = page.get_by_label("Width", exact=True)
-        playwright.expect(width, choices).to_be_visible(visible=ends_preset == none)
+        playwright.expect(field("Width"), choices).to_be_visible(visible=ends_preset == none)
+
+    # what is typed after a choice stays, and the rest of the answer is there: the numbers of a
+    # speed, and of a method whose schedule a later one leaves alone as it was written by hand.
+    visitor.unfold("More settings")
+    _choose(page, "speed high")
+    shows("high", "Foresight", none)
+    playwright.expect(field("share")).to_have_value("0.08")
+    choose("speed fast, type share 0.5")
+    shows("a share", "Foresight", none)
+    playwright.expect(field("share")).to_have_value("0.5")
+    playwright.expect(field("by hand").first).to_be_checked()
+    choose("method XAttention, type first steps 5, method FG-Attn")
+    shows("steps", "FG-Attn", none)
+    playwright.expect(field("first steps")).to_have_value("5")
+    # a method's own preset leaves a video to who is asking for it, and the hand in its field.
+    for label, value in {"Frames (4k+1)": 33, "Width": 256, "Height": 256}.items():
+        visitor.set(label, value)
+    choose("method SALE, type Width 128")
+    shows("a video", "SALE", none)
+    playwright.expect(field("Width")).to_have_value("128")
+    playwright.expect(field("Width")).to_be_focused()
+    # one that was chosen itself is for one video alone.
+    choose("preset small-bsfa, type Width 96")
+    shows("a preset", "BSFA", "small-bsfa (bsfa)")
+    playwright.expect(field("Width")).to_be_hidden()
+    _choose(page, "preset none")
+    playwright.expect(field("Width")).to_have_value("64")
 
 
 def test_cancel_stops_within_a_step_and_the_device_is_free(visit: Any) -> None:

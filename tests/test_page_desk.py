@@ -16,6 +16,7 @@ pytest.importorskip("gradio", reason="the page needs the ui extra")
 from page_jobs import Gate, queue_of
 
 from vidsparse.apps.page import desk as desks
+from vidsparse.apps.page import draw
 from vidsparse.apps.page.desk import Desk
 from vidsparse.apps.page.errands import Errand, Place
 from vidsparse.apps.page.host import Host, Limits
@@ -60,6 +61,60 @@ async def _listen(desk: Desk, request: Any, errand: Errand, seconds: float) -> N
     await asyncio.wait({listening}, timeout=seconds)
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
+
+
+async def _told(desk: Desk, request: Any, errand: Errand, told: list[dict[Any, Any]]) -> None:
+    """Hear what is told of an errand until it has ended."""
+    async with aclosing(desk.tell(request, errand)) as updates:
+        async for update in updates:
+            told.append(update)
+
+
+def test_cancel_stops_the_job_that_a_window_shows_and_no_other(desk: Desk) -> None:
+    one, other = _request(desk, "one"), _request(desk, "other")
+    errands = [_submitted(desk, one) for _ in range(3)]
+    elsewhere = _submitted(desk, other)
+
+    def stopped() -> list[bool]:
+        return [each.job.stopping() for each in (*errands, elsewhere)]
+
+    told: list[list[dict[Any, Any]]] = [[], [], [], []]
+
+    async def visit() -> None:
+        each = zip((one, one, one, other), (*errands, elsewhere), told, strict=True)
+        telling = [asyncio.create_task(_told(desk, *those)) for those in each]
+        while not (told[3] and "2 more of yours wait" in told[0][-1]["area"]):
+            await asyncio.sleep(0.05)
+        first, second, _ = (draw.status(each.job.snapshot()) for each in errands)
+        desk.cancel(one, "generate", first, None)
+        await telling[0]
+        assert stopped() == [True, False, False, False]
+        # drawn before the first had ended, and of another tab.
+        desk.cancel(one, "generate", first, None)
+        desk.cancel(one, "compare", second)
+        desk.cancel(other, "generate", second)
+        assert stopped() == [True, False, False, False]
+        # a script is shown nothing.
+        desk.cancel(one, "generate", None)
+        await telling[1]
+        assert stopped() == [True, True, False, False]
+        desk.cancel(other, "generate", draw.status(elsewhere.job.snapshot()))
+        await telling[3]
+        assert stopped() == [True, True, False, True]
+        desk.cancel(one, "generate", draw.status(errands[2].job.snapshot()))
+        await asyncio.gather(*telling)
+
+    asyncio.run(visit())
+    # a window tells of its own jobs alone.
+    assert told[0][-2]["stop"]["value"] == "Cancel this one"
+    assert "before yours" in told[3][0]["area"]
+    assert told[3][0]["stop"]["value"] == "Cancel"
+    # what comes after one that was called off takes its place at once.
+    ends = [each[-1]["area"] for each in told]
+    for said, follower in zip(ends, (*errands[1:], None, None), strict=True):
+        assert "Cancelled" in said if follower is None else follower.job.id in said
+    assert not told[2][-1]["stop"]["interactive"]
+    assert desk.cancel(one, "generate") == draw.note("Nothing is running.")
 
 
 def test_who_comes_back_and_leaves_again_has_the_whole_while_anew(desk: Desk) -> None:

@@ -21,8 +21,8 @@ def test_the_status_says_where_a_job_is() -> None:
     from vidsparse.apps.page import draw
 
     base = Snapshot(
-        state="waiting", ahead=2, phase="dense", done=0.0, step=0, steps=0, elapsed=0.0, left=None,
-        stopping=False,
+        job="a1", state="waiting", ahead=2, phase="dense", done=0.0, step=0, steps=0, elapsed=0.0,
+        left=None, stopping=False,
     )  # fmt: skip
     assert "2 jobs before yours" in draw.status(base)
     running = dataclasses.replace(

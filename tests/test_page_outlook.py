@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 pytest.importorskip("playwright", reason="playwright drives the browser")
 
-from page_browser import MARKS, commanded
+from page_browser import MARKS, commanded, held
 from page_jobs import Gate, queue_of, wait
 from playwright import sync_api as playwright
 
@@ -240,7 +240,7 @@ def test_a_number_of_videos_that_is_none_is_refused(videos: object) -> None:
 
 @pytest.fixture(scope="module")
 def url(out: Path) -> Iterator[str]:
-    with commanded(out) as address:
+    with commanded(out, "--model", "shapes", "--model", "shapes-joint") as address:
         yield address
 
 
@@ -262,4 +262,13 @@ def test_the_line_follows_the_settings_and_learns_from_what_was_made(visit: Any)
     visitor.set("Steps", 100_000)
     # the button says what is wrong; there is nothing to expect.
     playwright.expect(line).to_have_text("")
+    # another model brings its own numbers, but for what is typed before it answers.
+    with held(page.evaluate("new URL('/', location).href")):
+        page.get_by_label("Model", exact=True).click()
+        page.get_by_role("option", name="shapes-joint").click()
+        visitor.set("Steps", 7)
+    visitor.see("#model-card", "shapes-joint")
+    playwright.expect(page.get_by_label("Width", exact=True)).to_have_value("256")
+    playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value("7")
+    playwright.expect(line).to_contain_text("once the model is loaded")
     assert visitor.errors == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -243,12 +244,18 @@ def test_a_blank_number_says_what_the_model_and_the_method_chosen_would_make_of_
 @pytest.mark.parametrize(
     "chosen",
     [
-        None, "speed", [], {}, 3, {"name": "speed"}, {"name": "speed", "held": ["shapes"]},
-        {"name": "speed", "held": ["shapes", ["fast"]]}, {"name": "speed", "held": [{}, "fast"]},
-        {"name": "model", "held": [["shapes"]]}, {"name": "method", "held": ["shapes", "fg-attn"]},
-        {"name": "method", "held": ["shapes", {}, "", *[None] * 5]},
-        {"name": "preset", "held": ["shapes", "fg-attn", ["small"], *[None] * 5]},
-        {"name": "target", "held": ["none", 33]}, {"name": ["x"], "held": []},
+        None, "speed", [], {}, 3, {"name": "speed"},
+        *(
+            {"at": 1, "name": name, "held": held}
+            for name, held in (
+                ("speed", {"model": "shapes"}), ("speed", {"model": "shapes", "speed": ["fast"]}),
+                ("speed", {"model": {}, "speed": "fast"}), ("model", {"model": ["shapes"]}),
+                ("method", {"model": "shapes", "method": "fg-attn"}), ("method", ["shapes"]),
+                ("method", {"model": "shapes", "method": {}, "preset": ""}),
+                ("preset", {"model": "shapes", "method": "fg-attn", "preset": ["small"]}),
+                ("target", {"model": "none", "target": 33}), (["x"], {}),
+            )
+        ),
     ],
 )  # fmt: skip
 def test_a_choice_that_no_page_sends_is_refused_in_one_sentence(
@@ -267,6 +274,6 @@ def test_a_choice_that_no_page_sends_is_refused_in_one_sentence(
         choices = Choices(desk, form, ReportTab(desk, form))
     for sent in (chosen, json.dumps(chosen)):
         with pytest.raises(gr.Error) as refused:
-            choices.choose(sent)
+            choices.choose(SimpleNamespace(), sent)
         assert len(str(refused.value).splitlines()) == 1
     desk.queue.close()

@@ -155,18 +155,24 @@ def test_a_reload_at_any_moment_loses_nothing(visit: Any, out: Path) -> None:
     assert [seed for seed in range(reloads) if f"seed {seed} ·" not in captions] == []
 
 
-def test_several_jobs_of_one_visitor_wait_in_line(visit: Any) -> None:
+def test_of_several_jobs_of_one_visitor_cancel_stops_the_one_that_is_shown(visit: Any) -> None:
     visitor = visit()
-    page = visitor.page
+    page, cancel = visitor.page, visitor.page.locator("#cancel-generate")
     # the first still runs once the third is asked for, however busy the machine.
-    for seed, steps in ((1, 60), (2, 4), (3, 4)):
+    for seed, steps in ((1, 400), (2, 4), (3, 4)):
         visitor.set("Steps", steps)
         visitor.set("Seed", seed)
         page.click("#generate")
         visitor.see("#generate-status .vs-status", "")
+        playwright.expect(cancel).to_have_text("Cancel" if seed == 1 else "Cancel this one")
     visitor.see("#generate-status", "2 more of yours wait")
+    cancel.click()
+    # those that waited for it are made.
     visitor.see("#generate-facts", "seed 3")
-    playwright.expect(page.locator(TILES)).to_have_count(3)
+    playwright.expect(page.locator(TILES)).to_have_count(2)
+    visitor.see("#history", "seed 2")
+    playwright.expect(cancel).to_have_text("Cancel")
+    playwright.expect(cancel).to_be_disabled()
 
 
 def test_the_gallery_is_searched_by_prompt_and_method(visit: Any) -> None:

@@ -475,7 +475,8 @@ def test_one_visitor_has_a_share_of_the_queue_and_refusals_leave_no_folder(
     event = modest.ask_for_a_video().json()["event_id"]
     _until(lambda: len(desk.visits.of("modest").open("generate")) == 1)
     assert set(desk.host.folder.iterdir()) == folders
-    desk.cancel(visit, "generate")
+    visit.cancel()
+    desk.queue.forget_cancelled()
     ended = greedy.ends(events)
     refused = [each for each in ended.values() if not each["success"]]
     assert len(refused) == 4

@@ -114,7 +114,7 @@ def _connect_form(
     page: gr.Blocks, desk: Desk, form: Form, generate: GenerateTab, report: ReportTab
 ) -> None:
     choices = Choices(desk, form, report)
-    choices.connect(page)
+    choices.connect(page, generate.reuse)
 
     samples = {each.name: [sample[0] for sample in examples_of(each)] for each in desk.host.models}
     form.examples.click(
@@ -135,17 +135,6 @@ def _connect_form(
             api_name=name,
             api_description=f"Take a picture as this session's {IMAGES[name].lower()}.",
         )
-
-    def use_settings(request: gr.Request) -> dict[Any, Any]:
-        shown = desk.visit(request).shown
-        return {report.vary: gr.skip()} if shown is None else choices.choose_settings(shown.request)
-
-    generate.reuse.click(
-        use_settings,
-        outputs=choices.outputs,
-        show_progress="hidden",
-        api_visibility="private",
-    )
 
 
 def _connect_compare_this(

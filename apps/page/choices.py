@@ -7,7 +7,7 @@ it leaves open is all that is shown beside it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from vidsparse.pipelines.models import ModelRef
     from vidsparse.pipelines.request import GenerateRequest
 
-# what a method or preset that is chosen looks at.
-_BESIDE = (*SCHEDULED, "frames", "width", "height")
 # what a preset settles beside the method and its options.
 _SETTLED = ("order", "frames", "width", "height")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -66,39 +64,71 @@ class Choices:
         self._host = desk.host
         self._form = form
         self._report = report
+        # what a visitor can change while a choice is answered.
+        self._fields: dict[str, Any] = {
+            **form.controls,
+            "size": form.size,
+            "length": form.length,
+            "speed": form.speed,
+            "target": form.target,
+            "vary": report.vary,
+        }
+        # what is shown in keeping with that.
+        self._places: dict[str, Any] = {
+            **self._fields,
+            **{f"group {method}": group for method, group in form.groups.items()},
+            **{f"fold {method}": fold for method, fold in form.folds.items()},
+            "speed facts": form.speed_facts,
+        }
+        # what nobody writes into.
         uploads = [upload for upload, _ in form.images.values()]
-        self.outputs = [
-            *form.controls.values(), *form.groups.values(), *form.folds.values(),
-            form.pictures, *uploads, form.examples, form.card, form.size, form.length,
-            form.speed, form.target, form.speed_facts, *report.own.values(),
-        ]  # fmt: skip
+        self._others = [form.pictures, *uploads, form.examples, form.card]
+        self._question = gr.Textbox(visible="hidden", show_label=False, elem_id="question")
+        self._answer = gr.Textbox(visible="hidden", show_label=False, elem_id="answer")
 
-    def connect(self, page: gr.Blocks) -> None:
-        """Attach the events, once every control of the page is there."""
-        model, method, preset = (
-            self._form.controls[name] for name in ("model", "method", "preset")
-        )
-        beside = [self._form.controls[name] for name in _BESIDE]
-        # what was chosen, with what else the form held at that moment. Gradio answers one choice at
-        # a time and reads what waits only then, when the answer before it is shown over it.
-        chosen = gr.Textbox(visible="hidden", show_label=False, elem_id="chosen")
-        for control, name, inputs in (
+    def connect(self, page: gr.Blocks, reuse: gr.Button) -> None:
+        """Attach the events, once every control of the page is there.
+
+        Args:
+            page: restores what its browser kept.
+            reuse: chooses the settings of the video that is shown.
+        """
+        held, fields = _by_name(self._fields), list(self._fields.values())
+        controls = self._form.controls
+        for control, name in (
             # not change: what the page itself puts there should not be answered by defaults. Nor
             # select, which the keyboard does not cause.
-            (model.input, "model", [model]),
-            (method.input, "method", [model, method, preset, *beside]),
-            (preset.input, "preset", [model, method, preset, *beside]),
-            (self._form.speed.input, "speed", [model, self._form.speed]),
+            (controls["model"].input, "model"),
+            (controls["method"].input, "method"),
+            (controls["preset"].input, "preset"),
+            (self._form.speed.input, "speed"),
             # not input, which gradio does not tell of what is pasted.
-            (self._form.target.change, "target", [model, self._form.target]),
+            (self._form.target.change, "target"),
+            (reuse.click, "settings"),
         ):
-            # the time makes a choice that is made again another one. A target that is emptied, as
-            # by every answer, is none: it would take the place of one that waits.
-            js = f"""(last, ...held) => '{name}' === 'target' && !held[1]?.trim()
-                ? last : JSON.stringify({{ name: '{name}', held, at: performance.now() }})"""
-            control(None, js=js, inputs=[chosen, *inputs], outputs=[chosen], **_QUIET)
-        chosen.change(
-            self.choose, inputs=[chosen], outputs=self.outputs, trigger_mode="always_last", **_QUIET
+            control(
+                None,
+                js=f"(last, ...values) => vidsparseAsk('{name}', {held}) ?? last",
+                inputs=[self._question, *fields],
+                outputs=[self._question],
+                **_QUIET,
+            )
+        # gradio asks one question at a time, and of those that wait only the last.
+        answered = self._question.change(
+            self.choose,
+            inputs=[self._question],
+            outputs=[self._answer, self._report.vary, *self._others],
+            trigger_mode="always_last",
+            **_QUIET,
+        )
+        # by the browser, which knows what was written while the answer was on its way.
+        answered.success(
+            None,
+            js=f"(answer, ...values) => vidsparseAnswered(answer, {held}, "
+            f"{json.dumps(list(self._places))})",
+            inputs=[self._answer, *fields],
+            outputs=[self._question, *self._places.values()],
+            **_QUIET,
         )
         # numbers written by hand are no named speed any more; the server need not be asked.
         for name in self._by_hand():
@@ -117,24 +147,56 @@ class Choices:
         self._connect_sizes()
         self._keep(page)
 
-    def choose(self, chosen: Any) -> dict[Any, Any]:
-        """Answer a choice, JSON of the control's name and of what the form held at that moment."""
+    def choose(self, request: gr.Request, question: Any) -> dict[Any, Any]:
+        """Answer a choice.
+
+        Args:
+            request: of the event.
+            question: JSON of its number, of what was chosen, and of what the form held then.
+
+        Returns:
+            The answer for the browser, JSON of the same number and of the updates of places, and
+            the updates of what nobody writes into.
+
+        Raises:
+            gr.Error: no page asks like that.
+        """
         try:
-            told = parse_json(chosen)
-            name, held = told["name"], told["held"]
+            told = parse_json(question)
+            at, name, held = told["at"], told["name"], told["held"]
         except (ValueError, TypeError, KeyError):
-            name, held = None, None
+            at, name, held = None, None, None
+        return self._told(at, self._answer_of(request, name, held))
+
+    def _answer_of(self, request: gr.Request, name: Any, held: Any) -> dict[Any, Any]:
+        """The updates that answer a choice made beside what the form held."""
         match name, held:
-            case "model", [model]:
+            case "model", {"model": model}:
                 return self.choose_model(model)
-            case "method" | "preset", [model, method, preset, *rest] if len(rest) == len(_BESIDE):
+            case "method" | "preset", {"model": model, "method": method, "preset": preset}:
                 choose = self.choose_method if name == "method" else self.choose_preset
-                return choose(model, method, preset, dict(zip(_BESIDE, rest, strict=True)))
-            case "speed", [model, str(speed)]:
+                return choose(model, method, preset, held)
+            case "speed", {"model": model, "speed": str(speed)}:
                 return self.choose_speed(model, speed)
-            case "target", [model, target]:
+            case "target", {"model": model, "target": target}:
                 return self.choose_target(model, target)
+            case "settings", _:
+                shown = self._desk.visit(request).shown
+                return {} if shown is None else self.choose_settings(shown.request)
         raise toast(OptionError("a choice is the name of a control and what the form holds"))
+
+    def _told(self, at: Any, updates: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The same updates, those of places as the browser's own script reads them."""
+        places = {
+            place: update if isinstance(update := updates[control], dict) else {"value": update}
+            for place, control in self._places.items()
+            if control in updates
+        }
+        told = {control: updates[control] for control in self._others if control in updates}
+        if "vary" in places:
+            # the server looks at it as well: a run may vary no option that was not offered.
+            told[self._report.vary] = gr.update(choices=places["vary"]["choices"])
+        return {**told, self._answer: json.dumps({"at": at, "updates": places})}
 
     def _connect_sizes(self) -> None:
         """Named sizes fill the numbers, and other numbers are by hand; the server is not asked."""
@@ -178,8 +240,8 @@ class Choices:
     ) -> dict[Any, Any]:
         """Another method: no preset but one of its own.
 
-        ``beside`` is what the controls of schedule, frames and size hold: a schedule written by
-        hand stays, and so does a video that a preset is not for.
+        ``beside`` is what the form holds: a schedule written by hand stays, and so does a video
+        that a preset is not for.
         """
         model, method = self._model(name), self._method(method)
         made = self._made(preset, model)
@@ -246,8 +308,7 @@ class Choices:
     def _keep(self, page: gr.Blocks) -> None:
         """Keep the settings in the browser, or in a link, and put them back when it is opened."""
         kept = {**self._form.controls, **self._report.own}
-        names, controls = list(kept), list(kept.values())
-        named = f"Object.fromEntries({json.dumps(names)}.map((name, i) => [name, values[i]]))"
+        named, controls = _by_name(kept), list(kept.values())
         # no secret: what a visitor typed stays with the visitor.
         state = gr.BrowserState(None, storage_key="vidsparse-settings", secret="vidsparse")
         gr.on(
@@ -275,7 +336,12 @@ class Choices:
                 return found;
             }""",
             inputs=[state],
-            outputs=self.outputs,
+            outputs=[
+                *self._places.values(),
+                *self._others,
+                self._report.prompts,
+                self._report.over,
+            ],
             **_QUIET,
         )
         # what was typed meanwhile is kept as well.
@@ -352,7 +418,7 @@ class Choices:
     ) -> dict[Any, Any]:
         """The updates once a method or preset was chosen, with the schedule that goes with it."""
         own = {one: self._form.schedule_of(model, one) for one in self._form.groups}
-        schedule = {one: value for one, value in beside.items() if one in SCHEDULED}
+        schedule = {one: beside[one] for one in SCHEDULED if one in beside}
         # numbers that belong to no method were written by hand.
         values = own[method] if schedule in own.values() else {}
         return self.updates(model, method, made, {**values, **self._values(made)})
@@ -475,6 +541,11 @@ class Choices:
 
     def _values(self, preset: HostPreset | None) -> dict[str, Any]:
         return {} if preset is None else self._form.values_of_preset(preset)
+
+
+def _by_name(controls: Iterable[str]) -> str:
+    """A script's ``values``, one of each of the controls, by their names."""
+    return f"Object.fromEntries({json.dumps([*controls])}.map((name, i) => [name, values[i]]))"
 
 
 def _settles(preset: HostPreset) -> str:

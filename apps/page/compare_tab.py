@@ -164,6 +164,7 @@ class CompareTab:
         self._generate.then_find(resumed)
         self.stop.click(
             self.cancel,
+            inputs=[self.status, self.cell_status],
             outputs=[self.status],
             show_progress="hidden",
             api_visibility="private",
@@ -329,10 +330,9 @@ class CompareTab:
             async for update in updates:
                 yield update
 
-    def cancel(self, request: gr.Request) -> Any:
-        """Stop what this visit has running or waiting in this tab."""
-        asked = self._desk.cancel(self._desk.visit(request), "compare")
-        return gr.skip() if asked else draw.note("Nothing is running.")
+    def cancel(self, request: gr.Request, status: Any = None, cell_status: Any = None) -> Any:
+        """Stop the job that the tab shows, one of several that run or wait."""
+        return self._desk.cancel(request, "compare", status, cell_status)
 
     async def record_cell(
         self, request: gr.Request, step: Any, layer: Any

@@ -38,10 +38,6 @@ VISITS_SHARE = 1 / 4
 ADDRESS_SHARE = 1 / 2
 
 
-# of a tab's Cancel, which is quiet while there is nothing to cancel.
-RUNNING, IDLE = gr.update(interactive=True), gr.update(interactive=False)
-
-
 class UnheardError(UnsupportedError):
     """Nobody listens to a job."""
 
@@ -95,7 +91,8 @@ class Desk:
             errand = ask(visit)
             self.queue.submit(errand.job, _shares(request, visit))
         except Exception as error:
-            yield {place.area: alert(error), place.stop: _cancel_update(visit, place)}
+            mine = self._told(request, place.tab)
+            yield {place.area: alert(error), place.stop: _cancel_update(mine)}
             raise toast(error, shown=True) from error
         visit.add(errand)
         logger.info("a job was taken: %s, %d of this visit", place.tab, len(visit.open()))
@@ -110,7 +107,11 @@ class Desk:
         if last is not None:
             failed = last.job.error
             yield {last.place.area: alert(failed) if failed is not None else _ended(last)}
-        for errand in visit.open(tab):
+        mine = visit.open(tab)
+        # the first says how many wait for it.
+        for errand in mine:
+            errand.windows.add(_window(request))
+        for errand in mine:
             # its own page was told what is wrong with it by an error; this one reads it.
             with suppress(gr.Error):
                 async with aclosing(self.tell(request, errand)) as updates:
@@ -124,19 +125,17 @@ class Desk:
             gr.Error: it failed, or nobody came to listen.
         """
         visit, place, drawn = self.visit(request), errand.place, 0
+        errand.windows.add(_window(request))
         try:
             async with aclosing(self._follow(request, visit, errand)) as snapshots:
                 async for snapshot in snapshots:
-                    mine = visit.open(place.tab)
+                    mine = self._told(request, place.tab)
                     if snapshot.finished or not mine:
                         continue
-                    update = {place.stop: RUNNING}
-                    # of several in one tab, the first tells how all stand.
+                    update = {place.stop: _cancel_update(mine)}
+                    # of several in one tab of a window, the first tells how all stand.
                     if mine[0] is errand:
-                        behind = len(mine) - 1
-                        update[place.area] = draw.status(
-                            snapshot, warnings=errand.warnings, behind=behind
-                        )
+                        update[place.area] = _standing(mine, snapshot)
                     size, so_far = errand.so_far()
                     if size > drawn:
                         drawn = size
@@ -145,16 +144,17 @@ class Desk:
             if errand.job.error is not None:
                 raise errand.job.error
         except Exception as error:
-            yield {place.area: alert(error), place.stop: _cancel_update(visit, place)}
+            mine = self._told(request, place.tab)
+            yield {place.area: alert(error), place.stop: _cancel_update(mine)}
             # what the next one says of itself takes the alert's place.
-            raise toast(error, shown=not visit.open(place.tab)) from error
+            raise toast(error, shown=not mine) from error
         made = errand.job.result
         shown = errand.so_far()[1]() if made is None else errand.show(made)
-        # of several that are called off in one place, the last one to stop says so.
-        others = [each for each in visit.open(place.tab) if each.place.area is place.area]
-        if made is not None or not others:
-            shown = {place.area: _ended(errand), **shown}
-        yield {place.stop: _cancel_update(visit, place), **shown}
+        mine = self._told(request, place.tab)
+        # where one was called off, the next one is at once what Cancel stops.
+        follows = made is None and mine and mine[0].place.area is place.area
+        said = _standing(mine, mine[0].job.snapshot()) if follows else _ended(errand)
+        yield {place.stop: _cancel_update(mine), place.area: said, **shown}
 
     async def _follow(
         self, request: gr.Request, visit: Visit, errand: Errand
@@ -195,19 +195,53 @@ class Desk:
                 errand.job.cancel()
         self.queue.forget_cancelled()
 
-    def cancel(self, visit: Visit, tab: str) -> int:
-        """Stop what the visit has in the queue for ``tab``; returns how many jobs there were."""
-        asked = visit.cancel(tab)
+    def _told(self, request: gr.Request, tab: str) -> list[Errand]:
+        """What waits or runs for a tab and is told in the window that asks, in order."""
+        mine = self.visit(request).open(tab)
+        return [errand for errand in mine if _window(request) in errand.windows]
+
+    def cancel(self, request: gr.Request, tab: str, *areas: Any) -> Any:
+        """Stop the job that a tab shows, or the first one for who is shown nothing.
+
+        What has ended since it was drawn is stopped already: no other stands in for it.
+
+        Args:
+            request: of the event.
+            tab: its name.
+            areas: what the tab says of its jobs, as it was drawn, None for a script's call.
+
+        Returns:
+            The update of the area that says how they stand.
+        """
+        mine = self._told(request, tab)
+        if not mine:
+            return draw.note("Nothing is running.")
+        drawn = [area for area in areas if isinstance(area, str) and area]
+        shown = [each for each in mine if any(each.job.id in area for area in drawn)]
+        for errand in shown[:1] if drawn else mine[:1]:
+            errand.job.cancel()
         self.queue.forget_cancelled()
-        return asked
+        return gr.skip()
 
 
 def _ended(errand: Errand) -> str:
     return draw.status(errand.job.snapshot(), errand.done, errand.warnings)
 
 
-def _cancel_update(visit: Visit, place: Place) -> Any:
-    return RUNNING if visit.open(place.tab) else IDLE
+def _standing(mine: Sequence[Errand], first: Snapshot) -> str:
+    """How the first of several stands, and how many wait for it."""
+    return draw.status(first, warnings=mine[0].warnings, behind=len(mine) - 1)
+
+
+def _window(request: gr.Request) -> str:
+    """The name of the window, or a script's session, that an event comes from."""
+    return request.session_hash or ""
+
+
+def _cancel_update(mine: Sequence[Errand]) -> Any:
+    """A tab's Cancel, which is quiet while there is nothing to cancel, and stops one of several."""
+    label = "Cancel this one" if len(mine) > 1 else "Cancel"
+    return gr.update(value=label, interactive=bool(mine))
 
 
 def _shares(request: gr.Request, visit: Visit) -> dict[str, float]:

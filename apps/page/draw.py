@@ -139,7 +139,9 @@ def status(
         parts.append(f"{behind} more of yours wait{'s' if behind == 1 else ''}")
     detail, finished = " · ".join(parts), snapshot.state == "done"
     return str(
-        macros().status(title, detail, snapshot.done, running, finished, busy, list(warnings))
+        macros().status(
+            snapshot.job, title, detail, snapshot.done, running, finished, busy, list(warnings)
+        )
     )
 
 

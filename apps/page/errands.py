@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vidsparse.apps.page.queue import Job
@@ -39,6 +39,7 @@ class Errand:
         show: the updates that show a result.
         warnings: said below its progress.
         so_far: how much there is to show while it runs, and the updates that do.
+        windows: those that it is told in, by Gradio's sessions.
     """
 
     place: Place
@@ -47,6 +48,7 @@ class Errand:
     show: Callable[[Any], Updates]
     warnings: Sequence[str] = ()
     so_far: Callable[[], tuple[int, Callable[[], Updates]]] = lambda: (0, dict)
+    windows: set[str] = field(default_factory=set)
 
 
 def and_keep(

@@ -120,10 +120,11 @@ class GenerateTab:
         self.then_find(resumed)
         self.stop.click(
             self.cancel,
+            inputs=[self.status],
             outputs=[self.status],
             show_progress="hidden",
             api_name="cancel",
-            api_description="Stop what this session has running or waiting.",
+            api_description="Stop the first of what this session has running or waiting.",
         )
         self.history.select(
             self.show,
@@ -186,10 +187,9 @@ class GenerateTab:
             async for update in updates:
                 yield update
 
-    def cancel(self, request: gr.Request) -> Any:
-        """Stop what this visit has running or waiting in this tab."""
-        asked = self._desk.cancel(self._desk.visit(request), "generate")
-        return gr.skip() if asked else draw.note("Nothing is running.")
+    def cancel(self, request: gr.Request, status: Any = None) -> Any:
+        """Stop the job that the tab shows, one of several that run or wait."""
+        return self._desk.cancel(request, "generate", status)
 
     def then_find(self, event: Any) -> None:
         """Once ``event`` has ended, show what it made among what was searched for."""

@@ -59,6 +59,7 @@ class Snapshot:
     """A job at one moment.
 
     Args:
+        job: its id.
         state: where it is in its life.
         ahead: jobs that come before it, while it waits.
         phase: what is going on, in words.
@@ -73,6 +74,7 @@ class Snapshot:
         loading: it waits for a device that is being made ready.
     """
 
+    job: str
     state: State
     ahead: int
     phase: str
@@ -207,6 +209,7 @@ class Job(Generic[Equipment, Result]):
                 videos = max(self._parts, self._part) - self._part + 1
                 left = mean * (known - finished) + self._after_steps * videos
             return Snapshot(
+                job=self.id,
                 state=self._state,
                 ahead=self._ahead,
                 phase=self._phase,

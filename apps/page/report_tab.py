@@ -109,6 +109,7 @@ class ReportTab:
         )
         self.stop.click(
             self.cancel,
+            inputs=[self.status],
             outputs=[self.status],
             show_progress="hidden",
             api_visibility="private",
@@ -202,10 +203,9 @@ class ReportTab:
             async for update in updates:
                 yield update
 
-    def cancel(self, request: gr.Request) -> Any:
-        """Stop what this visit has running or waiting in this tab."""
-        asked = self._desk.cancel(self._desk.visit(request), "report")
-        return gr.skip() if asked else draw.note("Nothing is running.")
+    def cancel(self, request: gr.Request, status: Any = None) -> Any:
+        """Stop the job that the tab shows, one of several that run or wait."""
+        return self._desk.cancel(request, "report", status)
 
     def _shown(
         self, files: ReportFiles, rows: list[tuple[str, PromptComparison]], about: str

@@ -454,6 +454,46 @@ function reopen() {
   else tabs.find((tab) => tab.textContent.trim() === name)?.click();
 }
 
+// what a visitor writes while a choice is answered stays: an answer goes only into fields that hold
+// what they held when it was asked for. By number, what was asked for and what the fields held.
+const due = new Map();
+let questions = 0;
+const same = (one, other) => String(one ?? "") === String(other ?? "");
+function vidsparseAsk(name, held) {
+  // a target that is emptied, as by every answer, is no choice: it would take the place of one that
+  // waits.
+  if (name === "target" && !held.target?.trim()) return undefined;
+  questions += 1;
+  due.set(questions, { name, held });
+  return JSON.stringify({ at: questions, name, held });
+}
+// the next question, where there is one, and what comes to each place of the page.
+function vidsparseAnswered(answer, now, places) {
+  const { at, updates } = JSON.parse(answer);
+  const asked = due.get(at);
+  for (const each of due.keys()) if (each <= at) due.delete(each);
+  const written = (place) => place in now && !same(now[place], asked.held[place]);
+  const settled = (place) => updates[place].visible === false;
+  // a preset that comes with a method leaves a video to the visitor that it is not for, also one
+  // that is being written: the method is asked for again, beside what stands there now.
+  const refused = asked.name === "method" && Object.keys(updates).some((each) => settled(each) && written(each));
+  if (refused && at === questions) return [vidsparseAsk("method", now)];
+  const put = {};
+  for (const [place, { value, choices, ...facts }] of Object.entries(updates)) {
+    put[place] = { ...facts, __type__: "update" };
+    const offered = choices?.map((each) => (Array.isArray(each) ? each : [each, each]));
+    if (offered) put[place].choices = offered;
+    if (value === undefined) continue;
+    const possible = !settled(place) && (!offered || offered.some(([, each]) => same(each, now[place])));
+    if (written(place) && possible) continue;
+    // a named size or length that another model does not have: its numbers are there, by hand.
+    put[place].value = written(place) && (place === "size" || place === "length") ? "" : value;
+    // to those who are still to be answered, what the page puts there was not written since.
+    for (const { held } of due.values()) if (same(held[place], now[place])) held[place] = put[place].value;
+  }
+  return [undefined, ...places.map((place) => put[place])];
+}
+
 // settings in the part of an address that no server is sent.
 const MARK = "#settings=";
 function vidsparseLink(values) {

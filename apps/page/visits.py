@@ -97,12 +97,10 @@ class Visit:
         mine = self.errands.get(tab, ())
         return next((each for each in reversed(mine) if each.job.snapshot().finished), None)
 
-    def cancel(self, tab: str | None = None) -> int:
-        """Ask the jobs of ``tab``, or all, to stop; returns how many there were."""
-        mine = self.open(tab)
-        for errand in mine:
+    def cancel(self) -> None:
+        """Ask all its jobs to stop."""
+        for errand in self.open():
             errand.job.cancel()
-        return len(mine)
 
     def _last_number(self) -> int:
         """The highest number in the folder, which the visit may have come back to."""
