@@ -32,6 +32,21 @@ pytestmark = MARKS
 # from the start, so slowly that a key pressed after the look at the first frame meets it.
 SLOWLY = "(video) => { video.playbackRate = 0.1; video.currentTime = 0; }"
 
+# before any script of the page: how often it asks for the next frame of the screen.
+COUNT_FRAMES = """
+window.framesAsked = 0;
+const ask = window.requestAnimationFrame.bind(window);
+window.requestAnimationFrame = (draw) => (window.framesAsked += 1, ask(draw));
+"""
+GROWS_STILL = """async () => {
+  for (let second = 0; second < 30; second += 1) {
+    const before = window.framesAsked;
+    await new Promise((done) => setTimeout(done, 1000));
+    if (window.framesAsked - before < 5) return true;
+  }
+  return false;
+}"""
+
 # a walk by Tab from the page's beginning: where it stops, until it is past the end, and whether the
 # focus is seen there.
 BEGIN = """() => {
@@ -610,7 +625,9 @@ def test_a_shared_page_works_with_gradio_s_scripts_from_outside(
     with served(("shapes",), out / "shared", serving=serving) as (_, url):
         context = chromium.new_context()
         context.route(f"{SHARED_FROM}/**", from_outside)
+        context.add_init_script(COUNT_FRAMES)
         page = context.new_page()
+        page.emulate_media(reduced_motion="reduce")
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("console", lambda line: said.append(line.text))
         page.goto(url)
@@ -618,6 +635,8 @@ def test_a_shared_page_works_with_gradio_s_scripts_from_outside(
         page.get_by_label("password").fill("secret")
         page.get_by_role("button", name="Login").click()
         page.locator("#generate").wait_for(timeout=PATIENCE)
+        # nor does an open page ask for frames of the screen in which nothing moves.
+        assert page.evaluate(GROWS_STILL)
         for tab in ("Compare", "Report", "Generate"):
             page.get_by_role("tab", name=tab).click()
         context.close()

@@ -245,9 +245,9 @@ def _asked_for_by(hosts: Sequence[str], listen: bool, share: bool) -> list[str]:
     return [*THIS_MACHINE, *hosts]
 
 
-def _viewer() -> str:
-    """The page's own script."""
-    return (_HERE / "viewer.js").read_text(encoding="utf-8")
+def _script(name: str) -> str:
+    """A script of the page's own."""
+    return (_HERE / name).read_text(encoding="utf-8")
 
 
 def _middleware(
@@ -257,7 +257,13 @@ def _middleware(
     folder, limits = desk.host.folder, desk.host.limits
     outside = SHARED_FROM if share else ""
     return [
-        Middleware(PageHeaders, folder=folder, scripts=[_viewer()], outside=outside),
+        Middleware(
+            PageHeaders,
+            folder=folder,
+            scripts=[_script("viewer.js")],
+            outside=outside,
+            first=_script("still.js"),
+        ),
         Middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False),
         Middleware(Guard, upload=limits.upload, hosts=hosts),
         Middleware(SlowLogins),
@@ -312,7 +318,7 @@ def serve(
             ssr_mode=False,
             theme=_theme(),
             css=(_HERE / "page.css").read_text(encoding="utf-8"),
-            head=f"<script>{_viewer()}</script>",
+            head=f"<script>{_script('viewer.js')}</script>",
         )
     except OSError:
         taken = "no port from 7860 on is free" if port is None else f"port {port} is taken"

@@ -109,13 +109,20 @@ class PageHeaders:
         folder: where the page puts what it makes.
         scripts: texts of the scripts that the page's own files insert into it.
         outside: the one place from which the page's own scripts may come as well.
+        first: text of a script that is put into the page before all others.
     """
 
     def __init__(
-        self, app: ASGIApp, folder: Path, scripts: Iterable[str] = (), outside: str = ""
+        self,
+        app: ASGIApp,
+        folder: Path,
+        scripts: Iterable[str] = (),
+        outside: str = "",
+        first: str = "",
     ) -> None:
         self._app = app
         self._folder = folder
+        self._first = f"<head><script>{first}</script>" if first else "<head>"
         self._scripts = tuple(scripts)
         self._outside = outside
 
@@ -147,10 +154,14 @@ class PageHeaders:
                 page.body += message.get("body", b"")
                 if message.get("more_body", False):
                     return
+                html = page.body.decode().replace("<head>", self._first, 1)
+                body = html.encode()
                 headers = MutableHeaders(scope=page.start)
-                headers["Content-Security-Policy"] = self._policy(page.body.decode())
+                headers["Content-Security-Policy"] = self._policy(html)
+                if body:
+                    headers["Content-Length"] = str(len(body))
                 await send(page.start)
-                message = {"type": "http.response.body", "body": bytes(page.body)}
+                message = {"type": "http.response.body", "body": body}
             await send(message)
 
         await self._app(scope, receive, described)
