@@ -89,6 +89,10 @@ def test_cancel_stops_the_job_that_a_window_shows_and_no_other(desk: Desk) -> No
         desk.cancel(one, "generate", first, None)
         await telling[0]
         assert stopped() == [True, False, False, False]
+        # what stands beside each tab's jobs can be asked for anew.
+        labels = [(each["value"], each["interactive"]) for each in desk.cancels(one)]
+        assert labels == [("Cancel this one", True), ("Cancel", False), ("Cancel", False)]
+        assert desk.cancels(other)[0]["value"] == "Cancel"
         # drawn before the first had ended, and of another tab.
         desk.cancel(one, "generate", first, None)
         desk.cancel(one, "compare", second)
@@ -114,6 +118,7 @@ def test_cancel_stops_the_job_that_a_window_shows_and_no_other(desk: Desk) -> No
     for said, follower in zip(ends, (*errands[1:], None, None), strict=True):
         assert "Cancelled" in said if follower is None else follower.job.id in said
     assert not told[2][-1]["stop"]["interactive"]
+    assert not any(each["interactive"] for each in desk.cancels(one))
     assert desk.cancel(one, "generate") == draw.note("Nothing is running.")
 
 

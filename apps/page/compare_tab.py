@@ -166,6 +166,8 @@ class CompareTab:
             self.cancel,
             inputs=[self.status, self.cell_status],
             outputs=[self.status],
+            # a click is not lost because the one before it is still being answered.
+            trigger_mode="multiple",
             show_progress="hidden",
             api_visibility="private",
         )

@@ -38,6 +38,10 @@ VISITS_SHARE = 1 / 4
 ADDRESS_SHARE = 1 / 2
 
 
+# those that have jobs.
+TABS = ("generate", "compare", "report")
+
+
 class UnheardError(UnsupportedError):
     """Nobody listens to a job."""
 
@@ -222,6 +226,10 @@ class Desk:
             errand.job.cancel()
         self.queue.forget_cancelled()
         return gr.skip()
+
+    def cancels(self, request: gr.Request) -> list[Any]:
+        """The updates of every tab's Cancel, in the order of ``TABS``."""
+        return [_cancel_update(self._told(request, tab)) for tab in TABS]
 
 
 def _ended(errand: Errand) -> str:

@@ -122,6 +122,8 @@ class GenerateTab:
             self.cancel,
             inputs=[self.status],
             outputs=[self.status],
+            # a click is not lost because the one before it is still being answered.
+            trigger_mode="multiple",
             show_progress="hidden",
             api_name="cancel",
             api_description="Stop the first of what this session has running or waiting.",

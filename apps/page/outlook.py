@@ -79,6 +79,14 @@ class Outlook:
             show_progress="hidden",
             api_visibility="private",
         )
+        # each job brings its own news, and what one that ends says of Cancel can come after what
+        # the next one says: then nothing else would ever put it right.
+        self._timer.tick(
+            self._desk.cancels,
+            outputs=[tab.stop for tab in self._tabs],
+            show_progress="hidden",
+            api_visibility="private",
+        )
 
     def tell(
         self,

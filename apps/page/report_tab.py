@@ -111,6 +111,8 @@ class ReportTab:
             self.cancel,
             inputs=[self.status],
             outputs=[self.status],
+            # a click is not lost because the one before it is still being answered.
+            trigger_mode="multiple",
             show_progress="hidden",
             api_visibility="private",
         )
