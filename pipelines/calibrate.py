@@ -241,7 +241,7 @@ class _Run:
         took: dict[int, float] = {}
 
         def clocked(step: int, steps: int, seconds: float) -> None:
-            took[step] = seconds
+            took[step - 1] = seconds
             if tell is not None:
                 tell(step, steps, seconds)
 

@@ -23,6 +23,7 @@ from vidsparse.apps.cli import main
 from vidsparse.calibration import Extent, ForesightCalibrator
 from vidsparse.calibration.base import Video
 from vidsparse.calibration.foresight import LEAST, allocate
+from vidsparse.calibration.target import Search
 from vidsparse.methods import Foresight, Numbers
 from vidsparse.pipelines import calibrate as calibrating
 from vidsparse.pipelines.alone import LayersAlone
@@ -360,6 +361,31 @@ def test_a_layer_alone_errs_as_in_a_run_where_no_other_is_sparse(
         expected = float((outputs((layer,)).double() - dense.double()).square().mean())
         assert error == pytest.approx(expected, rel=1e-3)
         assert error > 0
+
+
+def test_a_dense_video_takes_as_long_as_its_steps_that_are_not_looked_at(
+    loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, kept = calibrating.decoded, []
+
+    def clocked(loaded: Any, some: Any, tell: Any) -> Any:
+        # of six steps the first is a refresh beside which there are plans, and two are looked at
+        # layer by layer.
+        return decoded(
+            loaded,
+            some,
+            lambda step, steps, _: tell(step, steps, 9.0 if step in (1, 3, 5) else 1.0),
+        )
+
+    monkeypatch.setattr(calibrating, "decoded", clocked)
+    keep = Search.keep
+    monkeypatch.setattr(Search, "keep", lambda *told: (kept.append(told[-1]), keep(*told)))
+    request = replace(a_request(refresh=1), dense_steps=1, steps=6)
+    calibrate(loaded, request, PROMPTS[:2], tmp_path / "p", settings={"probes": 1})
+    made = load_preset(tmp_path / "p").measured
+    # from 0 there.
+    assert made["sampled_steps"][0] == [2, 4]
+    assert kept == [6.0, 30.0]
 
 
 class Killed(Exception):

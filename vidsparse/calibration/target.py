@@ -36,6 +36,8 @@ _UNITS: Final = {"psnr": " dB", "ssim": "", "speed": " times"}
 _LEAST_ERROR: Final = 1e-3
 # how far one try may go from the last, on the dial's own scale: what was learnt holds nearby only.
 _REACH: Final = math.log(2.5)
+# the share of the work that another schedule has to save.
+_WORTHWHILE: Final = 0.02
 # on that scale, two numbers whose videos are as good as the same.
 _ALIKE: Final = 0.01
 
@@ -191,7 +193,7 @@ class Search:
             tries = self._tries_with(schedule)
             following = dial.number(self._next(dial, tries))
             away = min(abs(dial.place(following) - dial.place(self.tried[one])) for one in tries)
-            if len(tries) < TRIES and away > _ALIKE:
+            if len(tries) < TRIES and away > _ALIKE and self._pays(following, schedule):
                 self.begin(following, schedule)
                 return
         best = self._best(range(len(self.tried)))
@@ -317,11 +319,36 @@ class Search:
         return self._missing(one) <= _NEAR[self.target.kind]
 
     def _too_dear(self, one: int) -> bool:
-        """Whether a try has too few decibels and takes the work of one that has enough."""
+        """Whether a try has too few decibels and takes the work of one that has enough, or, with
+        another schedule, next to that: what is left to gain is not worth more videos."""
+
+        def least(other: int) -> float:
+            same = self.schedules[other] == self.schedules[one]
+            return self._total(other) * (1 if same else 1 - _WORTHWHILE)
+
         return not self._enough(one) and any(
-            self._enough(other) and self._total(other) <= self._total(one)
+            self._enough(other) and least(other) <= self._total(one)
             for other in range(len(self.tried))
         )
+
+    def _pays(self, number: float, schedule: int) -> bool:
+        """Whether a number with a cheaper schedule can be worth more videos.
+
+        Not where it takes next to the work of a try that has enough with another schedule, if work
+        grows with the number as it did with the schedule that was tried first.
+        """
+        enough = [
+            self._total(one)
+            for one, other in enumerate(self.schedules)
+            if other != schedule and self._enough(one)
+        ]
+        first = self._tries_with(0)[-2:]
+        if not enough or self.tried[first[0]] == self.tried[first[-1]]:
+            return True
+        (low, less), (high, more) = ((self.tried[one], self._total(one)) for one in first)
+        last = self._tries_with(schedule)[-1]
+        grown = (more - less) / (high - low) * (number - self.tried[last])
+        return self._total(last) + grown < (1 - _WORTHWHILE) * min(enough)
 
     def _tries_with(self, schedule: int) -> list[int]:
         return [one for one, with_ in enumerate(self.schedules) if with_ == schedule]
