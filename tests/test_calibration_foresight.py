@@ -379,7 +379,12 @@ def test_a_dense_video_takes_as_long_as_its_steps_that_are_not_looked_at(
 
     monkeypatch.setattr(calibrating, "decoded", clocked)
     keep = Search.keep
-    monkeypatch.setattr(Search, "keep", lambda *told: (kept.append(told[-1]), keep(*told)))
+
+    def noted(search: Search, prompt: int, video: Any, seconds: float) -> None:
+        kept.append(seconds)
+        keep(search, prompt, video, seconds)
+
+    monkeypatch.setattr(Search, "keep", noted)
     request = replace(a_request(refresh=1), dense_steps=1, steps=6)
     calibrate(loaded, request, PROMPTS[:2], tmp_path / "p", settings={"probes": 1})
     made = load_preset(tmp_path / "p").measured
