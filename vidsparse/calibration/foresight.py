@@ -181,7 +181,10 @@ class ForesightCalibrator(Calibrator):
 
     @property
     def dial(self) -> Dial:
-        """The mean share of the layers; errors fall with it as they did when all were raised."""
+        """The mean share of the layers.
+
+        Errors fall with it as they did when all were raised, and in proportion where nobody looked.
+        """
         gain = 10 * self._steepness / math.log(10)
         return Dial(
             name="share", start=self._start, least=LEAST, most=1.0, scale="logarithm", gain=gain
@@ -223,9 +226,7 @@ class ForesightCalibrator(Calibrator):
             self._settle(seen.flatten())
         elif self.look == "videos" and number == last - len(self._checks):
             self._weigh()
-        if number < last:
-            return
-        if not self._checks[0]:
+        if number < last or not self._checks[0]:
             return
         divided, alike = (mean(list(one.values())) for one in self._checks)
         if divided >= alike:
