@@ -28,6 +28,7 @@ from vidsparse.apps.small_model.scenes import world as scenes_world
 from vidsparse.apps.small_model.together import Together
 from vidsparse.apps.small_model.wan import SHAPES
 from vidsparse.apps.small_model.wan_scenes import SCENES
+from vidsparse.apps.small_model.worlds import World
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,16 +212,44 @@ def test_the_loss_weighs_places_where_bodies_are() -> None:
     drawn = latents_of(SCENES, 6.0)
     assert drawn.weights is not None
     assert drawn.weights.shape == (2, 1, *drawn.values.shape[2:])
-    assert set(drawn.weights.unique().tolist()) == {1.0, 6.0}
-    assert (drawn.weights == 6).float().mean() < 0.7
+    assert drawn.weights.min() == 1
+    assert 6 / 3 <= drawn.weights[drawn.weights > 1].min() <= drawn.weights.max() <= 6 * 3
+    assert (drawn.weights > 1).float().mean() < 0.7
     # one draw takes place before a caption's words do
     shown = SCENES.world.sample(random.Random(0))
     for places in SCENES.world.centres(shown, 9):
         for latent, (x, y) in enumerate((places[[0, 4, 8]] * 8).astype(int)):
-            assert drawn.weights[0, 0, latent, y, x] == 6
+            assert drawn.weights[0, 0, latent, y, x] > 1
     assert latents_of(SCENES, 1.0).weights is None
     # nothing there says where bodies are
     assert latents_of(SHAPES, 6.0).weights is None
+
+
+def test_a_small_body_counts_as_much_as_a_large_one_in_all() -> None:
+    kinds = torch.zeros(1, 5, 80, 80, dtype=torch.uint8)
+    kinds[..., 8:16, 8:16] = 3
+    kinds[..., 40:56, 40:56] = 7
+    kinds[..., 72:74, 72:74] = 9
+    weights = train._weights(kinds, (2, 10, 10), 6.0)[0, 0, 0]
+    # a hundredth of the picture, a twenty-fifth, and one of which hardly anything is seen
+    assert weights[1, 1] == pytest.approx(6 * 2.5)
+    assert weights[6, 6] == pytest.approx(6 / 1.6)
+    assert weights[9, 9] == pytest.approx(6 * 3)
+    # beside it too, and no further
+    assert weights[1, 2] == weights[1, 1]
+    assert weights[1, 4] == 1
+    assert train._weights(torch.zeros(1, 5, 80, 80), (2, 10, 10), 6.0).eq(1).all()
+
+
+@pytest.mark.parametrize("world", [SCENES.world, SHAPES.world], ids=["scenes", "shapes"])
+def test_a_beginning_is_that_of_the_whole_clip(world: World) -> None:
+    drawn = [world.sample(random.Random(3))]
+    whole = world.render(drawn, 9, 48, 48)
+    beginning = world.render(drawn, 3, 48, 48, course=9)
+    assert beginning.shape[2] == 3
+    # the ground of a longer way is sampled on another grid
+    apart = (beginning - whole[:, :, :3]).abs().mean()
+    assert apart < 0.1 * (beginning - world.render(drawn, 3, 48, 48)).abs().mean()
 
 
 def smaller(model: SmallModel) -> SmallModel:
@@ -318,7 +347,7 @@ def test_a_session_of_scenes_fits_half_an_hour_and_reaches_the_long_size(recipe:
         assert plan.source < len(recipe.latent_plans)
     last = [plan for plan in recipe.step_plans if plan.ends == 1.0]
     sizes = {recipe.latent_plans[plan.source].size for plan in last}
-    assert sizes == set(recipe.sizes)
+    assert sizes >= set(recipe.sizes)
     # some plan is ready at any time
     for progress in np.linspace(0, 0.999, 50):
         assert any(plan.begins <= progress < plan.ends for plan in recipe.step_plans)

@@ -152,13 +152,17 @@ class Learner:
         """Video tokens of one clip of ``latents``."""
         return math.prod(n // p for n, p in zip(latents.shape[2:], self._patch, strict=True))
 
+    def share(self, plan: StepPlan) -> int:
+        """How many clips of a step of ``plan`` are this process's part."""
+        return max(1, plan.batch // self._together.size)
+
     def step(self, source: Latents, plan: StepPlan, factor: float) -> Tensor:
         """One update on clips drawn from ``source`` by ``plan``, at ``factor`` of the peak rates.
 
         Returns:
             The loss without that of naming, a scalar that has not been waited for.
         """
-        device, batch = self._device, plan.batch
+        device, batch = self._device, self.share(plan)
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate * factor
         pick = torch.randint(0, len(source.values), (batch,), device=device)

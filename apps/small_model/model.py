@@ -48,17 +48,22 @@ class Crop:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentPlan:
-    """How many clips of one size a cycle draws, in batches that fit on the device."""
+    """How many clips of one size a cycle draws, in batches that fit on the device.
+
+    With a ``course`` of more frames they are the beginning of clips of so many, at their pace.
+    """
 
     size: ClipSize
     batch: int
     batches: int
+    course: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """Which latents a training step takes, how many, and in what share of the steps.
 
+    Several processes that train together take their parts of ``batch``.
     The plan is active from ``begins`` to ``ends``, shares of the training time. ``lean`` multiplies
     the shift of its times towards noise: the longer a clip, the more of its plan noise hides.
     """
@@ -89,7 +94,8 @@ class Recipe:
         muon_rate: Muon's, for the matrices inside the blocks.
         vae_muon_rate: the same for the autoencoder, where Muon is to train it.
         body_weight: how often the transformer's loss counts an error where a body is, against once
-            elsewhere, in worlds that know where.
+            elsewhere, in worlds that know where. So much for a body of a fortieth of the picture;
+            smaller ones count more and larger ones less, so that each is worth about the same.
         naming: how much a second loss counts beside it: that of telling, in the middle of the
             transformer, which kind of body is where, in the same worlds.
     """

@@ -42,16 +42,27 @@ from .together import Together
 from .vae import LOG_SECONDS, SAVE_SECONDS, Log, held_out_psnr, schedule, train_vae
 
 CAPTIONS_PER_CLIP = 4
+# the share of the picture at which a body has the recipe's weight, and how far others' may differ
+_USUAL_BODY = 1 / 40
+_LARGEST_FACTOR = 3.0
 
 
-def _near(kinds: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Latents [B, 1, t, h, w] of ``size`` (t, h, w) in or beside which bodies are seen.
+def _weights(kinds: torch.Tensor, size: Sequence[int], weight: float) -> torch.Tensor:
+    """How often errors count in each of the latents [B, 1, t, h, w] of ``size`` (t, h, w).
 
-    ``kinds`` [B, T, H, W] are those of bodies, 0 for none.
+    ``weight`` in or beside a body of usual size, more where it is smaller, and once where there is
+    none. ``kinds`` [B, T, H, W] are those of bodies, 0 for none.
     """
-    cells = F.adaptive_max_pool3d((kinds > 0)[:, None].float(), tuple(size))
+    flat = kinds.flatten(1).long()
+    seen = torch.zeros(len(flat), int(flat.max()) + 1, device=flat.device)
+    seen.scatter_add_(1, flat, torch.ones_like(flat, dtype=seen.dtype))
+    usual = _USUAL_BODY * flat.shape[1]
+    counts = weight * (usual / seen.clamp_min(1)).clamp(1 / _LARGEST_FACTOR, _LARGEST_FACTOR)
+    counts[:, 0] = 0
+    cells = counts.gather(1, flat).view(kinds.shape)[:, None]
+    cells = F.adaptive_max_pool3d(cells, tuple(size))
     # the rim is what tells shapes apart, from both of its sides
-    return F.max_pool3d(cells, (1, 3, 3), 1, (0, 1, 1))
+    return F.max_pool3d(cells, (1, 3, 3), 1, (0, 1, 1)).clamp_min(1)
 
 
 def _at_latents(kinds: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
@@ -94,7 +105,7 @@ def draw_latents(
             for _ in range(plan.batches):
                 scenes = [model.world.sample(rng) for _ in range(plan.batch)]
                 side = plan.size.side
-                clip = model.world.render(scenes, plan.size.frames, side, side, device)
+                clip = model.world.render(scenes, plan.size.frames, side, side, device, plan.course)
                 seen = model.world.bodies(scenes, clip) if model.world.bodies else None
                 clip = clip.to(dtype).contiguous(memory_format=torch.channels_last_3d)
                 mean, log_variance = model.encode(vae, clip)
@@ -104,8 +115,7 @@ def draw_latents(
                 stored.append((mean + noise * torch.exp(0.5 * log_variance)).contiguous())
                 if seen is not None:
                     if body_weight != 1:
-                        near = _near(seen, mean.shape[2:])
-                        weighed.append(1 + (body_weight - 1) * near.to(dtype))
+                        weighed.append(_weights(seen, mean.shape[2:], body_weight).to(dtype))
                     named.append(_at_latents(seen, mean.shape[2:]))
                 captions += [
                     [model.world.training_ids(scene, rng) for _ in range(CAPTIONS_PER_CLIP)]
@@ -200,7 +210,7 @@ def train_transformer(
         source = drawn[plan.source]
         seen = learner.step(source, plan, schedule(progress, step, 300))
         step += 1
-        logged_tokens += plan.batch * learner.tokens(source.values) * together.size
+        logged_tokens += learner.share(plan) * learner.tokens(source.values) * together.size
         before = running[plan.source]
         running[plan.source] = seen if before is None else torch.lerp(before, seen, 0.02)
         if time.monotonic() - logged > LOG_SECONDS:

@@ -230,7 +230,7 @@ def _background(
 
 def _layer(
     bodies: Sequence[Body],
-    frames: int,
+    time: np.ndarray,
     x: torch.Tensor,
     y: torch.Tensor,
     aspect: tuple[float, float],
@@ -239,14 +239,13 @@ def _layer(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Colour [B, 3, T, H, W], coverage [B, 1, T, H, W] and shadow [B, 1, T, H, W] of one body each.
 
-    ``pixel`` is the size of one pixel.
+    ``time`` [T] is that of the frames, ``pixel`` the size of one pixel.
     """
-    time = np.arange(frames) / max(frames - 1, 1)
     tracks = np.stack([np.stack(track(body, time, aspect)) for body in bodies])
     table = torch.tensor(tracks, dtype=torch.float32, device=device)[..., None, None]
     centre_x, centre_y, scale, angle = table.unbind(1)
     cos, sin = torch.cos(angle), torch.sin(angle)
-    size = (len(bodies), frames, y.shape[0], x.shape[1])
+    size = (len(bodies), len(time), y.shape[0], x.shape[1])
     distance, slope, shadow = (torch.empty(size, device=device) for _ in range(3))
     for shape in {body.shape for body in bodies}:
         rows = [i for i, body in enumerate(bodies) if body.shape == shape]
@@ -273,20 +272,25 @@ def render(
     height: int,
     width: int,
     device: torch.device | str = "cpu",
+    course: int | None = None,
 ) -> torch.Tensor:
-    """Render scenes as clips [B, 3, T, H, W] in [-1, 1], fp32, antialiased."""
+    """Render scenes as clips [B, 3, T, H, W] in [-1, 1], fp32, antialiased.
+
+    With a ``course`` of more frames they are the beginning of clips of so many.
+    """
     device = torch.device(device)
     short = min(height, width)
     pixel = 2.0 / short
     aspect = (width / short, height / short)
     x = ((torch.arange(width, device=device) + 0.5) * pixel - aspect[0]).view(1, width)
     y = ((torch.arange(height, device=device) + 0.5) * pixel - aspect[1]).view(height, 1)
+    time = np.arange(frames) / max((course or frames) - 1, 1)
     clip = _background(scenes, x, y, device).expand(-1, -1, frames, -1, -1).clone()
     for level in range(max(len(scene.bodies) for scene in scenes)):
         rows = [i for i, scene in enumerate(scenes) if len(scene.bodies) > level]
         index = torch.tensor(rows, device=device)
         bodies = [scenes[i].bodies[level] for i in rows]
-        picture, covered, shade = _layer(bodies, frames, x, y, aspect, pixel, device)
+        picture, covered, shade = _layer(bodies, time, x, y, aspect, pixel, device)
         below = clip[index] * (1 - shade)
         clip[index] = torch.lerp(below, picture, covered)
     return clip.clamp_(0, 1).mul_(2).sub_(1)

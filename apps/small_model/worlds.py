@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,22 @@ from .verdicts import Verdict
 from .words import Vocabulary
 
 
+class Render(Protocol):
+    """Films scenes."""
+
+    def __call__(
+        self,
+        scenes: Sequence[Any],
+        frames: int,
+        height: int,
+        width: int,
+        device: torch.device | str = ...,
+        course: int | None = None,
+    ) -> torch.Tensor:
+        """Clips [B, 3, T, H, W] in [-1, 1], of a course of ``frames`` unless it takes more."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class World:
     """A world of captioned clips. Its scenes are values that only its own functions look into.
@@ -27,7 +43,8 @@ class World:
     Args:
         sample: draws a training scene.
         held_out: the 24 test scenes.
-        render: films scenes: frames, height, width, device; clips [B, 3, T, H, W] in [-1, 1].
+        render: films scenes: frames, height, width, device, and how many frames the whole course
+            takes; clips [B, 3, T, H, W] in [-1, 1].
         centres: positions [bodies, T, 2] of a scene's bodies as shares of a square frame.
         caption: describes a scene, canonically without chance and in varied words with it.
         vocabulary: every word that captions hold.
@@ -47,7 +64,7 @@ class World:
 
     sample: Callable[[random.Random], Any]
     held_out: Callable[[], tuple[Any, ...]]
-    render: Callable[[Sequence[Any], int, int, int, torch.device], torch.Tensor]
+    render: Render
     centres: Callable[[Any, int], np.ndarray]
     caption: Callable[[Any, random.Random | None], str]
     vocabulary: Vocabulary

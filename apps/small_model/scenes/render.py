@@ -116,11 +116,11 @@ def _draw(
     pixel: float,
     camera: tuple[np.ndarray, np.ndarray, np.ndarray],
     towards: tuple[Tensor, Tensor],
+    time: np.ndarray,
 ) -> None:
-    """Draw a body and its shadow over ``picture`` [3, T, H, W], in place."""
+    """Draw a body and its shadow over ``picture`` [3, T, H, W] at ``time`` [T], in place."""
     device = picture.device
     frames, height, width = picture.shape[1:]
-    time = np.arange(frames) / max(frames - 1, 1)
     place_x, place_y, angle = track(scene, body, time, aspect)
     at_x, at_y, zoom = camera
     # where the body is in the frame, in pixels, and the window of whole pixels around it
@@ -180,12 +180,16 @@ def render(
     height: int,
     width: int,
     device: torch.device | str = "cpu",
+    course: int | None = None,
 ) -> Tensor:
-    """Render scenes as clips [B, 3, T, H, W] in [-1, 1], fp32, antialiased."""
+    """Render scenes as clips [B, 3, T, H, W] in [-1, 1], fp32, antialiased.
+
+    With a ``course`` of more frames they are the beginning of clips of so many.
+    """
     device = torch.device(device)
     short = min(height, width)
     aspect, pixel = (width / short, height / short), 2.0 / short
-    time = np.arange(frames) / max(frames - 1, 1)
+    time = np.arange(frames) / max((course or frames) - 1, 1)
     clip = torch.empty(len(scenes), 3, frames, height, width, device=device)
     for scene, film in zip(scenes, clip, strict=True):
         camera = camera_path(scene.camera, time)
@@ -196,6 +200,6 @@ def render(
         )
         film.copy_(_ground(scene, (frames, height, width), aspect, pixel, camera, towards))
         for body in scene.bodies:
-            _draw(film, scene, body, aspect, pixel, camera, towards)
+            _draw(film, scene, body, aspect, pixel, camera, towards, time)
         film.mul_(torch.tensor(bright, dtype=torch.float32, device=device).view(1, -1, 1, 1))
     return clip.clamp_(0, 1).mul_(2).sub_(1)
