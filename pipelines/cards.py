@@ -25,7 +25,6 @@ GUIDER: Final = "guider/guider_config.json"
 """HunyuanVideo 1.5 and Motif-Video hold their guidance in a component, not in the call."""
 
 _CARD_SETTINGS: Final = (
-    "frames",
     "steps",
     "guidance",
     "fps",
@@ -94,6 +93,11 @@ def checked_defaults(
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ModelError(f"the settings in {folder} cannot be read: {f'{error}'[:200]}") from None
     _check_methods(defaults, folder)
+    for name, small in defaults.on_cpu.items():
+        if not isinstance(small, int) or isinstance(small, bool) or not 1 <= small < 2**31:
+            raise ModelError(
+                f"{name} on_cpu in {folder} must be a whole number from 1, got {f'{small!r}'[:60]}"
+            )
     for name, kinds, form in (
         *((name, (int,), "a whole number from 1") for name in _COUNTS),
         *((name, (int, float), "a number") for name in _NUMBERS),
@@ -151,13 +155,14 @@ def _read_defaults(
     values = _own_settings(folder, index, transformer, vae)
     values |= {name: card[name] for name in _CARD_SETTINGS if name in card}
     values["presets"] = {file.stem: str(file) for file in sorted(folder.glob(f"{PRESETS}/*.json"))}
-    if "size" in card:
-        match = re.fullmatch(r"(\d+)x(\d+)", str(card["size"]))
-        if match is None:
-            raise ModelError(
-                f"size in {folder / CARD} must look like 256x256, got {card['size']!r}"
-            )
-        values["width"], values["height"] = int(match[1]), int(match[2])
+    values |= _video(folder, card)
+    on_cpu = card.get("on_cpu", {})
+    if not isinstance(on_cpu, Mapping) or not on_cpu.keys() <= {"frames", "size"}:
+        raise ModelError(
+            f"on_cpu in {folder / CARD} must be an object of frames and size, "
+            f"got {f'{on_cpu!r}'[:60]}"
+        )
+    values["on_cpu"] = _video(folder, on_cpu)
     if family is WAN:
         # its VAEs compress differently, and say so; others are what their pipelines take them for.
         pixels = vae.get("scale_factor_spatial", 8) * math.lcm(
@@ -167,6 +172,19 @@ def _read_defaults(
         # the pipeline's own check wants its unit too, whatever the configuration.
         values["size_factor"] = math.lcm(pixels, family.defaults.size_factor)
     return dataclasses.replace(family.defaults, **values)
+
+
+def _video(folder: Path, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Frames, width and height as a card says them; what it leaves out is not there."""
+    video = {"frames": said["frames"]} if "frames" in said else {}
+    if "size" in said:
+        match = re.fullmatch(r"(\d+)x(\d+)", str(said["size"]))
+        if match is None:
+            raise ModelError(
+                f"size in {folder / CARD} must look like 256x256, got {said['size']!r}"
+            )
+        video["width"], video["height"] = int(match[1]), int(match[2])
+    return video
 
 
 def _own_settings(

@@ -44,6 +44,8 @@ class Defaults:
             settings (``method_options``, ``schedule``, ``cache``), and what was measured with them:
             ``psnr``, the mean in dB against the dense run over so many ``prompts``.
         presets: files of calibrated numbers that come with the model, by the names of methods.
+        on_cpu: ``frames``, ``width`` and ``height`` where there is no GPU, if those above would
+            take hours there.
         source: where these settings of sparse attention come from.
     """
 
@@ -68,11 +70,25 @@ class Defaults:
     schedules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     speeds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     presets: Mapping[str, str] = field(default_factory=dict)
+    on_cpu: Mapping[str, Any] = field(default_factory=dict)
     source: str
 
     def with_method(self, method: str) -> Defaults:
         """These defaults with the schedule that ``method`` has here."""
         return replace(self, **self.schedules.get(method, {}))
+
+    def on(self, device: str) -> Defaults:
+        """These defaults with the video that the model makes on ``device``."""
+        return replace(self, **self.on_cpu) if device == "cpu" else self
+
+    def tokens_beyond(self, other: Defaults) -> float:
+        """How many times the video tokens of the ``other``'s video are in this one's."""
+
+        def volume(own: Defaults) -> int:
+            frames = (own.frames - own.frame_rest) // own.frame_factor + 1
+            return frames * own.width * own.height
+
+        return volume(self) / volume(other)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ from vidsparse.pipelines.placement import (
 from vidsparse.pipelines.quiet import quiet_hosts
 
 MODELS: Final[Mapping[str, Path]] = MappingProxyType(
-    {name: Path(__file__).parent / "models" / name for name in ("shapes", "shapes-joint")}
+    {name: Path(__file__).parent / "models" / name for name in ("shapes", "shapes-joint", "scenes")}
 )
 """The bundled models, the default first, and their folders."""
 
@@ -133,6 +133,7 @@ def describe(name: str) -> dict[str, Any]:
         "pipeline": ref.pipeline_class,
         "frames": ref.defaults.frames,
         "size": f"{ref.defaults.width}x{ref.defaults.height}",
+        "on_cpu": dict(ref.defaults.on_cpu),
         "steps": ref.defaults.steps,
         "guidance": ref.defaults.guidance,
         "fps": ref.defaults.fps,

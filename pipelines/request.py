@@ -322,6 +322,8 @@ def resolve(
         "dense_steps", "dense_layers", "dense_last_layers", "reuse", "refresh", "steps", "frames",
         "fps", "guidance",
     )  # fmt: skip
+    device = check_device(request.device)
+    defaults = defaults.on(device)
     own_preset = _own_preset(request, defaults) if own_presets else None
     if own_preset is not None:
         request = replace(request, preset=own_preset)
@@ -335,7 +337,7 @@ def resolve(
     _check_keyframes(request, values["frames"], defaults)
     for name in ("width", "height"):
         _check_size(name, values[name], defaults)
-    device = values["device"] = check_device(request.device)
+    values["device"] = device
     dtype = values["dtype"] = check_dtype(request.dtype, device)
     bundled = _bundled(request, defaults, values["steps"], device, dtype)
     values |= {name: bundled[name] for name in ("linear", "compile", "cache")}

@@ -54,6 +54,14 @@ FILES = {
 }
 
 
+# and of one whose transformer is two, since a file of weights stays below 16 MiB.
+SHARDED_FILES = FILES - {"transformer/diffusion_pytorch_model.safetensors"} | {
+    "transformer/diffusion_pytorch_model.safetensors.index.json",
+    "transformer/diffusion_pytorch_model-00001-of-00002.safetensors",
+    "transformer/diffusion_pytorch_model-00002-of-00002.safetensors",
+}
+
+
 def files(folder: Path) -> set[str]:
     """Names of all files below a folder."""
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}

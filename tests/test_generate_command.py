@@ -55,6 +55,24 @@ def test_generate_writes_a_video_and_a_record_for_every_prompt(generate: Run, ou
     assert str(folder / f"{names[0]}.mp4") in done.stdout
 
 
+def test_a_cpu_makes_a_smaller_video_of_a_large_model_and_says_so(
+    machine: Machine, prompts: Path, out: Path
+) -> None:
+    def run(*options: str) -> str:
+        asked = ["--model", "scenes", "--device", "cpu", "--steps", "1", "--method", "dense"]
+        done = CliRunner().invoke(main, ["generate", str(prompts), *asked, *options])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    said = run("--out", str(out))
+    assert "On a CPU scenes makes 33 frames of 320x320 unless others are asked for" in said
+    assert "Its own 81 of 640x640 are 9.3 times the tokens" in said
+    videos = sorted(out.glob("*/*.mp4"))
+    assert [read_video(video).shape for video in videos] == [(33, 320, 320, 3)] * len(videos)
+    said = run("--frames", "5", "--size", "32x32", "--out", str(out / "asked"))
+    assert "On a CPU" not in said
+
+
 def test_a_run_in_which_nothing_was_sparse_says_so(generate: Run) -> None:
     done = generate("--dense-steps", "1.0", file="-", stdin=b"a red circle")
     assert done.exit_code == 0, done.output

@@ -48,6 +48,23 @@ def test_a_folder_brings_its_own_settings_and_words(folder: Path) -> None:
     assert describe(str(folder))["license"] == "Apache-2.0"
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (5, "on_cpu in .* must be an object of frames and size, got 5"),
+        ({"steps": 3}, "must be an object of frames and size, got {'steps': 3}"),
+        ({"size": "48"}, "size in .* must look like 256x256, got '48'"),
+        ({"frames": "9"}, "frames on_cpu in .* must be a whole number from 1, got '9'"),
+        ({"size": "0x48"}, "width on_cpu in .* must be a whole number from 1, got 0"),
+    ],
+)
+def test_what_a_card_says_of_a_cpu_is_checked(copied: Path, said: object, message: str) -> None:
+    path = copied / "vidsparse.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "on_cpu": said}))
+    with pytest.raises(ModelError, match=message):
+        resolve_model(copied)
+
+
 def test_a_folder_without_a_card_has_the_familys_settings(copied: Path) -> None:
     (copied / "vidsparse.json").unlink()
     ref = resolve_model(copied)
@@ -122,7 +139,7 @@ def test_files_of_a_model_with_odd_types_are_refused_in_one_sentence(
         (
             *whole,
             *("size", "frames", "steps", "fps", "dense_steps", "reuse", "method_options"),
-            *("method", "schedules", "speeds"),
+            *("method", "schedules", "speeds", "on_cpu"),
             *("sample_frames", "target_size", "patch_size", "scale_factor_spatial", "license"),
         )
     )

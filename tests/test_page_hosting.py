@@ -38,6 +38,20 @@ def test_a_host_may_name_others_and_a_password_allows_any() -> None:
     assert _asked_for_by(["a.b"], listen=False, share=True) == ["*"]
 
 
+def test_a_page_on_a_cpu_offers_the_smaller_video_of_a_large_model(tmp_path: Path) -> None:
+    from vidsparse.apps.page.host import Limits
+    from vidsparse.apps.page.sizes import lengths_of, sizes_of
+    from vidsparse.apps.page.start import make_desk
+
+    desk = make_desk(("scenes",), ("cpu",), None, tmp_path / "out", Limits())
+    try:
+        model = desk.host.model("scenes")
+        assert sizes_of(model, desk.host.limits)["usual"] == (320, 320)
+        assert lengths_of(model, desk.host.limits)["usual"] == 33
+    finally:
+        desk.queue.close()
+
+
 @pytest.fixture(scope="module")
 def locked(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A page with a password."""

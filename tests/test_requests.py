@@ -98,6 +98,25 @@ def test_resolving_fills_what_is_open_and_keeps_what_is_given() -> None:
     assert resolve(resolved, WAN.defaults) == resolved
 
 
+def test_a_cpu_makes_the_smaller_video_that_a_model_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = replace(WAN.defaults, on_cpu={"frames": 33, "width": 320, "height": 256})
+
+    def made(**asked: Any) -> tuple[int | None, ...]:
+        request = resolve(a_request(**asked), own)
+        return request.frames, request.width, request.height
+
+    assert made(device="cpu") == (33, 320, 256)
+    assert made(device="cpu", frames=81) == (81, 320, 256)
+    assert made(device="cpu", width=640, height=640) == (33, 640, 640)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert made(device="cuda") == (81, 832, 480)
+    # 21 latent frames in the place of 9.
+    assert own.tokens_beyond(own.on("cpu")) == 21 * 832 * 480 / (9 * 320 * 256)
+
+
 def test_cuda_asked_for_and_absent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(OptionError, match=r"cuda was asked for, .* no CUDA device .* use cpu"):

@@ -56,6 +56,9 @@ def models(terminal: Terminal, /) -> None:
             f"steps, guidance {facts['guidance']}, {facts['fps']} frames a second, "
             f"{facts['order']} order"
         )
+        if facts["on_cpu"]:
+            small = "{frames} frames of {width}x{height}".format(**facts["on_cpu"])
+            print_paragraph(f"on a CPU: {small}")
         for speed, text in _speeds(resolve_model(name)):
             print_paragraph(f"--speed {speed}: {text}")
         print_paragraph(f"license: {facts['license']}")

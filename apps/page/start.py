@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,10 +124,11 @@ def make_desk(
 
     if not all(name.strip() for name in models):
         raise OptionError("--model is empty. Hint: give a name as `vidsparse models` lists them.")
-    refs = tuple(resolve_model(name) for name in dict.fromkeys(models))
+    found = [resolve_model(name) for name in dict.fromkeys(models)]
     names = tuple(dict.fromkeys(check_device(name) for name in devices or (None,)))
     for name in names:
         check_dtype(dtype, name)
+    refs = tuple(replace(ref, defaults=ref.defaults.on(names[0])) for ref in found)
     calibrated = read_presets(presets, refs, limits)
     folder = make_folder(out)
 

@@ -69,6 +69,27 @@ class PreparedPrompts:
         return loaded
 
 
+def _say_what_a_cpu_makes(
+    model: ModelRef, asked: GenerateRequest, settled: GenerateRequest, terminal: Terminal
+) -> None:
+    """Say that a model makes a smaller video here than is its own, and what that would cost.
+
+    Nothing is said where frames, width and height were all asked for.
+    """
+    own = model.defaults
+    if settled.device != "cpu" or not own.on_cpu:
+        return
+    if None not in (asked.frames, asked.width, asked.height):
+        return
+    small = own.on("cpu")
+    times = own.tokens_beyond(small)
+    terminal.say(
+        f"On a CPU {model.name} makes {small.frames} frames of {small.width}x{small.height} unless "
+        f"others are asked for. Its own {own.frames} of {own.width}x{own.height} are {times:.1f} "
+        f"times the tokens, and a step of them takes up to {times**2:.0f} times as long."
+    )
+
+
 def prepare(
     source: PromptFile, options: Mapping[str, Any], terminal: Terminal, *, ready: bool = True
 ) -> PreparedPrompts:
@@ -104,6 +125,7 @@ def prepare(
     settled = resolve(first, model.defaults, own_presets=ready)
     if ready:
         check_ready(settled, model.defaults)
+    _say_what_a_cpu_makes(model, first, settled, terminal)
     if settled.preset is not None and first.preset is None:
         promised = load_preset(settled.preset).measured.get("psnr")
         quality = "" if promised is None else f", made for {promised:.1f} dB"

@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from vidsparse.errors import listed
 from vidsparse.markdown import markdown_table
 
 from .model import LICENSE, SmallModel
@@ -16,8 +17,8 @@ from .model import LICENSE, SmallModel
 MEASURED = "measured.json"
 """Beside the checkpoints, written by hand from what the two checks print.
 
-Keys: hardware; minutes; vae_psnr, by ``33x256x256`` and ``49x384x384``; fidelity, by ``256x256``
-and ``384x384``.
+Keys: hardware and minutes, or training, a sentence, where several trainings made the weights;
+vae_psnr, by ``33x256x256`` and other sizes; fidelity, by ``256x256`` and others.
 """
 
 DEFAULT = "shapes"
@@ -121,6 +122,10 @@ def read_measured(checkpoints: Path) -> dict[str, Any]:
 def settings(model: SmallModel) -> dict[str, Any]:
     """What ``vidsparse.json`` holds."""
     card = model.card
+    on_cpu = {}
+    if card.on_cpu is not None:
+        frames, size = card.on_cpu
+        on_cpu = {"on_cpu": {"frames": frames, "size": size}}
     return {
         "name": model.name,
         "description": card.description,
@@ -130,6 +135,7 @@ def settings(model: SmallModel) -> dict[str, Any]:
         "steps": card.steps,
         "guidance": card.guidance,
         "fps": card.fps,
+        **on_cpu,
         "order": card.order,
         "dense_layers": card.dense_layers,
         "dense_last_layers": card.dense_last_layers,
@@ -151,6 +157,11 @@ def license_text() -> str | None:
     return next((licence for licence in found if licence), None)
 
 
+def _together(tokens: int) -> int:
+    """How many videos of so many tokens the fidelity check makes at a time."""
+    return 24 if tokens < 10_000 else 4
+
+
 def readme(
     model: SmallModel,
     transformer: Any,
@@ -163,12 +174,13 @@ def readme(
     card, world, sizes = model.card, model.world, model.recipe.sizes
     width, height = card.size.split("x")
     squares = [f"{size.side}x{size.side}" for size in sizes]
+    counts = [model.tokens(transformer, vae, size) for size in sizes]
     tokens = [
-        f"{size.frames} frames of {square} are {model.tokens(transformer, vae, size):,} tokens"
-        for size, square in zip(sizes, squares, strict=True)
+        f"{size.frames} frames of {square} are {count:,} tokens"
+        for size, square, count in zip(sizes, squares, counts, strict=True)
     ]
     psnr, fidelity = measured.get("vae_psnr", {}), measured.get("fidelity", {})
-    training = _NOT_MEASURED
+    training = measured.get("training", _NOT_MEASURED)
     if {"hardware", "minutes"} <= measured.keys():
         training = f"{measured['hardware']}, {measured['minutes']} minutes"
     command = f"python -m vidsparse.apps.small_model.fidelity --model pipelines/models/{model.name}"
@@ -185,7 +197,7 @@ def readme(
         steps=card.steps,
         guidance=card.guidance,
         parts=model.parts(transformer, encoder, vae),
-        sizes=f"{' and '.join(tokens)}.",
+        sizes=f"{listed(tokens)}.",
         limits="".join(f"\n- {limit}" for limit in (*world.limits, *card.limits)),
         subject=world.subject,
         source=world.source,
@@ -198,8 +210,9 @@ def readme(
             ((str(size), str(psnr.get(str(size), _NOT_MEASURED))) for size in sizes),
         ),
         fidelity_commands="\n".join(
-            f"{command} --device cuda --batch 24 --size {square} --frames {size.frames}"
-            for size, square in zip(sizes, squares, strict=True)
+            f"{command} --device cuda --batch {_together(count)} --size {square} "
+            f"--frames {size.frames}"
+            for size, square, count in zip(sizes, squares, counts, strict=True)
         ),
         fidelity_table=markdown_table(
             ("size", "all right"),
@@ -208,7 +221,7 @@ def readme(
                 for size, square in zip(sizes, squares, strict=True)
             ),
         ),
-        trained_sizes=" and ".join(
-            f"{size.frames} frames of {square}" for size, square in zip(sizes, squares, strict=True)
+        trained_sizes=listed(
+            [f"{size.frames} frames of {size.side}x{size.side}" for size in sizes]
         ),
     )

@@ -127,6 +127,7 @@ class Card:
         frames: video frames.
         size: WIDTHxHEIGHT.
         fps: frames per second of the written video.
+        on_cpu: frames and WIDTHxHEIGHT where there is no GPU, if the above would take hours there.
         order: token order that sparse attention cuts its tiles in.
         dense_layers: first layers kept dense.
         dense_last_layers: last layers kept dense.
@@ -144,6 +145,7 @@ class Card:
     frames: int = 33
     size: str = "256x256"
     fps: int = 16
+    on_cpu: tuple[int, str] | None = None
     order: str = "rowmajor"
     dense_layers: int
     dense_last_layers: int

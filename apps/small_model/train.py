@@ -11,7 +11,7 @@ folder. Every phase leaves safetensors under ``OUT/checkpoints`` about once a mi
 any number to train that further on clips drawn from another seed:
 
     python -m vidsparse.apps.small_model.train --model scenes --out runs/scenes \
-        --start latents --weights apps/small_model/scenes/weights
+        --start latents --weights pipelines/models/scenes
     python -m vidsparse.apps.small_model.train --model scenes --out runs/further --seed 1 \
         --start transformer --weights runs/scenes/scenes
 
