@@ -113,6 +113,9 @@ _KNOWN: Final[dict[str, _Known]] = {
 
 _FASTER_IN_8_BITS: Final = ("gluon", "triton")
 
+# rows of the blocks of those that know no others.
+_BLOCKS: Final = {"gluon": 128}
+
 IMPLEMENTATIONS: Final[tuple[str, ...]] = tuple(_KNOWN)
 """Names of the implementations, the fastest first; ``auto`` takes the first that can run."""
 
@@ -125,10 +128,12 @@ def support(
     *,
     gate: Gate | None = None,
     quantize: str | None = None,
+    rows: int | None = None,
 ) -> str | None:
     """Why ``implementation`` cannot run such a call, or None if it can.
 
-    ``gate`` and ``quantize`` are what the call will have: a gate, the 8-bit format of q and k.
+    ``gate``, ``quantize`` and ``rows`` are what the call will have: a gate, the 8-bit format of q
+    and k, query rows of a block, if they are to be so many.
 
     Raises:
         ValueError: no such implementation or 8-bit format.
@@ -140,6 +145,9 @@ def support(
         )
     if quantize is not None:
         check_format(quantize)
+    only = _BLOCKS.get(implementation, rows)
+    if rows != only and rows is not None:
+        return f"works on blocks of {only} query rows, not of {rows}"
     return _KNOWN[implementation].reason(torch.device(device), dtype, head_dim, gate, quantize)
 
 
@@ -151,8 +159,11 @@ def choose(
     *,
     gate: Gate | None = None,
     quantize: str | None = None,
+    rows: int | None = None,
 ) -> str:
     """The implementation that runs such a call: the named one, or the fastest for ``auto``.
+
+    The call is told as to ``support``.
 
     Raises:
         ValueError: the named one does not exist or cannot run here (it is never replaced by
@@ -160,7 +171,7 @@ def choose(
     """
 
     def reason_of(name: str) -> str | None:
-        return support(name, device, dtype, head_dim, gate=gate, quantize=quantize)
+        return support(name, device, dtype, head_dim, gate=gate, quantize=quantize, rows=rows)
 
     if implementation == "auto":
         return next(name for name in IMPLEMENTATIONS if reason_of(name) is None)

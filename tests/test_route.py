@@ -13,7 +13,7 @@ from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels import dispatch
 from vidsparse.kernels.attention.gates import Gate
-from vidsparse.methods import Bsfa, FgAttn, Sale, SpargeAttn, SparseMethod, XAttention
+from vidsparse.methods import Bsfa, FgAttn, Foresight, Sale, SpargeAttn, SparseMethod, XAttention
 from vidsparse.route import Route, find_route
 
 
@@ -105,6 +105,30 @@ def test_a_gate_that_costs_time_is_left_out_unless_its_kernel_was_asked_for(
     assert route_of(gated, implementation="torch").gates
     # its gate is what this method computes less by.
     assert route_of(Bsfa()).gates
+
+
+def test_a_method_of_smaller_blocks_gets_a_kernel_that_runs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, whole = Foresight(tile=(32, 16)), Foresight()
+    assert [route_of(method).block_rows for method in (small, whole, FgAttn())] == [32, 64, 64]
+    monkeypatch.setattr("vidsparse.route.block_rows", lambda device: 128)
+    monkeypatch.setattr("vidsparse.route.plans_on_device", lambda *q: True)
+    for name in ("gluon", "triton"):
+        can = dispatch._KNOWN[name]._replace(reason=lambda *call: None)
+        monkeypatch.setitem(dispatch._KNOWN, name, can)
+
+    def way(method: SparseMethod, **asked: Any) -> tuple[str, int, str]:
+        route = route_of(method, **asked)
+        return route.implementation, route.block_rows, route.selection
+
+    assert way(whole) == ("gluon", 128, "blocks")
+    assert way(small) == ("triton", 32, "blocks")
+    assert way(small, implementation="triton") == ("triton", 32, "blocks")
+    # several tiles to a block, since it was asked for: their lists are joined.
+    assert way(small, implementation="gluon") == ("gluon", 128, "select")
+    # tiles of others join anyway.
+    assert way(FgAttn(tile=(32, 16)))[:2] == ("gluon", 128)
 
 
 def test_an_implementation_that_cannot_run_is_said() -> None:

@@ -66,30 +66,39 @@ def find_route(
         UnsupportedError: the implementation asked for cannot run on these tensors.
     """
     device, dtype, dim = q.device, q.dtype, q.shape[-1]
+    rows = block_rows(device)
+    asked, own = implementation, method.block_rows
     keys = method.gate_keys
     gate = None if keys is None else RelativeGate(-1.0, keys=keys)
     try:
+        if own is not None and own < rows:
+            if implementation == "auto":
+                implementation = choose("auto", device, dtype, dim, rows=own)
+            if support(implementation, device, dtype, dim, rows=own) is None:
+                rows = own
         quantize = quantize or method.quantize
         if quantize == "auto":
             quantize = eight_bits_that_pay(implementation, device, dtype, dim, gate=gate)
         elif quantize == "none":
             quantize = None
         chosen = choose(implementation, device, dtype, dim, gate=gate, quantize=quantize)
-        gates = not (
-            implementation == "auto" and method.can_do_without_gate and not gates_that_pay(chosen)
-        )
+        gates = not (asked == "auto" and method.can_do_without_gate and not gates_that_pay(chosen))
     except ValueError as error:
         raise UnsupportedError(str(error)) from None
     plans = plans_on_device(device, dtype, dim)
     triton = plans or triton_reason(device) is None
+    selection = method.selection(q) if plans else "select"
+    if selection == "blocks" and rows != method.tile[0]:
+        # the blocks that run are several of its tiles.
+        selection = "select"
     return Route(
         implementation=chosen,
         quantize=quantize,
         gates=gates,
-        selection=method.selection(q) if plans else "select",
+        selection=selection,
         reorders=triton and not wants_gradient(q, k, v),
         lists=triton,
-        block_rows=block_rows(device),
+        block_rows=rows,
     )
 
 

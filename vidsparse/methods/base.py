@@ -173,6 +173,15 @@ class SparseMethod(Method):
         raise NotImplementedError(f"{self.name} does not choose by blocks")
 
     @property
+    def block_rows(self) -> int | None:
+        """Rows of the blocks that are to share a list, where a kernel runs blocks of so few.
+
+        None leaves them to the device: tiles of fewer rows join in blocks there, and a block
+        computes what any of its tiles keeps.
+        """
+        return None
+
+    @property
     def equal_heads(self) -> bool:
         """Whether all heads of a layer compute equally many pairs by what the options say."""
         return False

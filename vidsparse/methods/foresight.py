@@ -24,7 +24,6 @@ from vidsparse.methods.base import (
 )
 from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.studied import Knob
-from vidsparse.plan import BLOCK_ROWS
 from vidsparse.residual import error_of_means
 from vidsparse.site import CallSite
 
@@ -106,9 +105,14 @@ class Foresight(SparseMethod):
         return True
 
     @property
+    def block_rows(self) -> int:
+        """Those of a tile: a list for each, so that what is listed is what is computed."""
+        return self.tile[0]
+
+    @property
     def equal_heads(self) -> bool:
-        """The share is the layer's; where blocks join tiles of fewer rows, unions differ."""
-        return self.tile[0] >= BLOCK_ROWS
+        """The share is the layer's; where a kernel joins tiles in a block, unions differ a bit."""
+        return True
 
     def rows_for(self, tokens: int) -> int:
         """Query rows of a tile that is judged as one, in a sequence of so many tokens."""
@@ -142,8 +146,8 @@ class Foresight(SparseMethod):
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True)
 
     def selection(self, q: Tensor) -> Selection:
-        """By kernels of its own, for 16-bit queries and keys and blocks of 128 rows."""
-        able = q.dtype in (torch.bfloat16, torch.float16) and self.tile[0] == BLOCK_ROWS
+        """By kernels of its own, for 16-bit queries and keys."""
+        able = q.dtype in (torch.bfloat16, torch.float16)
         return "blocks" if able else "select"
 
     def choose_blocks(
