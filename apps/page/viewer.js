@@ -520,6 +520,21 @@ addEventListener("beforeunload", (event) => {
   if (!heard || document.querySelector(".vs-status[data-state='running']")) event.preventDefault();
 });
 
+// one press of Cancel stops one job. The second click of a double click, a tap just after another and a
+// key that is held are meant for the job that the first click named, and by then another may have
+// taken its place.
+const CANCEL = ".vs-cancel", DOUBLE = 500;
+let pressed = -Infinity;
+document.addEventListener("click", (event) => {
+  if (!event.target.closest(CANCEL)) return;
+  // not every device counts clicks, and some hands have their device wait longer for the second.
+  if (event.detail > 1 || event.timeStamp - pressed < DOUBLE) event.stopPropagation();
+  pressed = event.timeStamp;
+}, true);
+document.addEventListener("keydown", (event) => {
+  if (event.repeat && event.target.closest(CANCEL)) event.preventDefault();
+});
+
 // what the open tab is for, from wherever one types.
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
