@@ -130,6 +130,14 @@ class Choices:
             outputs=[self._question, *self._places.values()],
             **_QUIET,
         )
+        # what waited for an answer that does not come is asked for without it.
+        answered.failure(
+            None,
+            js=f"(last, ...values) => vidsparseRefused({held}) ?? last",
+            inputs=[self._question, *fields],
+            outputs=[self._question],
+            **_QUIET,
+        )
         # numbers written by hand are no named speed any more; the server need not be asked.
         for name in self._by_hand():
             self._form.controls[name].input(
