@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,20 @@ pytestmark = MARKS
 FIELDS = ("first steps", "first layers", "last layers", "Steps a plan serves", "Refreshes")
 CALLS = "**/queue/join*"
 
+# before any script of the page: types a text from the first sight of the prompt until the page has
+# asked for the settings to put back, and once more.
+TYPE = """
+const typing = setInterval(() => {
+  const field = document.querySelector("#prompt textarea");
+  if (!field) return;
+  field.value = "a large red ball";
+  field.dispatchEvent(new Event("input", { bubbles: true }));
+  if (window.vidsparseRestored === undefined) return;
+  clearInterval(typing);
+  window.typed = true;
+});
+"""
+
 
 @pytest.fixture(scope="module")
 def url(out: Path) -> Iterator[str]:
@@ -50,6 +65,30 @@ def _late(page: Any, refused: str | None = None) -> Iterator[None]:
             call.fulfill(status=500, json={"detail": "refused"})
         else:
             call.continue_()
+
+
+def test_what_is_typed_before_the_settings_are_back_stays(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    visitor.prompt("a small blue ring that orbits")
+    visitor.set("Seed", 11)
+    visitor.page.click("#make-link")
+    link = visitor.page.locator("#link :is(input, textarea)")
+    playwright.expect(link).to_have_value(re.compile("#settings="))
+    opened = visitor.page.context.new_page()
+    opened.add_init_script(TYPE)
+    with _late(opened):
+        opened.goto(link.input_value())
+        opened.wait_for_function("window.typed")
+    opened.wait_for_function("window.vidsparseRestored")
+    _shows(opened, seed="11", prompt="a large red ball")
+    # both are kept.
+    visitor.page.reload()
+    _shows(visitor.page, seed="11", prompt="a large red ball")
+
+
+def _shows(page: Any, *, seed: str, prompt: str) -> None:
+    playwright.expect(page.get_by_label("Seed", exact=True)).to_have_value(seed)
+    playwright.expect(page.locator("#prompt textarea")).to_have_value(prompt)
 
 
 @pytest.mark.parametrize("first", [None, "fast"])

@@ -461,7 +461,7 @@ let questions = 0;
 const same = (one, other) => String(one ?? "") === String(other ?? "");
 // these answers bring all numbers of a model, and what another choice is to leave alone is told from
 // them: it waits until they are there, the last one alone, and is asked for beside them.
-const WHOLE = ["model", "settings"];
+const WHOLE = ["kept", "model", "settings"];
 let waiting;
 const isDue = (names) => [...due.values()].some((each) => names.includes(each.name));
 function askWaiting(held) {
@@ -469,7 +469,7 @@ function askWaiting(held) {
   waiting = undefined;
   return name && vidsparseAsk(name, held);
 }
-function vidsparseAsk(name, held) {
+function vidsparseAsk(name, held, told = held) {
   // a target that is emptied, as by every answer, is no choice: it would take the place of one that
   // waits.
   if (name === "target" && !held.target?.trim()) return undefined;
@@ -477,7 +477,20 @@ function vidsparseAsk(name, held) {
   if (waiting) return undefined;
   questions += 1;
   due.set(questions, { name, held });
-  return JSON.stringify({ at: questions, name, held });
+  return JSON.stringify({ at: questions, name, held: told });
+}
+// what a link carries, or else the browser kept, is asked for as the page opens; `made` is what the
+// fields hold then where nobody writes into them.
+let answeredKept = false;
+function vidsparseReturn(kept, made) {
+  const found = vidsparseLinked() ?? kept;
+  window.vidsparseRestored = found === null;
+  return vidsparseAsk("kept", made, found);
+}
+// whether it stands in the fields, or never will: from then on it is they that are kept.
+function vidsparseBack() {
+  window.vidsparseRestored ||= answeredKept;
+  return window.vidsparseRestored;
 }
 // the next question, where there is one, and what comes to each place of the page.
 function vidsparseAnswered(answer, now, places) {
@@ -486,6 +499,7 @@ function vidsparseAnswered(answer, now, places) {
   // after one that was refused, gradio asks what waited behind it a second time.
   if (!asked) return [];
   for (const each of due.keys()) if (each <= at) due.delete(each);
+  answeredKept ||= asked.name === "kept";
   const written = (place) => place in now && !same(now[place], asked.held[place]);
   const settled = (place) => updates[place].visible === false;
   // a preset that comes with a method leaves a video to the visitor that it is not for, also one
@@ -510,6 +524,7 @@ function vidsparseAnswered(answer, now, places) {
 }
 // no answer comes, and gradio does not ask what waited behind it either.
 function vidsparseRefused(now) {
+  answeredKept ||= isDue(["kept"]);
   due.clear();
   return askWaiting(now);
 }
