@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +88,44 @@ def test_a_method_chosen_makes_the_command_line_s_request(
     request, warnings = form.request(values_of(form, **{"method": method, **put}))
     assert request == command_line(method=method)
     assert warnings == []
+
+
+def test_what_a_browser_kept_is_answered_to_the_browser_alone(chosen: tuple[Any, Any]) -> None:
+    form, choices = chosen
+    own = {"prompt": "a blue ring", "seed": 11, "prompt_lines": "a red ball"}
+    asked = {"at": 1, "name": "kept", "held": {**values_of(form), **own}}
+    visitor = SimpleNamespace(session_hash="returned", request=None)
+    told = choices.choose(visitor, json.dumps(asked))
+    (answer,) = [told[control] for control in told if control.elem_id == "answer"]
+    updates = json.loads(answer)["updates"]
+    assert {name: updates[name]["value"] for name in own} == own
+    # it knows what was written by then, which the server does not.
+    assert not set(told) & set(form.controls.values())
+
+
+def test_as_a_page_opens_the_server_puts_nothing_into_what_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("gradio")
+    from vidsparse.apps.page.build import build
+    from vidsparse.apps.page.desk import Desk
+
+    host = host_of(tmp_path)
+    desk = Desk(host, queue_of(), Visits(host.folder))
+    config = build(desk).config
+    desk.queue.close()
+    written = {
+        each["id"]
+        for each in config["components"]
+        if "vs-field-" in str(each["props"].get("elem_classes"))
+        or each["props"].get("elem_id") in ("prompts", "vary", "over")
+    }
+    assert len(written) > 40
+    answers = [
+        each["outputs"]
+        for each in config["dependencies"]
+        if each["backend_fn"] and any(event == "load" for _, event in each["targets"])
+    ]
+    assert len(answers) > 3
+    assert [outputs for outputs in answers if written.intersection(outputs)] == []
 
 
 def test_a_video_that_a_model_s_preset_is_not_for_stays(chosen: tuple[Any, Any]) -> None:

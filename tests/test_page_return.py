@@ -175,6 +175,56 @@ def test_of_several_jobs_of_one_visitor_cancel_stops_the_one_that_is_shown(visit
     playwright.expect(cancel).to_be_disabled()
 
 
+KEEP_CLICK = """() => {
+  addEventListener("click", (click) => { window.clicked = click.timeStamp; }, true);
+}"""
+# a tap as a device tells it that does not count clicks, so long after the last one.
+TAP = """(button) => {
+  const tap = new MouseEvent("click", { bubbles: true, detail: 1 });
+  Object.defineProperty(tap, "timeStamp", { value: window.clicked + 300 });
+  button.dispatchEvent(tap);
+}"""
+
+
+@pytest.mark.parametrize("press", ["mouse", "tap", "key"])
+def test_a_double_click_on_cancel_stops_one_job(visit: Any, press: str) -> None:
+    visitor, other = visit(), visit()
+    page, cancel = visitor.page, visitor.page.locator("#cancel-generate")
+    # it holds the device, so that those of the first visitor wait.
+    other.set("Steps", 400)
+    other.page.click("#generate")
+    other.see("#generate-status", "/ 400")
+    for seed in (1, 2):
+        visitor.set("Seed", seed)
+        page.click("#generate")
+        visitor.see("#generate-status .vs-status", "")
+    visitor.see("#generate-status", "1 more of yours waits")
+    job = page.locator("#generate-status .vs-status")
+    first = job.get_attribute("data-job")
+    page.evaluate(KEEP_CLICK)
+    if press == "key":
+        cancel.focus()
+        page.keyboard.down("Enter")
+    else:
+        cancel.click()
+    # the second has taken the first one's place, and would be stopped.
+    playwright.expect(job).not_to_have_attribute("data-job", first)
+    playwright.expect(cancel).to_have_text("Cancel")
+    playwright.expect(cancel).to_be_enabled()
+    if press == "key":
+        page.keyboard.down("Enter")
+        page.keyboard.up("Enter")
+    elif press == "tap":
+        cancel.evaluate(TAP)
+    else:
+        cancel.hover()
+        page.mouse.down(click_count=2)
+        page.mouse.up(click_count=2)
+    other.page.click("#cancel-generate")
+    visitor.see("#generate-facts", "seed 2")
+    visitor.see("#history", "seed 2")
+
+
 def test_the_gallery_is_searched_by_prompt_and_method(visit: Any) -> None:
     visitor = visit()
     page = visitor.page

@@ -7,7 +7,7 @@ it leaves open is all that is shown beside it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +71,7 @@ class Choices:
             "length": form.length,
             "speed": form.speed,
             "target": form.target,
-            "vary": report.vary,
+            **report.own,
         }
         # what is shown in keeping with that.
         self._places: dict[str, Any] = {
@@ -90,7 +90,7 @@ class Choices:
         """Attach the events, once every control of the page is there.
 
         Args:
-            page: restores what its browser kept.
+            page: asks for what its browser kept.
             reuse: chooses the settings of the video that is shown.
         """
         held, fields = _by_name(self._fields), list(self._fields.values())
@@ -122,12 +122,20 @@ class Choices:
             **_QUIET,
         )
         # by the browser, which knows what was written while the answer was on its way.
-        answered.success(
+        placed = answered.success(
             None,
             js=f"(answer, ...values) => vidsparseAnswered(answer, {held}, "
             f"{json.dumps(list(self._places))})",
             inputs=[self._answer, *fields],
             outputs=[self._question, *self._places.values()],
+            **_QUIET,
+        )
+        # what waited for an answer that does not come is asked for without it.
+        failed = answered.failure(
+            None,
+            js=f"(last, ...values) => vidsparseRefused({held}) ?? last",
+            inputs=[self._question, *fields],
+            outputs=[self._question],
             **_QUIET,
         )
         # numbers written by hand are no named speed any more; the server need not be asked.
@@ -145,14 +153,15 @@ class Choices:
             **_QUIET,
         )
         self._connect_sizes()
-        self._keep(page)
+        self._keep(page, [placed, failed])
 
     def choose(self, request: gr.Request, question: Any) -> dict[Any, Any]:
         """Answer a choice.
 
         Args:
             request: of the event.
-            question: JSON of its number, of what was chosen, and of what the form held then.
+            question: JSON of its number, of what was chosen, and of what the form held then; of a
+                page that was opened, what its browser kept.
 
         Returns:
             The answer for the browser, JSON of the same number and of the updates of places, and
@@ -183,6 +192,8 @@ class Choices:
             case "settings", _:
                 shown = self._desk.visit(request).shown
                 return {} if shown is None else self.choose_settings(shown.request)
+            case "kept", _:
+                return self.restore(request, held)
         raise toast(OptionError("a choice is the name of a control and what the form holds"))
 
     def _told(self, at: Any, updates: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -305,8 +316,13 @@ class Choices:
             **self._pictures(model, **paths),
         }
 
-    def _keep(self, page: gr.Blocks) -> None:
-        """Keep the settings in the browser, or in a link, and put them back when it is opened."""
+    def _keep(self, page: gr.Blocks, answered: Sequence[Any]) -> None:
+        """Keep the settings in the browser, or in a link, and put them back when it is opened.
+
+        Args:
+            page: asks for them.
+            answered: events that end what a choice, or an opened page, has asked for.
+        """
         kept = {**self._form.controls, **self._report.own}
         named, controls = _by_name(kept), list(kept.values())
         # no secret: what a visitor typed stays with the visitor.
@@ -327,31 +343,25 @@ class Choices:
             outputs=[self._form.link],
             **_QUIET,
         )
-        restored = page.load(
-            self.restore,
-            # what came with a link goes before what the browser kept.
-            js="""(kept) => {
-                const found = vidsparseLinked() ?? kept;
-                window.vidsparseRestored = found === null;
-                return found;
-            }""",
-            inputs=[state],
-            outputs=[
-                *self._places.values(),
-                *self._others,
-                self._report.prompts,
-                self._report.over,
-            ],
-            **_QUIET,
-        )
-        # what was typed meanwhile is kept as well.
-        restored.then(
+        # asked for like a choice, beside the page as it was made: what is written before the answer
+        # comes stays, also what was written before a page that is being built could ask.
+        made = {name: control.value for name, control in self._fields.items()}
+        page.load(
             None,
-            js=f"(...values) => {{ window.vidsparseRestored = true; return {named}; }}",
-            inputs=controls,
-            outputs=[state],
+            js=f"(kept) => vidsparseReturn(kept, {json.dumps(made)})",
+            inputs=[state],
+            outputs=[self._question],
             **_QUIET,
         )
+        for event in answered:
+            # what was typed meanwhile is kept as well.
+            event.then(
+                None,
+                js=f"(kept, ...values) => vidsparseBack() ? {named} : kept",
+                inputs=[state, *controls],
+                outputs=[state],
+                **_QUIET,
+            )
 
     def restore(self, request: gr.Request, stored: Any) -> dict[Any, Any]:
         """The settings that a browser kept, where there are some that this page can use."""

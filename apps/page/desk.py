@@ -263,7 +263,14 @@ def _shares(request: gr.Request, visit: Visit) -> dict[str, float]:
 
 def cancel_button(elem_id: str) -> gr.Button:
     """A tab's Cancel."""
-    return gr.Button("Cancel", elem_id=elem_id, scale=1, interactive=False)
+    return gr.Button(
+        "Cancel",
+        elem_id=elem_id,
+        # the page's script lets one press of it stop one job.
+        elem_classes="vs-cancel",
+        scale=1,
+        interactive=False,
+    )
 
 
 def complaint(error: Exception) -> str:

@@ -459,26 +459,54 @@ function reopen() {
 const due = new Map();
 let questions = 0;
 const same = (one, other) => String(one ?? "") === String(other ?? "");
-function vidsparseAsk(name, held) {
+// these answers bring all numbers of a model, and what another choice is to leave alone is told from
+// them: it waits until they are there, the last one alone, and is asked for beside them.
+const WHOLE = ["kept", "model", "settings"];
+let waiting;
+const isDue = (names) => [...due.values()].some((each) => names.includes(each.name));
+function askWaiting(held) {
+  const name = waiting;
+  waiting = undefined;
+  return name && vidsparseAsk(name, held);
+}
+function vidsparseAsk(name, held, told = held) {
   // a target that is emptied, as by every answer, is no choice: it would take the place of one that
   // waits.
   if (name === "target" && !held.target?.trim()) return undefined;
+  waiting = !WHOLE.includes(name) && isDue(WHOLE) ? name : undefined;
+  if (waiting) return undefined;
   questions += 1;
   due.set(questions, { name, held });
-  return JSON.stringify({ at: questions, name, held });
+  return JSON.stringify({ at: questions, name, held: told });
+}
+// what a link carries, or else the browser kept, is asked for as the page opens; `made` is what the
+// fields hold then where nobody writes into them.
+let answeredKept = false;
+function vidsparseReturn(kept, made) {
+  const found = vidsparseLinked() ?? kept;
+  window.vidsparseRestored = found === null;
+  return vidsparseAsk("kept", made, found);
+}
+// whether it stands in the fields, or never will: from then on it is they that are kept.
+function vidsparseBack() {
+  window.vidsparseRestored ||= answeredKept;
+  return window.vidsparseRestored;
 }
 // the next question, where there is one, and what comes to each place of the page.
 function vidsparseAnswered(answer, now, places) {
   const { at, updates } = JSON.parse(answer);
   const asked = due.get(at);
+  // after one that was refused, gradio asks what waited behind it a second time.
+  if (!asked) return [];
   for (const each of due.keys()) if (each <= at) due.delete(each);
+  answeredKept ||= asked.name === "kept";
   const written = (place) => place in now && !same(now[place], asked.held[place]);
   const settled = (place) => updates[place].visible === false;
   // a preset that comes with a method leaves a video to the visitor that it is not for, also one
   // that is being written: the method is asked for again, beside what stands there now.
   const refused = asked.name === "method" && Object.keys(updates).some((each) => settled(each) && written(each));
   if (refused && at === questions) return [vidsparseAsk("method", now)];
-  const put = {};
+  const put = {}, held = { ...now };
   for (const [place, { value, choices, ...facts }] of Object.entries(updates)) {
     put[place] = { ...facts, __type__: "update" };
     const offered = choices?.map((each) => (Array.isArray(each) ? each : [each, each]));
@@ -488,10 +516,17 @@ function vidsparseAnswered(answer, now, places) {
     if (written(place) && possible) continue;
     // a named size or length that another model does not have: its numbers are there, by hand.
     put[place].value = written(place) && (place === "size" || place === "length") ? "" : value;
+    if (place in held) held[place] = put[place].value;
     // to those who are still to be answered, what the page puts there was not written since.
-    for (const { held } of due.values()) if (same(held[place], now[place])) held[place] = put[place].value;
+    for (const each of due.values()) if (same(each.held[place], now[place])) each.held[place] = put[place].value;
   }
-  return [undefined, ...places.map((place) => put[place])];
+  return [askWaiting(held), ...places.map((place) => put[place])];
+}
+// no answer comes, and gradio does not ask what waited behind it either.
+function vidsparseRefused(now) {
+  answeredKept ||= isDue(["kept"]);
+  due.clear();
+  return askWaiting(now);
 }
 
 // settings in the part of an address that no server is sent.
@@ -518,6 +553,21 @@ function vidsparseLinked() {
 addEventListener("beforeunload", (event) => {
   const heard = event.timeStamp - asked > 1000;
   if (!heard || document.querySelector(".vs-status[data-state='running']")) event.preventDefault();
+});
+
+// one press of Cancel stops one job. The second click of a double click, a tap just after another and a
+// key that is held are meant for the job that the first click named, and by then another may have
+// taken its place.
+const CANCEL = ".vs-cancel", DOUBLE = 500;
+let pressed = -Infinity;
+document.addEventListener("click", (event) => {
+  if (!event.target.closest(CANCEL)) return;
+  // not every device counts clicks, and some hands have their device wait longer for the second.
+  if (event.detail > 1 || event.timeStamp - pressed < DOUBLE) event.stopPropagation();
+  pressed = event.timeStamp;
+}, true);
+document.addEventListener("keydown", (event) => {
+  if (event.repeat && event.target.closest(CANCEL)) event.preventDefault();
 });
 
 // what the open tab is for, from wherever one types.

@@ -1,0 +1,129 @@
+"""What is written or chosen while an answer of the page's server is due, in a real browser."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the ui extra")
+pytest.importorskip("playwright", reason="playwright drives the browser")
+
+from page_browser import MARKS, commanded, held
+from playwright import sync_api as playwright
+
+from vidsparse.apps.page.form import titled
+from vidsparse.apps.page.values import amount_text
+from vidsparse.pipelines.family import SCHEDULED
+from vidsparse.pipelines.models import resolve_model
+
+pytest_plugins = ["page_browser"]
+pytestmark = MARKS
+
+# the schedule's fields as the page calls them, in the order of ``SCHEDULED``.
+FIELDS = ("first steps", "first layers", "last layers", "Steps a plan serves", "Refreshes")
+CALLS = "**/queue/join*"
+
+# before any script of the page: types a text from the first sight of the prompt until the page has
+# asked for the settings to put back, and once more.
+TYPE = """
+const typing = setInterval(() => {
+  const field = document.querySelector("#prompt textarea");
+  if (!field) return;
+  field.value = "a large red ball";
+  field.dispatchEvent(new Event("input", { bubbles: true }));
+  if (window.vidsparseRestored === undefined) return;
+  clearInterval(typing);
+  window.typed = true;
+});
+"""
+
+
+@pytest.fixture(scope="module")
+def url(out: Path) -> Iterator[str]:
+    with commanded(out, "--model", "shapes", "--model", "shapes-joint") as address:
+        yield address
+
+
+@contextmanager
+def _late(page: Any, refused: str | None = None) -> Iterator[None]:
+    """What the page asks of its server comes there once the block has ended.
+
+    What ``refused`` stands in never does: the page is told so.
+    """
+    asked: list[Any] = []
+    ended = False
+    page.route(CALLS, lambda call: call.continue_() if ended else asked.append(call))
+    yield
+    ended = True
+    for call in asked:
+        if refused is not None and refused in call.request.post_data:
+            call.fulfill(status=500, json={"detail": "refused"})
+        else:
+            call.continue_()
+
+
+def test_what_is_typed_before_the_settings_are_back_stays(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    visitor.prompt("a small blue ring that orbits")
+    visitor.set("Seed", 11)
+    visitor.page.click("#make-link")
+    link = visitor.page.locator("#link :is(input, textarea)")
+    playwright.expect(link).to_have_value(re.compile("#settings="))
+    opened = visitor.page.context.new_page()
+    opened.add_init_script(TYPE)
+    with _late(opened):
+        opened.goto(link.input_value())
+        opened.wait_for_function("window.typed")
+    opened.wait_for_function("window.vidsparseRestored")
+    _shows(opened, seed="11", prompt="a large red ball")
+    # both are kept.
+    visitor.page.reload()
+    _shows(visitor.page, seed="11", prompt="a large red ball")
+
+
+def _shows(page: Any, *, seed: str, prompt: str) -> None:
+    playwright.expect(page.get_by_label("Seed", exact=True)).to_have_value(seed)
+    playwright.expect(page.locator("#prompt textarea")).to_have_value(prompt)
+
+
+@pytest.mark.parametrize("first", [None, "fast"])
+def test_a_method_chosen_while_a_model_is_still_due_has_that_model_s_schedule(
+    visit: Any, first: str | None
+) -> None:
+    visitor = visit()
+    page = visitor.page
+    field = lambda label: page.get_by_label(label, exact=True)  # noqa: E731
+    visitor.unfold("More settings")
+    for model, method in (("shapes-joint", "sale"), ("shapes", "xattention")):
+        visitor.calls_at_rest()
+        with held(page.evaluate("new URL('/', location).href")):
+            # what is being answered has the model wait for its turn.
+            if first:
+                field(first).check()
+            for label, option in (("Model", model), ("Method", titled(method)[0])):
+                field(label).click()
+                page.get_by_role("option", name=option, exact=True).click()
+        own = resolve_model(model).defaults.with_method(method)
+        playwright.expect(field("Steps")).to_have_value(str(own.steps))
+        for label, name in zip(FIELDS, SCHEDULED, strict=True):
+            value = amount_text(getattr(own, name))
+            playwright.expect(field(label), label).to_have_value(value)
+        playwright.expect(page.locator("#method input")).to_have_value(titled(method)[0])
+
+
+def test_what_waits_for_an_answer_that_never_comes_is_answered_all_the_same(visit: Any) -> None:
+    visitor = visit()
+    page = visitor.page
+    tau = page.get_by_label("tau", exact=True)
+    visitor.calls_at_rest()
+    playwright.expect(tau).to_be_hidden()
+    with _late(page, refused=r"\"name\":\"model\""):
+        for label, option in (("Model", "shapes-joint"), ("Method", titled("sale")[0])):
+            page.get_by_label(label, exact=True).click()
+            page.get_by_role("option", name=option, exact=True).click()
+    playwright.expect(tau).to_be_visible()
