@@ -40,14 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # Triton looks once, when a kernel is defined.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-        import interpreter
+        from interpreter import make_quick, pause_tracing
 
-        interpreter.reduce_by_slices()
-        interpreter.replace_once()
-        interpreter.remember_types()
-        interpreter.remember_shapes()
-        interpreter.spare_unheard_checks()
-        interpreter.pause_tracing()
+        make_quick()
+        pause_tracing()
 
 
 @pytest.hookimpl(optionalhook=True)
