@@ -31,8 +31,8 @@ MARKS = [
 ]
 
 # no sandbox: continuous integration runs as root, and the only page is our own. No popups of the
-# address line, which headless windows have too: two pages of the browser's own for each window, 0.8
-# of the 1.3 seconds of a core that an empty one takes. Of two such lists the last one counts, so
+# address line, which headless windows have too: two pages of the browser's own for each window, 0.7
+# of the 1.2 seconds of a core that an empty one takes. Of two such lists the last one counts, so
 # that this one repeats what Playwright switches off.
 FLAGS = [
     "--no-sandbox",
