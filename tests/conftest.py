@@ -40,11 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # Triton looks once, when a kernel is defined.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-        from interpreter import pause_tracing, reduce_by_slices, remember_types, replace_once
+        from interpreter import make_quick, pause_tracing
 
-        reduce_by_slices()
-        replace_once()
-        remember_types()
+        make_quick()
         pause_tracing()
 
 

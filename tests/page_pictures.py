@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from page_browser import CHROMIUM, Latch, commanded
+from page_browser import CHROMIUM, FLAGS, Latch, commanded
 from page_states import SCHEMES, WIDTHS, looks, states
 from page_visitor import PATIENCE, Visitor
 from PIL import Image, ImageDraw, ImageFont
@@ -33,7 +33,7 @@ def main(folder: Path) -> None:
         commanded(Path(out) / "out", setup=(latch := Latch(Path(out) / "lifted"))) as url,
         playwright.sync_playwright() as driver,
     ):
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         # larger videos than the tests make.
         playwright.expect.set_options(timeout=4 * PATIENCE)
         visitor = Visitor(browser.new_context(), url, newcomer=True, reduced_motion="no-preference")

@@ -36,10 +36,12 @@ def looks(page: Any, area: str) -> Iterator[tuple[int, str]]:
     in_form = area in ("#form", "#by-hand", ".vs-wrong")
     page.wait_for_function(_DRAWN)
     with held(page.evaluate("new URL('/', location).href")):
-        for scheme in SCHEMES:
+        # there and back, so that a window changes its width once less.
+        widths = list(WIDTHS.items())
+        for scheme, sizes in zip(SCHEMES, (widths, widths[::-1]), strict=True):
             page.emulate_media(color_scheme=scheme)
             page.evaluate(_DARK, scheme == "dark")
-            for width, height in WIDTHS.items():
+            for width, height in sizes:
                 page.set_viewport_size({"width": width, "height": height})
                 page.evaluate(_SEEN, width <= 900 and not in_form)
                 place = page.locator(area).first

@@ -149,3 +149,42 @@ def test_replacing_the_language_once_is_replacing_it_at_every_call(
     assert torch.equal(ours[0], theirs)
     assert torch.equal(ours[1], theirs)
     assert torch.equal(called(), theirs)
+
+
+@triton.jit
+def _wrap(x_ptr, out_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, tl.load(x_ptr + at) * 2 + 1)
+
+
+def test_a_sum_that_does_not_fit_wraps_whether_or_not_the_interpreter_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton.runtime import interpreter
+
+    x = torch.tensor([0, -5, 2**30, 2**31 - 1], dtype=torch.int32)
+    options = interpreter.InterpreterOptions
+    made = []
+    for looks in (False, True):
+        given = options(sanitize_overflow=looks)
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", given)
+        made.append(torch.zeros_like(x))
+        _wrap[(1,)](x, made[-1], len(x))
+    assert made[0].tolist() == made[1].tolist() == [1, -9, -(2**31) + 1, -1]
+
+
+def test_shapes_described_once_are_those_described_anew() -> None:
+    from triton.language import core
+
+    for element, other in ((tl.int32, tl.float32), (tl.float32, tl.int32)):
+        made = [tl.block_type(element, sizes) for sizes in ([4, 8], [4, 8], [8, 4])]
+        for one in made:
+            assert (one.element_ty, one.scalar, one.numel) == (element, element, 32)
+            tensor = core.tensor(None, one)
+            assert (tensor.dtype, tensor.numel.value) == (element, 32)
+            assert [size.value for size in tensor.shape] == list(one.shape)
+        assert made[0] == made[1] != made[2]
+        assert made[0].name == made[1].name != made[2].name
+        assert made[0] != made[0].with_element_ty(other)
+    pointers = [tl.pointer_type(tl.int32, const=const) for const in (False, True)]
+    assert [tl.block_type(one, [4]).element_ty.const for one in pointers] == [False, True]
