@@ -14,6 +14,28 @@ NARROW = 900
 SMALL = {"Steps": 3, "Frames (4k+1)": 5, "Width": 64, "Height": 64}
 
 
+# a walk by Tab from the page's beginning: where it stops, until it is past the end, and whether the
+# focus is seen there.
+BEGIN = """() => {
+  document.querySelectorAll("[data-met]").forEach((each) => delete each.dataset.met);
+  document.activeElement.blur();
+  document.body.tabIndex = -1;
+  document.body.focus();
+  document.body.removeAttribute("tabindex");
+}"""
+STOP = """() => {
+  const place = document.activeElement;
+  if (place === document.body) return true;
+  place.dataset.met = getComputedStyle(place).outlineStyle === "none" ? "unseen" : "";
+}"""
+MISSED = """() => [
+  ...document.querySelectorAll("a[href], button, input, textarea, summary, [tabindex]"),
+].filter((each) => (
+  each.dataset.met !== "" && each.tabIndex >= 0 && !each.disabled
+  && each.checkVisibility({ visibilityProperty: true, opacityProperty: true })
+)).map((each) => each.outerHTML.slice(0, 200))"""
+
+
 class Visitor:
     """A tab of a browser, and everything it asked for or complained of.
 
@@ -96,3 +118,12 @@ class Visitor:
 
     def value(self, script: str) -> Any:
         return self.page.evaluate(script)
+
+    def missed_by_tab(self) -> list[str]:
+        """Go by Tab; what the mouse reaches and Tab does not, or nobody sees there."""
+        self.page.evaluate(BEGIN)
+        for _ in range(150):
+            self.page.keyboard.press("Tab")
+            if self.page.evaluate(STOP):
+                break
+        return list(self.page.evaluate(MISSED))

@@ -47,27 +47,6 @@ GROWS_STILL = """async () => {
   return false;
 }"""
 
-# a walk by Tab from the page's beginning: where it stops, until it is past the end, and whether the
-# focus is seen there.
-BEGIN = """() => {
-  document.querySelectorAll("[data-met]").forEach((each) => delete each.dataset.met);
-  document.activeElement.blur();
-  document.body.tabIndex = -1;
-  document.body.focus();
-  document.body.removeAttribute("tabindex");
-}"""
-STOP = """() => {
-  const place = document.activeElement;
-  if (place === document.body) return true;
-  place.dataset.met = getComputedStyle(place).outlineStyle === "none" ? "unseen" : "";
-}"""
-MISSED = """() => [
-  ...document.querySelectorAll("a[href], button, input, textarea, summary, [tabindex]"),
-].filter((each) => (
-  each.dataset.met !== "" && each.tabIndex >= 0 && !each.disabled
-  && each.checkVisibility({ visibilityProperty: true, opacityProperty: true })
-)).map((each) => each.outerHTML.slice(0, 200))"""
-
 
 @pytest.fixture(scope="module")
 def preset(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -664,16 +643,6 @@ def test_two_visitors_share_the_device_and_nothing_else(visit: Any) -> None:
     playwright.expect(two.page.locator("#history button.thumbnail-item")).to_have_count(1)
 
 
-def _walk(page: Any) -> list[str]:
-    """Go through the page by Tab; what the mouse reaches and Tab does not, or nobody sees there."""
-    page.evaluate(BEGIN)
-    for _ in range(150):
-        page.keyboard.press("Tab")
-        if page.evaluate(STOP):
-            break
-    return list(page.evaluate(MISSED))
-
-
 def test_the_keyboard_alone_goes_through_everything(visit: Any) -> None:
     visitor = visit()
     page = visitor.page
@@ -682,7 +651,7 @@ def test_the_keyboard_alone_goes_through_everything(visit: Any) -> None:
     page.locator("#generate").press("Enter")
     visitor.see("#generate-status", "Your video is ready")
     playwright.expect(page.locator("#history button.thumbnail-item")).to_have_count(1)
-    assert _walk(page) == []
+    assert visitor.missed_by_tab() == []
     page.get_by_role("tab", name="Compare").press("Enter")
     page.locator("#compare").press("Enter")
     visitor.see("#compare-status", "Both videos are ready")
@@ -690,10 +659,10 @@ def test_the_keyboard_alone_goes_through_everything(visit: Any) -> None:
     page.locator("#record-cell").press("Enter")
     visitor.see("#cell-status", "Recorded")
     page.locator("#viewer").get_by_role("button", name="Wipe").press("Enter")
-    assert _walk(page) == []
+    assert visitor.missed_by_tab() == []
     page.get_by_role("tab", name="Report").press("Enter")
     playwright.expect(page.locator("#report")).to_be_visible()
-    assert _walk(page) == []
+    assert visitor.missed_by_tab() == []
 
 
 def test_tab_leaves_no_list_open(visit: Any) -> None:
