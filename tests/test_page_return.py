@@ -301,8 +301,10 @@ def test_two_kept_videos_are_compared_by_wipe_and_flip(visit: Any) -> None:
 
     # the same twice is no comparison.
     page.click("#side-b input")
-    # of the two with that seed the older.
-    page.get_by_role("option").filter(has_text="seed 2 ·").last.click()
+    # of the two with that seed the older, once the newer one is in the list.
+    of_seed = page.get_by_role("option").filter(has_text="seed 2 ·")
+    playwright.expect(of_seed).to_have_count(2)
+    of_seed.last.click()
     page.click("#compare")
     visitor.see("#compare-status [role=alert]", "both sides are the same")
 
