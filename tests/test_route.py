@@ -127,6 +127,10 @@ def test_a_method_of_smaller_blocks_gets_a_kernel_that_runs_them(
     assert way(small, implementation="triton") == ("triton", 32, "blocks")
     # several tiles to a block, since it was asked for: their lists are joined.
     assert way(small, implementation="gluon") == ("gluon", 128, "select")
+    # where it does not know the 8-bit format, the next one runs, as with whole blocks.
+    can = dispatch._KNOWN["triton"]._replace(reason=lambda *call: "cannot" if call[4] else None)
+    monkeypatch.setitem(dispatch._KNOWN, "triton", can)
+    assert way(small, quantize="fp8")[:2] == ("torch", 32)
     # tiles of others join anyway.
     assert way(FgAttn(tile=(32, 16)))[:2] == ("gluon", 128)
 

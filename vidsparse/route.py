@@ -66,25 +66,31 @@ def find_route(
         UnsupportedError: the implementation asked for cannot run on these tensors.
     """
     device, dtype, dim = q.device, q.dtype, q.shape[-1]
-    rows = block_rows(device)
-    asked, own = implementation, method.block_rows
+    rows, own = block_rows(device), method.block_rows
     keys = method.gate_keys
     gate = None if keys is None else RelativeGate(-1.0, keys=keys)
     try:
-        if own is not None and own < rows:
-            if implementation == "auto":
-                implementation = choose("auto", device, dtype, dim, rows=own)
-            if support(implementation, device, dtype, dim, rows=own) is None:
-                rows = own
+        if own is not None and (
+            own >= rows
+            or (
+                implementation != "auto"
+                and support(implementation, device, dtype, dim, rows=own) is not None
+            )
+        ):
+            # as many as the device's own at the least, or one was asked for that knows no others.
+            own = None
         quantize = quantize or method.quantize
         if quantize == "auto":
             quantize = eight_bits_that_pay(implementation, device, dtype, dim, gate=gate)
         elif quantize == "none":
             quantize = None
-        chosen = choose(implementation, device, dtype, dim, gate=gate, quantize=quantize)
-        gates = not (asked == "auto" and method.can_do_without_gate and not gates_that_pay(chosen))
+        chosen = choose(implementation, device, dtype, dim, gate=gate, quantize=quantize, rows=own)
+        gates = not (
+            implementation == "auto" and method.can_do_without_gate and not gates_that_pay(chosen)
+        )
     except ValueError as error:
         raise UnsupportedError(str(error)) from None
+    rows = own or rows
     plans = plans_on_device(device, dtype, dim)
     triton = plans or triton_reason(device) is None
     selection = method.selection(q) if plans else "select"

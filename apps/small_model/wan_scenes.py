@@ -76,9 +76,12 @@ class Scenes(Wan):
             "In nine of the 24 clips of the test a body stands in two places, small ones most\n"
             "  often; a higher guidance makes it more.",
             "Bodies that spin bend while they turn.",
+            "The figures above were taken while it was made, by the functions of those commands: "
+            "four clips\n  of each size, and the videos in one script with those of another "
+            "guidance. The commands\n  themselves were not run on these weights.",
         ),
     )
-    # the autoencoder of ``weights`` took its minutes in a session of its own; the transformer, with
+    # the autoencoder that ships took its minutes in a session of its own; the transformer, with
     # --start latents, took another, and more by ``further``
     recipe = Recipe(
         vae_minutes=9.5,
