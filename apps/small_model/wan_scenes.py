@@ -72,6 +72,18 @@ class Scenes(Wan):
         dense_last_layers=1,
         order="rowmajor",
         reuse=2,
+        method_options={"foresight": {"share": 0.12}},
+        schedules={
+            "foresight": {
+                "dense_steps": 0.12,
+                "dense_layers": 0,
+                "dense_last_layers": 0,
+                "reuse": 1,
+                "refresh": 0.16,
+            }
+        },
+        method="foresight",
+        speeds={"balanced": {"schedule": {"dense_steps": 0.08, "refresh": 0.12}}},
         limits=(
             "In nine of the 24 clips of the test a body stands in two places, small ones most\n"
             "  often; a higher guidance makes it more.",

@@ -22,6 +22,7 @@ another number. The studies:
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
   attention by our own kernels, for the time that each takes.
+- ``speeds``: the bundles of ``--speed`` as they run on the machine, each in decibels and seconds.
 - ``promises``: presets made for a quality on the calibration prompts, and what they have on others.
 - ``calibration``: methods with their paper's one number for all heads, and calibrated.
 - the ablations that methods declare (``SparseMethod.ablations``).
@@ -38,6 +39,7 @@ from vidsparse.methods import SPARSE_METHODS
 from vidsparse.methods.base import PLANS
 from vidsparse.methods.studied import Ablation, Knob
 from vidsparse.order import ORDERS
+from vidsparse.pipelines.speed import SPEEDS
 
 DECLARED: Final[Mapping[str, tuple[str, Ablation]]] = {
     ablation.name: (name, ablation)
@@ -71,6 +73,7 @@ STUDIES: Final = (
     "dense-steps",
     "few-steps",
     "seconds",
+    "speeds",
     "promises",
 )
 ABLATIONS: Final = (*DECLARED, "calibration")
@@ -177,6 +180,7 @@ class Configuration:
         knob: the number that is set where there is an aim; None is the method's own of ``KNOBS``.
         calibrated: whether the numbers of each layer and head come from a preset.
         promise: the PSNR that the preset is made for, which settles the schedule and all numbers.
+        speed: the bundle that settles the method and everything else.
     """
 
     study: str
@@ -191,9 +195,12 @@ class Configuration:
     knob: Knob | None = None
     calibrated: bool = False
     promise: float | None = None
+    speed: str | None = None
 
     def describes(self, row: Mapping[str, Any]) -> bool:
         """Whether ``row`` was measured with this configuration, whatever the knob was set to."""
+        if self.speed is not None or row.get("speed") is not None:
+            return (row["study"], row.get("speed")) == (self.study, self.speed)
         aim = Aim(row.get("aim", "computed"), row["target"]) if row["target"] else None
         own = row.get("own_order", False)
         same = (
@@ -218,6 +225,8 @@ class Configuration:
         )
 
     def __str__(self) -> str:
+        if self.speed is not None:
+            return f"{self.study}: {self.speed}"
         words = [f"{name}={value}" for name, value in self.options.items()]
         words += [f"by {self.knob.name}"] if self.knob is not None else []
         words += [str(word) for word in (self.aim, self.order) if word is not None]
@@ -238,6 +247,10 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
     for one in _configurations(studies):
         published = SPARSE_METHODS[one.method].as_published
         yield replace(one, options={**published, **one.options})
+    if "speeds" in studies:
+        for speed in SPEEDS:
+            # the model says which method that is.
+            yield Configuration(study="speeds", method="dense", options={}, order=None, speed=speed)
     if "seconds" in studies:
         yield Configuration(study="seconds", method="dense", options={}, order=None)
         for value in TIMED_COMPUTED:

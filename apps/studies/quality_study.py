@@ -48,6 +48,9 @@ AIM_TRIALS = 6
 # a batch of videos in memory.
 ROWS_IN_FLIGHT = 2
 
+# rows whose seconds are what is asked for: metrics on the side would take the processor from them.
+TIMED_STUDIES = ("seconds", "speeds")
+
 
 def _denoising(made: Sequence[Generated]) -> list[float]:
     """Seconds of denoising of each video, those of a batch shared out evenly."""
@@ -84,6 +87,7 @@ class QualityStudy:
         self._ssim_every = ssim_every
         self._folder = presets
         self._dense_seconds: list[float] = []
+        self._prepared: dict[tuple[bool, str], LoadedPipeline] = {}
         self.commit = commit
 
     def known(self, configuration: Configuration) -> bool:
@@ -133,8 +137,7 @@ class QualityStudy:
                 for place, configuration in enumerate(todo, 1):
                     label = f"[{place}/{len(todo)}] {configuration}"
                     pending.append(self._measure(configuration, label, frames, pool))
-                    # metrics on the side would take the processor from what is timed.
-                    kept = 0 if configuration.study == "seconds" else ROWS_IN_FLIGHT
+                    kept = 0 if configuration.study in TIMED_STUDIES else ROWS_IN_FLIGHT
                     while len(pending) > kept or (
                         pending and all(future.done() for future in pending[0].measured)
                     ):
@@ -193,14 +196,20 @@ class QualityStudy:
             },
         }
 
-    def _generate(self, requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
+    def _generate(
+        self,
+        requests: Sequence[GenerateRequest],
+        label: str,
+        loaded: LoadedPipeline | None = None,
+    ) -> list[Generated]:
         from vidsparse.pipelines.generate import generate_batch
 
         made: list[Generated] = []
+        loaded = loaded or self._loaded
         with step_bar(self._terminal, label) as progress:
             for start in range(0, len(requests), self._batch):
                 made += generate_batch(
-                    self._loaded, requests[start : start + self._batch], progress=progress
+                    loaded, requests[start : start + self._batch], progress=progress
                 )
         return made
 
@@ -214,6 +223,9 @@ class QualityStudy:
         """Make one configuration's videos and hand them to the pool; the metrics come later."""
         from vidsparse.methods import make_method
 
+        if configuration.speed is not None:
+            row, made = self._sped(configuration.speed, label)
+            return self._pending(configuration, row, dense, made, pool)
         if configuration.promise is not None:
             row, made = self._promised(configuration, configuration.promise, label)
             return self._pending(configuration, row, dense, made, pool)
@@ -256,7 +268,6 @@ class QualityStudy:
         seconds = _denoising(made)
         row = {
             "method": configuration.method,
-            **own,
             "total": spread([record["total"] for record in records]).mean,
             "selected": spread([record["selected"] for record in records]).mean,
             "computed": spread([record["computed"] for record in records]).mean,
@@ -270,6 +281,7 @@ class QualityStudy:
             "study": configuration.study,
             "own_order": configuration.order is None,
             "calibrated": configuration.calibrated,
+            **own,
         }
         measured = [
             pool.submit(compare_videos, a, one.frames, ssim_every=self._ssim_every)
@@ -309,6 +321,49 @@ class QualityStudy:
             for request in self._requests
         ]
         return self._generate(requests, label)
+
+    def _sped(self, speed: str, label: str) -> tuple[dict[str, Any], list[Generated]]:
+        """Videos by a bundle as ``generate --speed`` makes them, and what the row says of it."""
+        from vidsparse.pipelines.models import load
+        from vidsparse.pipelines.request import resolve
+
+        wanted = [unsettled(request, speed=speed) for request in self._requests]
+        requests = [resolve(request, self._loaded.ref.defaults) for request in wanted]
+        first = requests[0]
+        assert first.linear is not None
+        parts = bool(first.compile), first.linear
+        loaded = self._loaded
+        if parts != (False, "none"):
+            # compiled blocks and rounded weights stay: they have a pipeline of their own.
+            if parts not in self._prepared:
+                self._prepared[parts] = load(
+                    first.model,
+                    device=first.device,
+                    dtype=first.dtype,
+                    compile=parts[0],
+                    linear=parts[1],
+                )
+                self._prepared[parts].pipe.set_progress_bar_config(disable=True)
+            loaded = self._prepared[parts]
+        made = self._generate(requests, label, loaded)
+        row = {
+            "method": first.method,
+            "options": {
+                **first.method_options,
+                "order": first.order,
+                "reuse": first.reuse,
+                "refresh": first.refresh,
+                "dense_ends": first.dense_layers,
+                "dense_steps": first.dense_steps,
+            },
+            "aim": None,
+            "target": None,
+            "speed": speed,
+            "compile": parts[0],
+            "linear": parts[1],
+            "cache": first.cache,
+        }
+        return row, made
 
     def _promised(
         self, configuration: Configuration, psnr: float, label: str

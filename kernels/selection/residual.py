@@ -3,19 +3,17 @@
 Shape legend: B batch, H heads, S tokens, D head dim, M rows of a query tile, R query tiles of a
 block, N keys of a chunk, TQ = ceil(S / M) query tiles, TK = ceil(S / N) chunks, G blocks.
 
-For a query tile t and a chunk j of n keys, from means and variances of every channel alone, with c
-the scale of the scores:
+``vidsparse.residual.error_of_means`` is the definition. For a query tile and a chunk of n keys,
+from means and variances of every channel alone, with c the scale of the scores:
 
-    s_j = c q_t·k_j + ln n + c²/2 Σ_d ((q_t² + var q_t) var k_j + var q_t k_j²)   the chunk's logit
-    σ²  = c² Σ_d (q_t² + var q_t) var k_j                      spread of the logits inside the chunk
-    p_j = e^{s_j} / Σ_g e^{s_g},  o = Σ_g e^{s_g} v_g / Σ_g e^{s_g}
-    E_j = rows_t p_j² (σ² var v_j / n + σ⁴/4 |v_j - o|²)
+    σ² = c² Σ_d (q² + var q) var k          spread of the logits inside the chunk
+    b  = σ²/2, from σ² = 2 ln n on σ sqrt(2 ln n) - ln n
+    p  = softmax(c q·k + ln n + b),  o = Σ p v
+    E  = rows p² ((min(e^σ², n) - 1) / n var v + (1 - e^-b)² |v - o|²)
 
 E is the squared error to expect of a mean in the chunk's place: values that go with the logits are
 the first term, mass that a mean misses the second. A block's score of a chunk is the sum of its
-tiles' E. The sums that p and o divide by run over groups g, which may be the chunks themselves or
-several of them: coarser ones cost less, and what they are off by is a factor of all chunks of a
-tile.
+tiles' E.
 
 Products are in 16 bits and sums in fp32: a choice needs no more. Nor does it need scores in more
 than the leading 15 bits of a number in fp32, which order as it does.
@@ -35,7 +33,7 @@ from ..hardware import device_facts
 from ..tokens.moments import Moments
 
 OUTPUT_TILES = 32
-OUTPUT_GROUPS = 64
+OUTPUT_CHUNKS = 64
 OUTPUT_WARPS = 4
 SCORE_TILES = 64
 # two stages of 64 chunks beside the query tiles want 114 KiB at D = 128, 176 KiB where tensor cores
@@ -58,7 +56,6 @@ def score_chunks(shared: int) -> int:
 def _logits(
     q,
     q_square,
-    q_variance,
     k_ptr,
     k_variance_ptr,
     chunk,
@@ -69,18 +66,19 @@ def _logits(
     BLOCK_D: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Logits of query tiles and chunks, their spreads, and the keys of the chunks."""
+    """Logits of query tiles and chunks, what spreads add to them, spreads, keys of the chunks."""
     off_d = tl.arange(0, BLOCK_D)
     there = (chunk < TK)[:, None] & (off_d < D)[None, :]
     off = chunk[:, None] * D + off_d[None, :]
     k = tl.load(k_ptr + off, mask=there, other=0.0)
     k_variance = tl.load(k_variance_ptr + off, mask=there, other=0.0)
-    wide = k.to(tl.float32)
     spread = tl.dot(q_square, tl.trans(k_variance)) * (scale * scale)
-    across = tl.dot(q_variance, tl.trans((wide * wide).to(q_variance.dtype))) * (scale * scale)
     keys = tl.maximum(tl.minimum(S - chunk * N, N), 1).to(tl.float32)
-    logits = tl.dot(q, tl.trans(k)) * scale + 0.5 * (spread + across) + tl.log(keys)[None, :]
-    return logits, spread, keys
+    most = tl.log(keys)[None, :]
+    # n numbers have no tail beyond sqrt(2 ln n) deviations.
+    frozen = tl.sqrt(2.0 * most * spread) - most
+    gained = tl.where(spread < 2.0 * most, 0.5 * spread, frozen)
+    return tl.dot(q, tl.trans(k)) * scale + most + gained, gained, spread, keys
 
 
 @triton.jit
@@ -116,8 +114,7 @@ def outputs_kernel(
     off = (head * TQ + tile)[:, None] * D + off_d[None, :]
     there = (tile < TQ)[:, None] & (off_d < D)[None, :]
     q = tl.load(q_ptr + off, mask=there, other=0.0)
-    q_variance = tl.load(q_variance_ptr + off, mask=there, other=0.0)
-    q_square = _square(q, q_variance)
+    q_square = _square(q, tl.load(q_variance_ptr + off, mask=there, other=0.0))
     k_ptr += head * TK * D
     k_variance_ptr += head * TK * D
     v_ptr += head * TK * D
@@ -126,8 +123,8 @@ def outputs_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], dtype=tl.float32)
     for first in tl.range(0, TK, BLOCK_K, num_stages=STAGES):
         chunk = first + tl.arange(0, BLOCK_K)
-        logits, _, _ = _logits(
-            q, q_square, q_variance, k_ptr, k_variance_ptr, chunk, TK, S, scale, D, BLOCK_D, N
+        logits, _, _, _ = _logits(
+            q, q_square, k_ptr, k_variance_ptr, chunk, TK, S, scale, D, BLOCK_D, N
         )
         logits = tl.where((chunk < TK)[None, :], logits, -float("inf"))
         new_largest = tl.maximum(largest, tl.max(logits, 1))
@@ -179,8 +176,7 @@ def residual_kernel(
     off = (head * TQ + tile)[:, None] * D + off_d[None, :]
     there = (tile < TQ)[:, None] & (off_d < D)[None, :]
     q = tl.load(q_ptr + off, mask=there, other=0.0)
-    q_variance = tl.load(q_variance_ptr + off, mask=there, other=0.0)
-    q_square = _square(q, q_variance)
+    q_square = _square(q, tl.load(q_variance_ptr + off, mask=there, other=0.0))
     out = tl.load(out_ptr + off, mask=there, other=0.0)
     out_square = tl.sum(out.to(tl.float32) * out.to(tl.float32), 1)
     lse = tl.load(lse_ptr + head * TQ + tile, mask=tile < TQ, other=0.0)
@@ -195,8 +191,8 @@ def residual_kernel(
         begin, tl.minimum(begin + STEPS * BLOCK_K, TK), BLOCK_K, num_stages=STAGES
     ):
         chunk = first + tl.arange(0, BLOCK_K)
-        logits, spread, keys = _logits(
-            q, q_square, q_variance, k_ptr, k_variance_ptr, chunk, TK, S, scale, D, BLOCK_D, N
+        logits, gained, spread, keys = _logits(
+            q, q_square, k_ptr, k_variance_ptr, chunk, TK, S, scale, D, BLOCK_D, N
         )
         v = tl.load(
             v_ptr + chunk[:, None] * D + off_d[None, :],
@@ -207,8 +203,10 @@ def residual_kernel(
         v_square = tl.sum(v.to(tl.float32) * v.to(tl.float32), 1)
         away = out_square[:, None] + v_square[None, :] - 2.0 * tl.dot(out, tl.trans(v))
         share = tl.exp(logits - lse[:, None])
-        error = spread * (v_variance / keys)[None, :]
-        error += 0.25 * spread * spread * tl.maximum(away, 0.0)
+        most = tl.log(keys)[None, :]
+        inside = (tl.exp(tl.minimum(spread, most)) - 1.0) / keys[None, :]
+        missed = 1.0 - tl.exp(-gained)
+        error = inside * v_variance[None, :] + missed * missed * tl.maximum(away, 0.0)
         error = error * share * share * rows[:, None]
         if R > 1:
             error = tl.sum(tl.reshape(error, [BLOCK_Q // R, R, BLOCK_K]), 1)
@@ -269,51 +267,40 @@ def largest_kernel(
     tl.store(words_ptr + entry * W + word, tl.sum(bits, 1), mask=word < W)
 
 
-def residual_ranks(
-    q: Moments,
-    k: Moments,
-    v: Moments,
-    k_groups: Moments,
-    v_groups: Moments,
-    per_block: int,
-    scale: float,
-) -> Tensor:
+def residual_ranks(q: Moments, k: Moments, v: Moments, per_block: int, scale: float) -> Tensor:
     """What the scores of all blocks and chunks rank by, int16 ``[B, H, G, TK]``.
 
     Args:
         q: moments of query tiles, variances of every channel.
         k: the same of chunks.
         v: moments of chunks, variances summed over channels.
-        k_groups: the same as ``k`` of what the sums run over, chunks or groups of them.
-        v_groups: means of their values.
         per_block: query tiles of a block, a divisor of 64; they are neighbours.
         scale: factor on q·k.
     """
     batch, heads, q_tiles, dim = q.mean.shape
-    chunks, groups = k.mean.shape[2], k_groups.mean.shape[2]
+    chunks = k.mean.shape[2]
     blocks = triton.cdiv(q_tiles, per_block)
     out = torch.empty_like(q.mean)
     lse = q.mean.new_empty(batch, heads, q_tiles, dtype=torch.float32)
     ranks = q.mean.new_empty(batch, heads, blocks, chunks, dtype=torch.int16)
-    dims = {"D": dim, "BLOCK_D": triton.next_power_of_2(dim), "STAGES": STAGES}
+    sizes = {"D": dim, "BLOCK_D": triton.next_power_of_2(dim), "N": k.size, "STAGES": STAGES}
     with torch.cuda.device_of(ranks):  # type: ignore[no-untyped-call]
         outputs_kernel[(triton.cdiv(q_tiles, OUTPUT_TILES), batch * heads)](
             q.mean,
             q.variance,
-            k_groups.mean,
-            k_groups.variance,
-            v_groups.mean,
+            k.mean,
+            k.variance,
+            v.mean,
             out,
             lse,
             q_tiles,
-            groups,
+            chunks,
             q.tokens,
             scale,
-            N=k_groups.size,
             BLOCK_Q=OUTPUT_TILES,
-            BLOCK_K=OUTPUT_GROUPS,
+            BLOCK_K=OUTPUT_CHUNKS,
             num_warps=OUTPUT_WARPS,
-            **dims,
+            **sizes,
         )
         rows = triton.cdiv(q_tiles, SCORE_TILES)
         at_once = score_chunks(device_facts(ranks.device).shared_bytes)
@@ -334,13 +321,12 @@ def residual_ranks(
             q.tokens,
             scale,
             M=q.size,
-            N=k.size,
             R=per_block,
             BLOCK_Q=SCORE_TILES,
             BLOCK_K=at_once,
             STEPS=SCORE_STEPS,
             num_warps=SCORE_WARPS,
-            **dims,
+            **sizes,
         )
     return ranks
 

@@ -106,9 +106,7 @@ def moments_kernel(
 @triton.jit
 def merge_kernel(
     mean_ptr,
-    variance_ptr,
-    out_mean_ptr,
-    out_variance_ptr,
+    out_ptr,
     S,
     T,
     P,
@@ -118,52 +116,36 @@ def merge_kernel(
     EACH: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Moments of groups of EACH tiles, from those of the tiles."""
+    """Means of groups of EACH tiles, from those of the tiles."""
     head = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     off_d = tl.arange(0, BLOCK_D)
     dim_alive = (off_d < D)[None, :]
     total = tl.zeros([BLOCK_P, BLOCK_D], dtype=tl.float32)
-    squares = tl.zeros([BLOCK_P, BLOCK_D], dtype=tl.float32)
     for i in tl.static_range(EACH):
         tile = group * EACH + i
         count = tl.minimum(tl.maximum(S - tile * N, 0), N).to(tl.float32)[:, None]
         off = (head * T + tile)[:, None] * D + off_d[None, :]
         there = (tile < T)[:, None] & dim_alive
-        mean = tl.load(mean_ptr + off, mask=there, other=0.0).to(tl.float32)
-        total += mean * count
-        if variance_ptr is not None:
-            variance = tl.load(variance_ptr + off, mask=there, other=0.0).to(tl.float32)
-            squares += (variance + mean * mean) * count
+        total += tl.load(mean_ptr + off, mask=there, other=0.0).to(tl.float32) * count
     size = tl.minimum(tl.maximum(S - group * (EACH * N), 1), EACH * N).to(tl.float32)[:, None]
-    mean = total / size
     off = (head * P + group)[:, None] * D + off_d[None, :]
     there = (group < P)[:, None] & dim_alive
-    tl.store(out_mean_ptr + off, mean.to(out_mean_ptr.dtype.element_ty), mask=there)
-    if variance_ptr is not None:
-        variance = tl.maximum(squares / size - mean * mean, 0.0)
-        tl.store(out_variance_ptr + off, variance.to(out_variance_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + off, (total / size).to(out_ptr.dtype.element_ty), mask=there)
 
 
 MERGE_GROUPS = 16
 
 
-def merge_moments(fine: Moments, size: int) -> Moments:
-    """Moments of tiles of ``size`` tokens, a multiple of those of ``fine``.
-
-    Variances only where ``fine`` has those of every channel; else they are an empty tensor.
-    """
+def merge_means(fine: Moments, size: int) -> Tensor:
+    """Means ``[B, H, P, D]`` of groups of ``size`` tokens, a multiple of those of ``fine``."""
     batch, heads, tiles, dim = fine.mean.shape
     groups = triton.cdiv(fine.tokens, size)
     mean = fine.mean.new_empty(batch, heads, groups, dim)
-    of_channels = fine.variance.dim() == 4
-    variance = fine.variance.new_empty(mean.shape if of_channels else (0,))
     with torch.cuda.device_of(mean):  # type: ignore[no-untyped-call]
         merge_kernel[(triton.cdiv(groups, MERGE_GROUPS), batch * heads)](
             fine.mean,
-            fine.variance if of_channels else None,
             mean,
-            variance,
             fine.tokens,
             tiles,
             groups,
@@ -174,7 +156,7 @@ def merge_moments(fine: Moments, size: int) -> Moments:
             BLOCK_P=MERGE_GROUPS,
             num_warps=WARPS,
         )
-    return Moments(mean, variance, size, fine.tokens)
+    return mean
 
 
 def reorder_and_measure(

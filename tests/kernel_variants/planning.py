@@ -429,13 +429,12 @@ def adding(cc: int, head_dim: int, bits: int) -> Variant:
 
 
 def merging(cc: int, head_dim: int) -> Variant:
-    """Moments of groups of tiles."""
-    names = ("mean", "variance", "out_mean", "out_variance")
+    """Means of groups of tiles."""
     return make_variant(
         cc,
         f"merge D={head_dim}",
         moments.merge_kernel,
-        pointers_to(**dict.fromkeys(names, "bf16")),
+        pointers_to(mean="bf16", out="bf16"),
         {
             "D": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),
@@ -448,11 +447,12 @@ def merging(cc: int, head_dim: int) -> Variant:
 
 
 def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
-    """What Foresight ranks chunks by, and the choice of the largest."""
+    """What Foresight ranks chunks by."""
     sizes = {
         "D": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "STAGES": residual.STAGES,
+        "N": 16,
     }
     both = pointers_to(q="bf16", q_variance="bf16", k="bf16", k_variance="bf16", v="bf16")
     both |= pointers_to(out="bf16", lse="fp32")
@@ -461,7 +461,7 @@ def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
         f"outputs D={head_dim}",
         residual.outputs_kernel,
         both,
-        sizes | {"N": 64, "BLOCK_Q": residual.OUTPUT_TILES, "BLOCK_K": residual.OUTPUT_GROUPS},
+        sizes | {"BLOCK_Q": residual.OUTPUT_TILES, "BLOCK_K": residual.OUTPUT_CHUNKS},
         residual.OUTPUT_WARPS,
         floats=("scale",),
     )
@@ -472,9 +472,8 @@ def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
         both | pointers_to(v_variance="fp32", ranks="i16"),
         sizes
         | {
-            "M": 32,
-            "N": 16,
-            "R": 4,
+            "M": 16,
+            "R": 8,
             "BLOCK_Q": residual.SCORE_TILES,
             "BLOCK_K": residual.score_chunks(SHARED_KIB[cc] * 1024),
             "STEPS": residual.SCORE_STEPS,

@@ -130,7 +130,7 @@ class FgAttn(SparseMethod):
             return choose_tiles(pooled_scores(q, k, self.tile), top_p, self.topk)
         if v is None:
             raise OptionError("the residual score looks at values, and got queries and keys alone")
-        errors = error_of_means(q, k, v, self.tile[0], self.tile)
+        errors = error_of_means(q, k, v, self.tile)
         # the softmax of logarithms is each error's share of their sum.
         return choose_tiles(errors.clamp_min(LEAST_ERROR).log(), top_p, self.topk)
 

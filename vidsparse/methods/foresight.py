@@ -24,15 +24,15 @@ from vidsparse.methods.base import (
 )
 from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.studied import Knob
-from vidsparse.residual import error_of_means
+from vidsparse.residual import FINEST_ROWS, error_of_means
 from vidsparse.site import CallSite
 
 if TYPE_CHECKING:
     from vidsparse.order import TokenOrder
 
 ROWS: Final = (16, 32, 64, 128)
-# short sequences are judged by finer tiles of queries: rows to the longest sequence that has them.
-ROWS_BY_LENGTH: Final = ((16, 4096), (32, 16384))
+# finer tiles are nearer to the truth, and what they cost grows with the square of the length.
+FINEST_TOKENS: Final = 40_000
 
 
 def _rows(text: str) -> int | None:
@@ -52,8 +52,8 @@ class Foresight(SparseMethod):
     Calibrated, every layer has a share of its own (``vidsparse calibrate``), found on whole videos;
     a share still counts alike for all blocks and heads of its layer.
 
-    ``rows`` are the query rows of a tile that is judged as one; None takes 16 up to 4,096 tokens,
-    32 up to 16,384, then 128, no more than M.
+    ``rows`` are the query rows of a tile that is judged as one; None takes 16 up to 40,000 tokens,
+    32 beyond, no more than M.
 
     Raises:
         OptionError: ``share`` outside (0, 1], ``rows`` that do not divide M, a tile or a group of
@@ -116,10 +116,8 @@ class Foresight(SparseMethod):
 
     def rows_for(self, tokens: int) -> int:
         """Query rows of a tile that is judged as one, in a sequence of so many tokens."""
-        if self.rows is not None:
-            return self.rows
-        by_length = next((rows for rows, most in ROWS_BY_LENGTH if tokens <= most), 128)
-        return min(by_length, self.tile[0])
+        by_length = FINEST_ROWS if tokens <= FINEST_TOKENS else 2 * FINEST_ROWS
+        return self.rows or min(by_length, self.tile[0])
 
     def share_at(self, site: CallSite) -> float:
         """The share of the call's layer."""
@@ -140,7 +138,7 @@ class Foresight(SparseMethod):
         """
         if v is None:
             raise OptionError("foresight chooses by values, too, and got queries and keys alone")
-        score = error_of_means(q, k, v, self.rows_for(q.shape[2]), self.tile)
+        score = error_of_means(q, k, v, self.tile, self.rows_for(q.shape[2]))
         chunks = site.grid.video_tiles(self.tile[1])
         best = score[..., :chunks].topk(self.listed(chunks, site)).indices
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True)
@@ -155,26 +153,20 @@ class Foresight(SparseMethod):
     ) -> BlockChoice:
         """Order and ``select`` by kernels."""
         from vidsparse.kernels.selection.residual import largest_chunks, residual_ranks
-        from vidsparse.kernels.tokens.moments import merge_moments, reorder_and_measure
+        from vidsparse.kernels.tokens.moments import merge_means, reorder_and_measure
 
         tokens, (rows, keys) = q.shape[2], self.tile
         judged = self.rows_for(tokens)
         q, q_tiles = reorder_and_measure(q, order.permutation, judged)
         k, k_chunks = reorder_and_measure(k, order.permutation, keys)
         v, v_chunks = reorder_and_measure(v, order.permutation, keys, summed=True)
-        size = max(self.means or 0, 4 * keys)
-        k_groups, v_groups = merge_moments(k_chunks, size), merge_moments(v_chunks, size)
-        # the sum over groups is off by a factor, which all chunks of a tile share: where a block is
-        # one tile it changes nothing, among several it would weigh them wrongly.
-        summed = (k_groups, v_groups) if judged == rows else (k_chunks, v_chunks)
-        ranks = residual_ranks(
-            q_tiles, k_chunks, v_chunks, *summed, rows // judged, q.shape[-1] ** -0.5
-        )
+        ranks = residual_ranks(q_tiles, k_chunks, v_chunks, rows // judged, q.shape[-1] ** -0.5)
         chunks = site.grid.video_tiles(keys)
         words, count = largest_chunks(
             ranks, self.listed(chunks, site), chunks, site.grid.video_tiles(rows)
         )
         # a mean that text has a part in would pull the video's keys towards it.
-        shared = site.grid.text or size != self.means
-        means = None if shared else (k_groups.mean, v_groups.mean)
+        means = None
+        if self.means is not None and not site.grid.text:
+            means = merge_means(k_chunks, self.means), merge_means(v_chunks, self.means)
         return BlockChoice(q, k, v, words, count, means)
