@@ -75,5 +75,5 @@ def error_of_means(
         error = share.square() * (inside * v_variance + missed * away.clamp_min(0))
         error *= q_sizes[part].unsqueeze(-1)
         error = F.pad(error, (0, 0, 0, -error.shape[2] % per_block))
-        found.append(error.unflatten(2, (-1, per_block)).sum(3))
+        found.append(error.reshape(*error.shape[:2], -1, per_block, error.shape[3]).sum(3))
     return torch.cat(found, 2)

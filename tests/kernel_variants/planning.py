@@ -475,7 +475,7 @@ def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
             "M": 16,
             "R": 8,
             "BLOCK_Q": residual.SCORE_TILES,
-            "BLOCK_K": residual.score_chunks(SHARED_KIB[cc] * 1024),
+            "BLOCK_K": residual.SCORE_CHUNKS,
             "STEPS": residual.SCORE_STEPS,
         },
         residual.SCORE_WARPS,
