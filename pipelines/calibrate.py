@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.calibration import CALIBRATORS, Calibrator, Extent, Pass
+from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, OutputError
 from vidsparse.files import clear_partial, write_whole
 from vidsparse.logs import logger
@@ -39,7 +40,7 @@ Progress = Callable[[str, int, int], None]
 """Told what is being done, the steps that are done and all steps."""
 
 
-_STATE: Final = 5
+_STATE: Final = 6
 """Version of what calibrators keep; progress of another is not taken up."""
 
 
@@ -218,7 +219,7 @@ class _Run:
             schedule["implementation"] = self._request.implementation
         with sparsify(self._loaded.pipe, one.method or "dense", **schedule) as handle:
             for engine in handle.engines:
-                engine.observer = self.observe
+                engine.observer = partial(self._observe, engine)
             if one.forwards:
                 LayersAlone(handle, one.forwards, partial(self.calibrator.compare, self.number))
             yield handle
@@ -260,10 +261,13 @@ class _Run:
             return math.fsum(took.values())
         return math.fsum(plain) / len(plain) * len(took)
 
-    def observe(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
+    def _observe(
+        self, engine: AttentionEngine, q: Tensor, k: Tensor, v: Tensor, site: CallSite
+    ) -> None:
         """Show a call to the calibrator where it wants to see it."""
         grid = site.grid
-        if grid.tokens != q.shape[2]:
+        # of a forward that is made again, calls were seen before.
+        if grid.tokens != q.shape[2] or engine.only:
             return
         self._grid = torch.tensor([grid.frames, grid.height, grid.width])
         self._timesteps[site.step] = site.timestep

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from budget import random_qkv
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,12 +54,15 @@ def test_shares_have_the_mean_asked_for_and_none_could_be_moved_with_gain(
     worth: list[float], steepness: float, mean: float
 ) -> None:
     of = torch.tensor(worth, dtype=torch.float64)
-    shares = allocate(of, steepness, mean)
+    # every second falls more steeply.
+    power = torch.tensor([steepness, 1.5 * steepness] * len(worth), dtype=torch.float64)
+    power = power[: len(worth)]
+    shares = allocate(of, power, 0.2, mean)
     assert float(shares.mean()) == pytest.approx(mean, abs=1e-6)
     assert float(shares.min()) >= LEAST - 1e-9
     assert float(shares.max()) <= 1
     # one more pair helps alike in all layers that are not at an end.
-    slope = of * shares ** (-steepness - 1)
+    slope = power * of * (shares / 0.2) ** -power / shares
     inside = (shares > LEAST + 1e-9) & (shares < 1 - 1e-9)
     if bool(inside.any()):
         torch.testing.assert_close(slope[inside], slope[inside][:1].expand(int(inside.sum())))
@@ -97,7 +101,10 @@ def watched(
 
 def shares_of(method: Foresight) -> list[float]:
     grid = TokenGrid(1, 1, 1)
-    return [method.share_at(CallSite(layer, 5, 0.0, grid)) for layer in range(len(WORTH))]
+    sites = [CallSite(layer, 5, 0.0, grid) for layer in range(len(WORTH))]
+    # of ten thousand chunks.
+    listed = [method.listed(10_000, one, 2, torch.device("cpu")) for one in sites]
+    return [float(each.double().mean()) / 1e4 for each in listed]
 
 
 def video_of(method: Any, prompt: int, worth: Sequence[float] = WORTH) -> Video:
@@ -123,6 +130,42 @@ def test_it_finds_what_layers_are_worth(look: str) -> None:
     assert measured["worth"] == pytest.approx(list(WORTH), abs=0.02)
     assert sum(measured["layers"]) / len(WORTH) == pytest.approx(0.2, abs=1e-3)
     assert max(measured["layers"]) == measured["layers"][0]
+
+
+def test_heads_whose_means_err_get_the_pairs_of_those_whose_means_are_exact() -> None:
+    grid = TokenGrid(4, 16, 16)
+    q, k, v = random_qkv(grid.tokens, 32, torch.float32, heads=2)
+    # the first head attends to all alike, which means say exactly; the second to single keys.
+    q[:, 0] = 0
+    q[:, 1] *= 4
+    subject = calibrator()
+    for layer in range(len(WORTH)):
+        for branch in ("conditional", "unconditional"):
+            given = (q, k, v) if branch == "conditional" else (v, q, k)
+            subject.observe(0, *given, CallSite(layer, 5, 0.0, grid, branch))
+    found = watched(subject).measured()
+    for first, second in found["heads"]:
+        assert LEAST <= first < 0.5 * second
+    assert sum(found["layers"]) / len(WORTH) == pytest.approx(0.2, abs=1e-3)
+    # the worth of a layer is its own, whatever its heads are.
+    assert found["worth"] == pytest.approx(list(WORTH), abs=0.02)
+    table = subject.tables()["share"]
+    assert table.shape == (1, len(WORTH), 2)
+    assert not Foresight(numbers=Numbers({"share": table}, None)).equal_heads
+    assert Foresight(numbers=Numbers({"share": table[..., :1]}, None)).equal_heads
+
+
+def test_what_heads_err_is_known_again_after_a_stop() -> None:
+    grid = TokenGrid(4, 16, 16)
+    subject, again = calibrator(), calibrator()
+    site = CallSite(1, 5, 0.0, grid)
+    subject.observe(0, *random_qkv(grid.tokens, 32, torch.float32, heads=2), site)
+    again.restore(subject.state())
+    shares = again.found(None)["share"]
+    torch.testing.assert_close(shares, subject.found(None)["share"])
+    assert len(shares[0, 1].unique()) == 2
+    # of the other layers nothing was seen.
+    assert len(shares[0, 0].unique()) == 1
 
 
 @pytest.mark.parametrize("look", ["forwards", "videos"])

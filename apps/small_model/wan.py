@@ -102,17 +102,17 @@ class Wan(SmallModel):
         },
         method="foresight",
         speeds={
-            "high": {"psnr": 39.7, "prompts": 24},
+            "high": {"psnr": 40.1, "prompts": 24},
             "balanced": {
-                "psnr": 35.4,
+                "psnr": 35.7,
                 "prompts": 24,
                 "method_options": {"share": 0.09},
                 "schedule": {"refresh": 0.1},
             },
             # where its steps alternate, taylorseer extrapolates the wrong way (docs/speed.md).
             "fast": {
-                "psnr": 35.1,
-                "prompts": 6,
+                "psnr": 35.7,
+                "prompts": 24,
                 "cache": "first-block",
                 "method_options": {"share": 0.09},
                 "schedule": {"refresh": 0.1},

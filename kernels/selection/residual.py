@@ -215,28 +215,30 @@ def residual_kernel(
 @triton.jit
 def largest_kernel(
     ranks_ptr,
+    kept_ptr,
     words_ptr,
     count_ptr,
     TK,
     W,
     G,
+    H,
     OPEN_CHUNKS,
     OPEN_BLOCKS,
-    KEPT,
     BLOCK_K: tl.constexpr,
 ):
-    """Bits of the KEPT chunks of largest rank in a block's row, and of all from OPEN_CHUNKS on.
+    """Bits of the chunks of largest rank in a block's row, and of all from OPEN_CHUNKS on.
 
-    Blocks from OPEN_BLOCKS on keep every chunk. Of equal ranks the first chunks are kept, so that
-    all other blocks keep the same number.
+    Every head has a number of them. Blocks from OPEN_BLOCKS on keep every chunk. Of equal ranks the
+    first chunks are kept, so that all other blocks of a head keep the same number.
     """
     entry = tl.program_id(0).to(tl.int64)
+    wanted = tl.load(kept_ptr + entry // G % H)
     off = tl.arange(0, BLOCK_K)
     chosen = off < OPEN_CHUNKS
     # what is not there never reaches a threshold.
     rank = tl.load(ranks_ptr + entry * TK + off, mask=chosen, other=-1).to(tl.int32)
     low = tl.zeros([], dtype=tl.int32)
-    # the largest rank that at least KEPT chunks reach, two bits at a time: three counts in one sum.
+    # the largest rank that so many chunks reach, two bits at a time: three counts in one sum.
     for i in tl.static_range(8):
         at = (rank - low) >> (14 - 2 * i)
         reached = (
@@ -244,13 +246,13 @@ def largest_kernel(
         )
         total = tl.sum(reached, 0)
         mask = (1 << 21) - 1
-        steps = ((total & mask) >= KEPT).to(tl.int32)
-        steps += (((total >> 21) & mask) >= KEPT).to(tl.int32)
-        steps += ((total >> 42) >= KEPT).to(tl.int32)
+        steps = ((total & mask) >= wanted).to(tl.int32)
+        steps += (((total >> 21) & mask) >= wanted).to(tl.int32)
+        steps += ((total >> 42) >= wanted).to(tl.int32)
         low += steps << (14 - 2 * i)
     above = rank > low
     equal = rank == low
-    spare = KEPT - tl.sum(above.to(tl.int32), 0)
+    spare = wanted - tl.sum(above.to(tl.int32), 0)
     kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
     kept = kept | (entry % G >= OPEN_BLOCKS) | (off >= OPEN_CHUNKS)
     kept = kept & (off < TK)
@@ -324,12 +326,13 @@ def residual_ranks(q: Moments, k: Moments, v: Moments, per_block: int, scale: fl
 
 
 def largest_chunks(
-    ranks: Tensor, kept: int, open_chunks: int, open_blocks: int
+    ranks: Tensor, kept: Tensor, open_chunks: int, open_blocks: int
 ) -> tuple[Tensor, Tensor]:
-    """The ``kept`` chunks of largest rank in every row of ``ranks`` ``[B, H, G, TK]``.
+    """The chunks of largest rank in every row of ``ranks`` ``[B, H, G, TK]``.
 
-    They are chosen from the first ``open_chunks``; those behind are kept, too, and so are all
-    chunks of blocks from ``open_blocks`` on.
+    ``kept`` int32 ``[H]`` says how many of every head. They are chosen from the first
+    ``open_chunks``; those behind are kept, too, and so are all chunks of blocks from
+    ``open_blocks`` on.
 
     Returns:
         Bits, int32 ``[B, H, G, ceil(TK / 32)]``, and how many are set, int32 ``[B, H, G]``.
@@ -341,14 +344,15 @@ def largest_chunks(
     with torch.cuda.device_of(ranks):  # type: ignore[no-untyped-call]
         largest_kernel[(batch * heads * blocks,)](
             ranks,
+            kept,
             words,
             count,
             chunks,
             width,
             blocks,
+            heads,
             open_chunks,
             open_blocks,
-            kept,
             BLOCK_K=max(32, triton.next_power_of_2(chunks)),
             num_warps=TOP_WARPS,
         )

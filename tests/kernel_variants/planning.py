@@ -489,7 +489,7 @@ def choosing(cc: int, chunks: int) -> Variant:
         cc,
         f"largest of {chunks}",
         residual.largest_kernel,
-        pointers_to(ranks="i16", words="i32", count="i32"),
+        pointers_to(ranks="i16", kept="i32", words="i32", count="i32"),
         {"BLOCK_K": triton.next_power_of_2(chunks)},
         residual.TOP_WARPS,
     )

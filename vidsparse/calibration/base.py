@@ -130,7 +130,7 @@ class Calibrator(ABC):
     """The setting that bounds the relative L1 error of the method's output, where there is one."""
 
     divides_layers: ClassVar[bool] = False
-    """Whether its numbers say how much each layer needs, so that no layer is kept dense."""
+    """Whether its numbers say how much each layer or head needs, so that no layer is kept dense."""
 
     needs_target: ClassVar[bool] = False
     """Whether there is nothing to find without a target."""

@@ -1,4 +1,4 @@
-"""Foresight: a share for every layer, by what each is worth to whole videos."""
+"""Foresight: a share for every head, by what its layer is worth to whole videos."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from vidsparse.attention import attend
 from vidsparse.calibration.base import Calibrator, Pass, Video, check_count
 from vidsparse.calibration.target import Dial, mean, psnr_of
 from vidsparse.errors import OptionError
 from vidsparse.methods import Foresight, Numbers
 from vidsparse.methods.base import option
+from vidsparse.site import CallSite
 
 RAISED: Final = 3.0
 """How many times its share a layer gets, to see what it is worth."""
 
 LEAST: Final = 0.02
-"""The smallest share of a layer."""
+"""The smallest share of a head."""
+
+AROUND: Final = (0.5, 1.0, 2.0)
+"""Of the share that all have, those at which heads are looked at."""
 
 MOST_STEPS: Final = 4
 """In how many steps of a video layers are looked at one by one."""
@@ -31,15 +37,16 @@ _FLOOR: Final = 0.1
 _STEEPNESS: Final = (0.3, 4.0)
 
 
-def allocate(worth: Tensor, steepness: float, mean: float) -> Tensor:
-    """Shares of layers whose mean is ``mean`` and whose summed error is least.
+def allocate(worth: Tensor, steepness: Tensor, at: float, mean: float) -> Tensor:
+    """Shares of heads whose mean is ``mean`` and whose summed error is least.
 
-    A layer of worth w adds w s^-a to the error at share s, with a the ``steepness``. At the minimum
-    one more pair helps alike everywhere, so s goes with w^(1 / (1 + a)), between ``LEAST`` and 1.
+    A head of worth w and steepness a adds w (s / ``at``)^-a to the error at share s. At the minimum
+    one more pair helps alike everywhere: s^(1 + a) goes with a w at^a, between ``LEAST`` and 1.
 
     Args:
-        worth: a positive number for each layer.
-        steepness: a.
+        worth: a positive number for each head.
+        steepness: a positive number for each.
+        at: the share at which their errors are their worths.
         mean: in (0, 1].
 
     Returns:
@@ -47,13 +54,14 @@ def allocate(worth: Tensor, steepness: float, mean: float) -> Tensor:
     """
     if mean >= 1:
         return torch.ones_like(worth)
-    form = worth.double() ** (1 / (1 + steepness))
-    low, high = 0.0, 1 / float(form.min())
+    power = steepness.double()
+    form = (power * worth.double()).log() + power * math.log(at)
+    low, high = -1e3, 1e3
     least = min(LEAST, mean)
     # the mean grows with the factor: halving finds it to the last bit.
     for _ in range(200):
         factor = (low + high) / 2
-        shares = (form * factor).clamp(least, 1)
+        shares = ((form + factor) / (1 + power)).exp().clamp(least, 1)
         low, high = (factor, high) if float(shares.mean()) < mean else (low, factor)
     return shares.to(worth.dtype)
 
@@ -68,7 +76,7 @@ def _look(text: str) -> str:
 
 @dataclass(kw_only=True)
 class ForesightCalibrator(Calibrator):
-    """A share of listed chunks for every layer, and, where one is asked for, the video's quality.
+    """A share of listed chunks for every head, and, where one is asked for, the video's quality.
 
     What a layer is worth is how much it errs at the share that all have at first. ``look`` says
     what shows it. By ``forwards`` a dense video is made, and in a few of its steps the transformer
@@ -77,6 +85,10 @@ class ForesightCalibrator(Calibrator):
     steps, where it has as many. By ``videos`` whole ones are made, one with the same share in all
     layers, one with each layer's raised to three times that, and one with all raised: L + 2 runs,
     in which layers act on each other, and two videos are few to tell them apart by.
+
+    Heads of a layer differ more than layers do: some look at a few places, and others everywhere.
+    With ``forwards`` the calls of the same steps are attended at half, once and twice the share as
+    well. What each head errs then divides the layer's worth, and says how steeply it falls.
 
     ``allocate`` divides the pairs. The next ``probes`` prompts say whether that is right: where
     their videos are no nearer than with the same share in all layers, it stays the same in all.
@@ -103,7 +115,7 @@ class ForesightCalibrator(Calibrator):
     )  # fmt: skip
     probes: int = option(
         2, flag="--probes", metavar="N", convert=int,
-        help="prompts that show what each layer is worth",
+        help="prompts that show what each layer, and each head, is worth",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -117,6 +129,8 @@ class ForesightCalibrator(Calibrator):
         if self._raised <= self._share and self.look != "none":
             raise OptionError("a share of 1 leaves nothing to divide. Hint: --share 0.15.")
         layers = self.extent.parts * self.extent.layers
+        # of each head at the shares around, in shares of its calls' outputs.
+        self._of_heads = self.extent.table(len(AROUND)).double()
         # of each layer alone, summed over forwards, each of which has a sum of 1.
         self._alone = torch.zeros(self.extent.parts, self.extent.layers, dtype=torch.float64)
         # rows of passes, columns of prompts: log of the mean squared error.
@@ -156,6 +170,7 @@ class ForesightCalibrator(Calibrator):
             alone = Pass(
                 title="dense, and each layer alone",
                 method=plain,
+                steps=sampled,
                 forwards=sampled,
                 prompts=self.probes,
             )
@@ -200,6 +215,21 @@ class ForesightCalibrator(Calibrator):
             fewer.append({"refresh": left})
         return fewer
 
+    def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
+        """Keep what each head errs at the shares around the one that all have."""
+        if site.branch.startswith("unconditional"):
+            return
+        assert isinstance(self.method, Foresight)
+        # they are in order already, text last.
+        grid = replace(site.grid, text_first=False)
+        dense = F.scaled_dot_product_attention(q, k, v).double()
+        whole = float(dense.square().sum())
+        for place, factor in enumerate(AROUND):
+            method = replace(self.method, share=min(1.0, factor * self._share), numbers=None)
+            out = attend(q, k, v, grid, method, order="rowmajor")
+            errors = (out.double() - dense).square().sum((0, 2, 3)) / whole
+            self._of_heads[site.part, site.layer, :, place] += errors.cpu()
+
     def compare(self, number: int, part: int, errors: Sequence[float]) -> None:
         """Keep what each layer alone errs, in shares of what all of them do."""
         whole = math.fsum(errors)
@@ -231,6 +261,7 @@ class ForesightCalibrator(Calibrator):
         divided, alike = (mean(list(one.values())) for one in self._checks)
         if divided >= alike:
             self._worth = torch.full_like(self._worth, 1 / len(self._worth))
+            self._of_heads.zero_()
         target = self.search.target
         if target is not None and target.kind == "psnr":
             missing = target.value - psnr_of(min(divided, alike))
@@ -256,17 +287,19 @@ class ForesightCalibrator(Calibrator):
             self._worth = worth.clamp_min(_FLOOR / len(worth))
 
     def found(self, number: float | None) -> dict[str, Tensor]:
-        """The share of every layer, alike for its heads."""
+        """The share of every head."""
         return {"share": self._table(self._divided(number))}
 
     def seen(self) -> dict[str, Any]:
-        """What each layer is worth, alike where that is no better, and what it gets; in dB, how the
-        prompts of the check came out."""
+        """What each layer is worth, alike where that is no better, what it and its heads get; in
+        dB, how the prompts of the check came out."""
         if self.look == "none":
             return {}
         number = self.search.number if self.searches else None
+        shares = self._divided(number)
         return {
-            "layers": [round(share, 4) for share in self._divided(number).tolist()],
+            "layers": [round(share, 4) for share in shares.mean(-1).tolist()],
+            "heads": [[round(share, 4) for share in of_layer] for of_layer in shares.tolist()],
             "worth": [round(worth, 4) for worth in self._worth.tolist()],
             "checks": {
                 what: [round(psnr_of(error), 2) for error in one.values()]
@@ -278,6 +311,7 @@ class ForesightCalibrator(Calibrator):
     def known(self) -> dict[str, Tensor]:
         """Errors, and what was concluded."""
         return {
+            "of_heads": self._of_heads,
             "alone": self._alone,
             "errors": _to_table(self._errors, self.probes),
             "checks": _to_table(self._checks, 2 * self.probes),
@@ -288,6 +322,7 @@ class ForesightCalibrator(Calibrator):
 
     def recall(self, state: dict[str, Tensor]) -> None:
         """All of it."""
+        self._of_heads = state["of_heads"]
         self._alone = state["alone"]
         self._errors = _from_table(state["errors"])
         self._checks = _from_table(state["checks"])
@@ -296,14 +331,28 @@ class ForesightCalibrator(Calibrator):
         self._start = float(state["start"])
 
     def _divided(self, share: float | None) -> Tensor:
-        return allocate(self._worth, self._steepness, self._share if share is None else share)
+        """The share of every head, ``[P * L, H]``, whose mean is ``share``."""
+        errors = self._of_heads.flatten(0, 1)
+        heads = errors.shape[1]
+        least, at, most = errors.unbind(-1)
+        of_layer = at.sum(-1, keepdim=True)
+        # nobody looked, or there was nothing to see.
+        part = torch.where(of_layer > 0, at / of_layer, 1 / heads).clamp_min(_FLOOR / heads)
+        worth = self._worth.double().unsqueeze(-1) * part
+        low, high = _STEEPNESS
+        ratio = math.log(min(1.0, AROUND[-1] * self._share) / (AROUND[0] * self._share))
+        fall = ((least / most).log() / ratio).clamp(low, high)
+        seen = (least > 0) & (most > 0)
+        steepness = torch.where(seen, fall, self._steepness)
+        return allocate(worth, steepness, self._share, self._share if share is None else share)
 
     def _alike(self) -> Tensor:
         return torch.full_like(self._worth, self._share)
 
     def _table(self, shares: Tensor) -> Tensor:
+        """A table of shares of layers ``[P * L]`` or heads ``[P * L, H]``."""
         table = self.extent.table()
-        return table + shares.view(self.extent.parts, self.extent.layers, 1)
+        return table + shares.view(self.extent.parts, self.extent.layers, -1)
 
     def _with(self, shares: Tensor) -> Foresight:
         assert isinstance(self.method, Foresight)

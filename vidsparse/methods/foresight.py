@@ -49,8 +49,8 @@ class Foresight(SparseMethod):
     in Sol-Attn (arXiv 2607.24027), so that nothing is left out. Every block lists the same number
     of chunks, so all heads and all GPUs have the same work.
 
-    Calibrated, every layer has a share of its own (``vidsparse calibrate``), found on whole videos;
-    a share still counts alike for all blocks and heads of its layer.
+    Calibrated, every layer and head has a share of its own (``vidsparse calibrate``); a share still
+    counts alike for all blocks of its head.
 
     ``rows`` are the query rows of a tile that is judged as one; None takes 16 up to 40,000 tokens,
     32 beyond, no more than M.
@@ -111,24 +111,27 @@ class Foresight(SparseMethod):
 
     @property
     def equal_heads(self) -> bool:
-        """The share is the layer's; where a kernel joins tiles in a block, unions differ a bit."""
-        return True
+        """Unless numbers differ; where a kernel joins tiles in a block, unions differ a bit."""
+        if self.numbers is None or "share" not in self.numbers:
+            return True
+        table = self.numbers.tables["share"]
+        return bool((table == table[:, :, :1]).all())
 
     def rows_for(self, tokens: int) -> int:
         """Query rows of a tile that is judged as one, in a sequence of so many tokens."""
         by_length = FINEST_ROWS if tokens <= FINEST_TOKENS else 2 * FINEST_ROWS
         return self.rows or min(by_length, self.tile[0])
 
-    def share_at(self, site: CallSite) -> float:
-        """The share of the call's layer."""
-        if self.numbers is None or "share" not in self.numbers:
-            return self.share
-        # read where the table lies, on the CPU: what a block lists is the launch's own size.
-        return float(self.numbers.tables["share"][site.part, site.layer, 0])
+    def listed(self, chunks: int, site: CallSite, heads: int, device: torch.device) -> Tensor:
+        """How many of ``chunks`` a block of each of the call's heads lists, int32 ``[H]``.
 
-    def listed(self, chunks: int, site: CallSite) -> int:
-        """Chunks that a block lists of ``chunks``, at least one of any."""
-        return min(chunks, max(1, round(self.share_at(site) * chunks)))
+        At least one of any.
+        """
+        if self.numbers is None or "share" not in self.numbers:
+            count = min(chunks, max(1, round(self.share * chunks)))
+            return torch.full((heads,), count, dtype=torch.int32, device=device)
+        shares = self.numbers.of("share", site, device)[:heads]
+        return (shares * chunks).round().clamp(1, chunks).int()
 
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """The chunks of largest ``error_of_means``, bool ``[B, H, Tq, Tk]``.
@@ -140,8 +143,10 @@ class Foresight(SparseMethod):
             raise OptionError("foresight chooses by values, too, and got queries and keys alone")
         score = error_of_means(q, k, v, self.tile, self.rows_for(q.shape[2]))
         chunks = site.grid.video_tiles(self.tile[1])
-        best = score[..., :chunks].topk(self.listed(chunks, site)).indices
-        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True)
+        listed = self.listed(chunks, site, q.shape[1], q.device).view(-1, 1, 1)
+        order = score[..., :chunks].argsort(-1, descending=True)
+        kept = torch.arange(chunks, device=q.device) < listed
+        return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, kept.expand_as(order))
 
     def selection(self, q: Tensor) -> Selection:
         """By kernels of its own, for 16-bit queries and keys."""
@@ -162,9 +167,8 @@ class Foresight(SparseMethod):
         v, v_chunks = reorder_and_measure(v, order.permutation, keys, summed=True)
         ranks = residual_ranks(q_tiles, k_chunks, v_chunks, rows // judged, q.shape[-1] ** -0.5)
         chunks = site.grid.video_tiles(keys)
-        words, count = largest_chunks(
-            ranks, self.listed(chunks, site), chunks, site.grid.video_tiles(rows)
-        )
+        listed = self.listed(chunks, site, q.shape[1], q.device)
+        words, count = largest_chunks(ranks, listed, chunks, site.grid.video_tiles(rows))
         # a mean that text has a part in would pull the video's keys towards it.
         means = None
         if self.means is not None and not site.grid.text:
