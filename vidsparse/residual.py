@@ -11,8 +11,9 @@ from torch import Tensor
 FINEST_ROWS: Final = 16
 """Query rows of the finest tile that is judged as one."""
 
-# numbers that a step of the definition holds: a few of them at a time stay in a processor's cache.
-_AT_ONCE: Final = 2**20
+# tiles and chunks of a step, whose rows are finer than a mask's: 64 MB for each of a few tensors,
+# and so few steps that a GPU does not wait for their launches.
+_AT_ONCE: Final = 2**24
 
 
 def _moments(x: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -224,7 +224,7 @@ class QualityStudy:
         from vidsparse.methods import make_method
 
         if configuration.speed is not None:
-            row, made = self._sped(configuration.speed, label)
+            row, made = self._at_speed(configuration.speed, label)
             return self._pending(configuration, row, dense, made, pool)
         if configuration.promise is not None:
             row, made = self._promised(configuration, configuration.promise, label)
@@ -322,7 +322,7 @@ class QualityStudy:
         ]
         return self._generate(requests, label)
 
-    def _sped(self, speed: str, label: str) -> tuple[dict[str, Any], list[Generated]]:
+    def _at_speed(self, speed: str, label: str) -> tuple[dict[str, Any], list[Generated]]:
         """Videos by a bundle as ``generate --speed`` makes them, and what the row says of it."""
         from vidsparse.pipelines.models import load
         from vidsparse.pipelines.request import resolve
