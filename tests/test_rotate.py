@@ -9,6 +9,8 @@ import torch
 from kernel_cases import DEVICE, Case, listed
 from torch import Tensor
 
+from vidsparse.pipelines.projection import rotate, rotate_crosswise, rotate_stacked
+
 pytest.importorskip("triton", reason="Triton is not installed here")
 
 
@@ -95,12 +97,33 @@ def test_bfloat16(body: Callable[[], None]) -> None:
     body()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", [rotate_stacked, rotate_crosswise])
+def test_what_compilers_are_given_is_the_same_to_the_bit(
+    form: Callable[[Tensor, Tensor, Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    x = of(dtype, 2, 37, 3, 64)
+    twice = tuple(angle[..., 0::2] for angle in table(37, 1, 64))
+    for cos, sin in (table(1, 37, 1, 32), twice, table(37, 3, 32), table(2, 37, 1, 32)):
+        assert torch.equal(form(x, cos, sin), plain(x, cos, sin))
+    of_heads = of(dtype, 1, 3, 37, 96).transpose(1, 2)
+    assert torch.equal(form(of_heads, *table(37, 1, 48)), plain(of_heads, *table(37, 1, 48)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_compiled_it_is_the_same_but_for_a_rounding(device: str) -> None:
+    x, angle = of(torch.bfloat16, 1, 50, 2, 64).to(device), table(50, 1, 32)
+    cos, sin = (one.to(device) for one in angle)
+    compiled = torch.compile(rotate, fullgraph=True)(x, cos, sin)
+    # sums and products may be made at once, or of what was not rounded before.
+    torch.testing.assert_close(compiled, plain(x, cos, sin), rtol=2**-7, atol=2**-8)
+
+
 @pytest.mark.gpu
 def test_the_processors_use_it_but_not_where_gradients_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vidsparse.kernels.tokens import rotate as rotate_kernels
-    from vidsparse.pipelines.projection import rotate
 
     def unwanted(*args: object, halves: bool) -> Tensor:
         raise AssertionError("the kernel ran")
