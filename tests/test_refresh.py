@@ -193,8 +193,7 @@ def test_a_row_with_nan_shows_it_and_no_other_does(bits: int) -> None:
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 7]]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(
+of_shapes = pytest.mark.parametrize(
     ("shape", "dtype"),
     [
         ((2, 3, 77, 64), torch.float32),
@@ -203,6 +202,56 @@ def test_a_row_with_nan_shows_it_and_no_other_does(bits: int) -> None:
         ((1, 1, 1, 5), torch.float32),
     ],
 )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@of_shapes
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_the_kernel_rounds_what_is_lacking_to_half_a_step(
+    bits: int, shape: tuple[int, ...], dtype: torch.dtype, neighbours: bool
+) -> None:
+    batch, heads, tokens, dim = shape
+    gen = torch.Generator().manual_seed(bits)
+    dense, sparse = (
+        torch.randn(batch, tokens, heads, dim, generator=gen).to(DEVICE, dtype).transpose(1, 2)
+        for _ in range(2)
+    )
+    if not neighbours:
+        dense = dense.contiguous()
+    # a row that lacks nothing, and one that lacks more than a number of 16 bits holds.
+    sparse[0, 0, 0] = dense[0, 0, 0]
+    if dtype == torch.float16 and tokens > 1:
+        dense[0, 0, 1, 0], sparse[0, 0, 1, 0] = 6e4, -6e4
+    found = Remainder.of(dense, sparse, Keeping(bits), by_kernel=True)
+    expected = Remainder.of(dense.cpu(), sparse.cpu(), Keeping(bits))
+    assert found.values.shape == expected.values.shape
+    assert found.values.dtype == expected.values.dtype
+    assert found.scale.shape == expected.scale.shape
+    assert found.scale.dtype == dtype
+    lacking = (dense.double() - sparse.double()).cpu()
+    zeros = torch.zeros(shape, dtype=torch.float64)
+    here = Remainder(found.values.cpu(), found.scale.cpu().double(), bits)
+    parts = [lacking] if bits == 8 else lacking.split(-(-dim // 2), -1)
+    most = 2 ** (bits - 1) - 1
+    steps = [part.abs().amax(-1, keepdim=True).expand(part.shape) / most for part in parts]
+    # half a step, and what the scale was rounded by for each of the steps.
+    bound = torch.cat(steps, -1) * (0.5 + most * torch.finfo(dtype).eps) + 1e-7
+    assert bool(((here.add_to(zeros) - lacking).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_that_the_kernel_rounds_keeps_its_nan_and_its_infinity(bits: int) -> None:
+    dense, *_ = (x.to(DEVICE) for x in operands())
+    broken = dense.clone()
+    broken[0, 0, 7, 3], broken[0, 0, 9, 40] = torch.nan, torch.inf
+    out = Remainder.of(broken, dense, Keeping(bits), by_kernel=True).add_to(dense.clone()).cpu()
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 7], [0, 0, 9]]
+    rest = out.isfinite().all(-1)
+    assert torch.equal(out[rest], dense.cpu()[rest])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@of_shapes
 @pytest.mark.parametrize("neighbours", [True, False])
 def test_the_kernel_adds_what_torch_adds(
     bits: int, shape: tuple[int, ...], dtype: torch.dtype, neighbours: bool

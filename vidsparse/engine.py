@@ -277,7 +277,7 @@ class AttentionEngine:
                 self._lacking.pop((site.branch, key), None)
                 planned = self._sparse(q, k, v, site, cell, key, ring)
                 self._show(planned, site, cell)
-                remainder = Remainder.of(out, planned, self._keeping)
+                remainder = Remainder.of(out, planned, self._keeping, by_kernel=can_move(out))
                 lacking = Lacking(site.step, self._plans[key].made, remainder)
                 self._lacking[site.branch, key] = lacking
         self._show(out, site, cell)

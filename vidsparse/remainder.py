@@ -89,14 +89,29 @@ class Remainder:
     bits: int = 8
 
     @classmethod
-    def of(cls, dense: Tensor, sparse: Tensor, how: Keeping | None = None) -> Remainder:
-        """What ``sparse`` lacks of ``dense``, both ``[B, H, S, D]``; in 8 bits unless told."""
+    def of(
+        cls,
+        dense: Tensor,
+        sparse: Tensor,
+        how: Keeping | None = None,
+        *,
+        by_kernel: bool = False,
+    ) -> Remainder:
+        """What ``sparse`` lacks of ``dense``, both ``[B, H, S, D]``; in 8 bits unless told.
+
+        ``by_kernel`` says whether one of Triton's kernels rounds it, in one pass.
+        """
         how = how or Keeping()
-        lacking = dense - sparse
-        if how.bits == 8:
+        if by_kernel:
+            from vidsparse.kernels.tokens.remainder import round_difference
+
+            values, scale = round_difference(dense, sparse, how.bits)
+        elif how.bits == 8:
+            lacking = dense - sparse
             scale, steps = _rounded(lacking, 8)
             values = steps.char()
         else:
+            lacking = dense - sparse
             half = -(-lacking.shape[-1] // 2)
             (low, first), (high, second) = (
                 _rounded(part, 4) for part in (lacking[..., :half], lacking[..., half:])

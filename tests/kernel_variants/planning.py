@@ -407,21 +407,33 @@ def measuring(cc: int, head_dim: int, *, summed: bool, tile: int = 16) -> Varian
     )
 
 
-def adding(cc: int, head_dim: int, bits: int) -> Variant:
-    """What a sparse call lacked, added to its output."""
+def keeping(cc: int, head_dim: int, bits: int) -> Iterator[Variant]:
+    """What a sparse call lacks: rounded, and added to a later one's output."""
     width = head_dim * bits // 8
-    return make_variant(
+    block_w = triton.next_power_of_2(width)
+    values = "i8" if bits == 8 else "u8"
+    constants = {
+        "D": head_dim,
+        "WIDTH": width,
+        "BLOCK_W": block_w,
+        "BLOCK_S": remainder.STEP_ELEMENTS // block_w,
+        "FOUR": bits == 4,
+    }
+    yield make_variant(
+        cc,
+        f"round {bits} bits D={head_dim}",
+        remainder.round_kernel,
+        pointers_to(dense="bf16", sparse="bf16", values=values, scale="bf16"),
+        constants,
+        remainder.WARPS,
+        aligned=tuple(f"stride_{x}{d}" for x in "dpv" for d in "bhs"),
+    )
+    yield make_variant(
         cc,
         f"add {bits} bits D={head_dim}",
         remainder.add_kernel,
-        pointers_to(out="bf16", values="i8" if bits == 8 else "u8", scale="bf16"),
-        {
-            "D": head_dim,
-            "WIDTH": width,
-            "BLOCK_W": triton.next_power_of_2(width),
-            "BLOCK_S": remainder.STEP_ELEMENTS // triton.next_power_of_2(width),
-            "FOUR": bits == 4,
-        },
+        pointers_to(out="bf16", values=values, scale="bf16"),
+        constants,
         remainder.WARPS,
         floats=("factor",),
         aligned=tuple(f"stride_{x}{d}" for x in "ov" for d in "bhs"),
@@ -522,7 +534,7 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
     yield measuring(cc, max(head_dims), summed=True, tile=64)
     yield merging(cc, max(head_dims))
     for bits in (8, 4):
-        yield adding(cc, max(head_dims), bits)
+        yield from keeping(cc, max(head_dims), bits)
     # 16 tokens a chunk at 75,600.
     yield choosing(cc, 4725)
     for head_dim in head_dims:
