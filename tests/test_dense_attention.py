@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from budget import Work, check_kernel, check_quantized, clustered_qkv, random_qkv, random_work
 from kernel_cases import FAR, HEAD_DIMS, SIZES, far_above, skip_without, strided
 from tiny_families import TINY, latents
@@ -146,6 +147,21 @@ class TestOnGpu:
     def test_heads_beside_channels_in_memory(self) -> None:
         q, k, v = (strided(x.cuda()) for x in random_qkv(700, 128, torch.bfloat16, batch=2))
         check_kernel(dense_kernel, q, k, v, everything(700, batch=2).to("cuda"))
+
+    @pytest.mark.parametrize(
+        "layout", ["heads beside channels", "of one product", "one channel on"]
+    )
+    def test_one_sample_is_read_as_the_pipelines_lay_it_out(self, layout: str) -> None:
+        q, k, v = (x.cuda() for x in random_qkv(700, 128, torch.bfloat16))
+        if layout == "heads beside channels":
+            q, k, v = (strided(part) for part in (q, k, v))
+        elif layout == "of one product":
+            # as fused projections lay them, each on a multiple of 16 bytes.
+            q, k, v = strided(torch.cat((q, k, v), 1)).chunk(3, 1)
+        else:
+            # nowhere on one.
+            q, k, v = (F.pad(part, (1, 1))[..., 1:-1] for part in (q, k, v))
+        check_kernel(dense_kernel, q, k, v, everything(700).to("cuda"))
 
     @pytest.mark.parametrize("above", FAR)
     @pytest.mark.parametrize("size", SIZES)

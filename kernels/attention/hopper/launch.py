@@ -57,17 +57,32 @@ def _boxes(x: Tensor, rows: int, padded_dim: int) -> TensorDescriptor:
     """Boxes of ``rows`` rows of one head of ``x``, which never reach the next."""
     batch, heads, tokens, dim = x.shape
     columns, layout = boxes_layout(padded_dim, 8 * x.element_size())
+    # what is contiguous may have any stride in a dimension of one.
+    head, token = (tokens * dim, dim) if x.is_contiguous() else x.stride()[1:3]
     return TensorDescriptor(
         x,
         [batch * heads, tokens, dim],
-        [tokens * dim, dim, 1],
+        [head, token, 1],
         [1, rows, columns],
         layout,
     )
 
 
+def _boxable(x: Tensor) -> Tensor:
+    """``x`` as TMA can read it: on multiples of 16 bytes, its heads equally far from each other.
+
+    One sample is, as the pipelines lay it out: a token's heads beside each other.
+    """
+    sample, head, token, channel = x.stride()
+    even = x.shape[0] == 1 or sample == x.shape[1] * head
+    aligned = all(stride * x.element_size() % 16 == 0 for stride in (head, token))
+    if even and aligned and channel == 1 and min(head, token) > 0:
+        return x if x.data_ptr() % 16 == 0 else x.clone()
+    return _dense(x)
+
+
 def _dense(x: Tensor) -> Tensor:
-    """``x`` as TMA can read it: contiguous and on a multiple of 16 bytes."""
+    """``x`` contiguous and on a multiple of 16 bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -147,9 +162,10 @@ def gluon_attention(
             skipped.zero_()
     if quantized is not None:
         q, k = quantized.q, quantized.k
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    # a chunk of few tokens is gathered by pointers.
+    q, k, v = _boxable(q), *((_boxable if keys >= 8 else _dense)(x) for x in (k, v))
     c = config(keys, padded, key_bytes=k.element_size())
-    # a chunk of one token is gathered by pointers, without boxes.
+    # without boxes, then.
     box = keys if keys >= 8 else 8
     total = blocks * batch * heads
     programs = device_facts(q.device).multiprocessors
