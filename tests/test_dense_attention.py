@@ -192,7 +192,9 @@ class TestOnGpu:
             out = engine.attend(q, k, v, site, lambda *_: own, keep_dense=keep)
             assert (out is not own) == ours
             told = ("dense calls by the gluon kernel",) if ours else ()
-            assert engine.trace.summary().notes == told
+            summary = engine.trace.summary()
+            assert summary.notes == told
+            assert summary.implementation == ("gluon" if ours else "the pipeline's dense attention")
             if ours:
                 stock = torch.nn.functional.scaled_dot_product_attention(q, k, v)
                 torch.testing.assert_close(out, stock, rtol=0.02, atol=0.02)

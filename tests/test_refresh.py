@@ -350,6 +350,25 @@ def test_slow_changes_cost_far_less_than_without() -> None:
     assert error(run(engine_of(), calls)) < 0.25 * error(run(engine_of(refresh=0), calls))
 
 
+def test_a_trace_tells_what_computed_all_pairs_from_what_a_plan_went_through() -> None:
+    engine = engine_of(dense_steps=1, refresh=2)
+    q, k, v = operands()
+    run(engine, [(q, k, v)] * 5)
+    cells = [(cell.action, cell.implementation, cell.dense_by) for cell in engine.trace.cells]
+    # the first refresh is the last dense step.
+    assert cells == [
+        ("refresh", "torch", "dense"),
+        ("reuse", "torch", None),
+        ("refresh", "torch", "dense"),
+        ("reuse", "torch", None),
+        ("reuse", "torch", None),
+    ]
+    summary = engine.trace.summary()
+    assert summary.implementation == "torch"
+    # on a CPU dense calls are the pipeline's own.
+    assert summary.notes == ()
+
+
 def test_layers_and_branches_keep_remainders_of_their_own() -> None:
     places = list(itertools.product(range(2), ("conditional", "unconditional")))
 

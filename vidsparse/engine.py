@@ -251,6 +251,13 @@ class AttentionEngine:
         pairs = q.shape[0] * q.shape[1] * tokens**2
         cell = Cell(site.step, site.layer, site.branch, action, "dense", pairs, heads=site.heads)
         with self.trace.timed(cell, q.device):
+            planned = None
+            if action == Action.REFRESH.value:
+                # the old one's memory serves the new one. The sparse call comes first: the copies
+                # that it makes are gone before there is a dense output beside them.
+                self._lacking.pop((site.branch, key), None)
+                planned = self._sparse(q, k, v, site, cell, key, ring)
+                self._show(planned, site, cell)
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
                 out = self._sparse(q, k, v, site, cell, key, ring)
@@ -269,14 +276,13 @@ class AttentionEngine:
                 asked = "stock" if keep_dense else self.dense_kernel
                 stock = dense or F.scaled_dot_product_attention
                 if ring is None:
-                    out = self._run_dense(q, k, v, stock, asked, cell)
+                    out, cell.dense_by = self._run_dense(q, k, v, stock, asked)
                 else:
-                    out = self._dense_in_ring(q, k, v, site, ring)
-            if action == Action.REFRESH.value:
-                # its memory serves the one that takes its place.
-                self._lacking.pop((site.branch, key), None)
-                planned = self._sparse(q, k, v, site, cell, key, ring)
-                self._show(planned, site, cell)
+                    out, cell.dense_by = self._dense_in_ring(q, k, v, site, ring), "dense"
+                # a refresh is named after what serves the steps to come.
+                if planned is None:
+                    cell.implementation = cell.dense_by
+            if planned is not None:
                 remainder = Remainder.of(out, planned, self._keeping, by_kernel=can_move(out))
                 lacking = Lacking(site.step, self._plans[key].made, remainder)
                 self._lacking[site.branch, key] = lacking
@@ -327,15 +333,15 @@ class AttentionEngine:
         return Action.REUSE.value if again else Action.REPLAN.value
 
     def _run_dense(
-        self, q: Tensor, k: Tensor, v: Tensor, stock: DenseAttention, asked: str, cell: Cell
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, stock: DenseAttention, asked: str
+    ) -> tuple[Tensor, str]:
+        """The output, and what made it: the Hopper kernel, or whatever the pipeline has."""
         key = asked, q.device, _working_dtype(q), q.shape[2:], wants_gradient(q, k, v)
         if key not in self._dense:
             self._dense[key] = dense_by_kernel(q, k, v, asked, _working_dtype(q))
         if not self._dense[key]:
-            return stock(q, k, v)
-        cell.implementation = "gluon"
-        return dense_attention(*_autocast(q, k, v), chosen=True)[0].to(q.dtype)
+            return stock(q, k, v), "dense"
+        return dense_attention(*_autocast(q, k, v), chosen=True)[0].to(q.dtype), "gluon"
 
     def _dense_in_ring(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, ring: Ring) -> Tensor:
         if self.dense_kernel == "gluon":

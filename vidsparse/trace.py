@@ -27,7 +27,9 @@ class Cell:
     ``dense``, ``replan``, ``reuse``, ``refresh`` (all pairs, and beside them those of a new plan)
     or ``dense: <why>`` where a sparse call could not be made. ``plan_step`` is the step that made
     the call's plan (None when dense). ``heads`` are the numbers of its heads in the layer where it
-    has some of them in another order.
+    has some of them in another order. ``implementation`` made the output, in a refresh the sparse
+    one; ``dense_by`` says what computed all pairs (None where nothing did): a kernel's name, or
+    ``dense`` for the pipeline's own attention.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Cell:
     selection: SelectionCost | None = None
     plan_step: int | None = None
     heads: tuple[int, ...] | None = None
+    dense_by: str | None = None
 
     @property
     def sparse(self) -> bool:
@@ -172,10 +175,10 @@ class Trace:
         self.resolve()
         sparse = [c for c in self.cells if c.sparse]
         steps = {c.step for c in self.cells}
-        used = sorted({c.implementation for c in sparse}) or ["the pipeline's dense attention"]
+        ours = sorted({c.dense_by for c in self.cells if c.dense_by} - {"dense"})
+        used = sorted({c.implementation for c in sparse}) or ours
         fallen = {c.action for c in self.cells if c.action.startswith("dense:")}
         notes = sorted(fallen.union(self.notes))
-        ours = sorted({c.implementation for c in self.cells if not c.sparse} - {"dense"})
         if ours:
             notes.append(f"dense calls by the {'+'.join(ours)} kernel")
         return TraceSummary(
@@ -186,7 +189,7 @@ class Trace:
             dense_call_share=1 - len(sparse) / len(self.cells) if self.cells else 1.0,
             attention_seconds=sum(c.seconds or 0.0 for c in self.cells),
             calls=len(self.cells),
-            implementation="+".join(used),
+            implementation="+".join(used) or "the pipeline's dense attention",
             notes=tuple(notes),
             skipped=_mean([c.skipped for c in sparse]),
         )
