@@ -41,7 +41,8 @@ def damaged(work: Work, kind: str, gen: torch.Generator) -> Work:
         at[:2] = int(torch.randint(chunks, (), generator=gen))
     elif kind == "falls":
         count[g] = 2
-        at[:2] = torch.tensor([1, 0])
+        # a list may have room for one number.
+        at[:2] = torch.tensor([1, 0])[: len(at)]
     elif kind == "tile":
         made.q_tiles[b, h, g, 0] = tiles + far
     elif kind == "negative tile":
