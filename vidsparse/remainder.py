@@ -106,17 +106,8 @@ class Remainder:
             from vidsparse.kernels.tokens.remainder import round_difference
 
             values, scale = round_difference(dense, sparse, how.bits)
-        elif how.bits == 8:
-            lacking = dense - sparse
-            scale, steps = _rounded(lacking, 8)
-            values = steps.char()
         else:
-            lacking = dense - sparse
-            half = -(-lacking.shape[-1] // 2)
-            (low, first), (high, second) = (
-                _rounded(part, 4) for part in (lacking[..., :half], lacking[..., half:])
-            )
-            scale, values = torch.cat([low, high], -1), _packed(first, second)
+            values, scale = _in_bits(dense - sparse, how.bits)
         if how.on_host:
             values, scale = _to_host(values), _to_host(scale)
         return cls(values, scale, how.bits)
@@ -142,6 +133,18 @@ class Remainder:
             steps = four[..., : part.shape[-1]].to(out.dtype).sub_(8)
             part.addcmul_(steps, scale[..., place : place + 1], value=factor)
         return out
+
+
+def _in_bits(lacking: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The values and scales of a ``Remainder``, ``lacking`` ``[B, H, S, D]``, which is used up."""
+    if bits == 8:
+        scale, steps = _rounded(lacking, 8)
+        return steps.char(), scale
+    half = -(-lacking.shape[-1] // 2)
+    (low, first), (high, second) = (
+        _rounded(part, 4) for part in (lacking[..., :half], lacking[..., half:])
+    )
+    return _packed(first, second), torch.cat([low, high], -1)
 
 
 def _rounded(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
