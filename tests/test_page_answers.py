@@ -86,6 +86,49 @@ def test_what_is_typed_before_the_settings_are_back_stays(visit: Any) -> None:
     _shows(visitor.page, seed="11", prompt="a large red ball")
 
 
+def test_what_a_browser_kept_is_asked_for_until_the_server_answers(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    page = visitor.page
+    visitor.prompt("a small blue ring that orbits")
+    visitor.set("Seed", 11)
+    visitor.calls_at_rest()
+    lost: list[Any] = []
+
+    def busy(call: Any) -> None:
+        if len(lost) < 2 and r"\"name\":\"kept\"" in call.request.post_data:
+            lost.append(call)
+            # as a proxy says it; where there is no answer at all gradio loads the page anew.
+            call.fulfill(status=503, json={"detail": "not now"})
+        else:
+            call.continue_()
+
+    page.route(CALLS, busy)
+    page.reload()
+    # chosen meanwhile, it waits until they are there.
+    page.get_by_label("fast", exact=True).check()
+    _shows(page, seed="11", prompt="a small blue ring that orbits")
+    assert len(lost) == 2
+    playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
+    visitor.calls_at_rest()
+    page.reload()
+    _shows(page, seed="11", prompt="a small blue ring that orbits")
+    playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
+
+
+def test_the_settings_of_a_video_bring_its_model_and_what_is_said_of_it(visit: Any) -> None:
+    visitor = visit()
+    page = visitor.page
+    page.click("#generate")
+    visitor.see("#generate-status", "Your video is ready")
+    field = page.get_by_label("Model", exact=True)
+    field.click()
+    page.get_by_role("option", name="shapes-joint", exact=True).click()
+    visitor.see("#model-card", resolve_model("shapes-joint").description)
+    page.click("#use-settings")
+    visitor.see("#model-card", resolve_model("shapes").description)
+    playwright.expect(field).to_have_value("shapes")
+
+
 def _shows(page: Any, *, seed: str, prompt: str) -> None:
     playwright.expect(page.get_by_label("Seed", exact=True)).to_have_value(seed)
     playwright.expect(page.locator("#prompt textarea")).to_have_value(prompt)

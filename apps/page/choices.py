@@ -133,7 +133,7 @@ class Choices:
         # what waited for an answer that does not come is asked for without it.
         failed = answered.failure(
             None,
-            js=f"(last, ...values) => vidsparseRefused({held}) ?? last",
+            js=f"async (last, ...values) => (await vidsparseRefused({held})) ?? last",
             inputs=[self._question, *fields],
             outputs=[self._question],
             **_QUIET,
@@ -240,10 +240,7 @@ class Choices:
                 model, first_method(model), None, values, first_speed(self._form, model)
             ),
             **self._pictures(model),
-            self._form.card: draw.model_card(model),
-            self._form.examples: gr.update(
-                samples=examples_of(model), visible=bool(model.example_prompts)
-            ),
+            **self._introduced(model),
         }
 
     def choose_method(
@@ -314,6 +311,7 @@ class Choices:
         return {
             **self.updates(model, request.method, made, values, speed),
             **self._pictures(model, **paths),
+            **self._introduced(model),
         }
 
     def _keep(self, page: gr.Blocks, answered: Sequence[Any]) -> None:
@@ -392,10 +390,7 @@ class Choices:
             **self.updates(model, method, made, values, speed),
             **self._report.restored(values, method, calibrated=made is not None),
             **self._pictures(model, **{name: str(path) for name, path in images.items()}),
-            self._form.card: draw.model_card(model),
-            self._form.examples: gr.update(
-                samples=examples_of(model), visible=bool(model.example_prompts)
-            ),
+            **self._introduced(model),
         }
 
     def _kept(self, stored: object) -> dict[str, Any] | None:
@@ -512,6 +507,11 @@ class Choices:
             value = {"value": paths[name]} if name in paths else {}
             updates[upload] = gr.update(visible=shown[name], **value)
         return updates
+
+    def _introduced(self, model: ModelRef) -> dict[Any, Any]:
+        """The updates for what is said of the model, and for its example prompts."""
+        examples = gr.update(samples=examples_of(model), visible=bool(model.example_prompts))
+        return {self._form.card: draw.model_card(model), self._form.examples: examples}
 
     def _model(self, name: Any) -> ModelRef:
         try:

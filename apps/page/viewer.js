@@ -476,7 +476,7 @@ function vidsparseAsk(name, held, told = held) {
   waiting = !WHOLE.includes(name) && isDue(WHOLE) ? name : undefined;
   if (waiting) return undefined;
   questions += 1;
-  due.set(questions, { name, held });
+  due.set(questions, { name, held, told });
   return JSON.stringify({ at: questions, name, held: told });
 }
 // what a link carries, or else the browser kept, is asked for as the page opens; `made` is what the
@@ -522,9 +522,26 @@ function vidsparseAnswered(answer, now, places) {
   }
   return [askWaiting(held), ...places.map((place) => put[place])];
 }
-// no answer comes, and gradio does not ask what waited behind it either.
-function vidsparseRefused(now) {
-  answeredKept ||= isDue(["kept"]);
+// no answer comes, and gradio does not ask what waited behind it either. What the browser kept is asked
+// for again, after a second, two, four and eight: while a proxy answers for a server that starts, the
+// fields as the page was made should not take its place. A link that does not fit was answered.
+const TRIES = 4;
+let tried = 0;
+async function vidsparseRefused(now) {
+  const [at, kept] = [...due].find(([, each]) => each.name === "kept") ?? [];
+  if (kept && !kept.told?.linked && tried < TRIES) {
+    await new Promise((passed) => setTimeout(passed, 1000 * 2 ** tried));
+    tried += 1;
+    // unless all numbers of a model were asked for meanwhile.
+    if (at === questions) {
+      const next = waiting;
+      const again = vidsparseAsk("kept", kept.held, kept.told);
+      waiting = next;
+      due.delete(at);
+      return again;
+    }
+  }
+  answeredKept ||= Boolean(kept);
   due.clear();
   return askWaiting(now);
 }
