@@ -331,9 +331,10 @@ def test_fractions_are_different_shares(bad: tuple[float, ...]) -> None:
 # ---- sale ----
 
 
-def test_sale_halves_until_every_call_is_under_the_bound() -> None:
+@pytest.mark.parametrize("quantize", ["none", "int8", "fp8"])
+def test_sale_halves_until_every_call_is_under_the_bound(quantize: str) -> None:
     calls = [call(seed, spread=1.0) for seed in range(3)]
-    method = Sale(local=64, quantize="none", merge="consecutive", means=None)
+    method = Sale(local=64, quantize=quantize, merge="consecutive", means=None)
     calibrator = SaleCalibrator(method=method, extent=extent(), error=0.05, tau0=0.5, steps=1)
     numbers = run(calibrator, calls)
     tau = numbers.tables["tau"][0, 0]
@@ -343,7 +344,7 @@ def test_sale_halves_until_every_call_is_under_the_bound() -> None:
         assert tau[head].item() == pytest.approx(0.5 / 2**halvings)
 
         def worst(value: float, head: int = head) -> float:
-            single = Sale(tau=value, local=64, quantize="none", means=None)
+            single = Sale(tau=value, local=64, quantize=quantize, means=None)
             found = [outcome(single, *one_head(one, head)) for one in calls]
             return max(errors.max().item() for errors, _ in found)
 

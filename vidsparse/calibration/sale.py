@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.calibration.base import Calibrator, Pass, check_count, check_positive
-from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
+from vidsparse.calibration.sweep import Sweep, as_multiplied, keep_text, masked_errors
 from vidsparse.calibration.target import Dial
 from vidsparse.methods import Sale
 from vidsparse.methods.base import check_share, option
@@ -28,8 +28,9 @@ class SaleCalibrator(Calibrator):
     The paper halves on from call to call; all of them are tried on every call here, which is one
     estimate of the scores and the same result. The paper's error is |O - O'|_1 / N, with a bound of
     0.4 for one model and 2.0 for another, since it grows with the values; here it is divided by
-    |O|_1 / N, so that one bound means the same everywhere. With a target the bound is moved until
-    whole videos are as wanted.
+    |O|_1 / N, so that one bound means the same everywhere. Where the method multiplies q and k in
+    8 bits, what that costs is part of the error. With a target the bound is moved until whole
+    videos are as wanted.
 
     Raises:
         OptionError: a number out of range.
@@ -76,7 +77,8 @@ class SaleCalibrator(Calibrator):
         tile, local = self.method.tile, self.method.local
         scores = relative_scores(q, k, tile, local, self.method.sink_from(site))
         masks = scores >= self._taus.to(q.device).log().view(-1, 1, 1, 1, 1)
-        self._sweep.add(site, *masked_errors(keep_text(masks, tile, site), tile, q, k, v))
+        masks, rounded = keep_text(masks, tile, site), as_multiplied(self.method, q, k)
+        self._sweep.add(site, *masked_errors(masks, tile, q, k, v, rounded))
 
     def known(self) -> dict[str, Tensor]:
         """The sweep."""

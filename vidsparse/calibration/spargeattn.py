@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from vidsparse.calibration.bands import Band, bands
+from vidsparse.calibration.bands import Band
 from vidsparse.calibration.base import Calibrator, Pass, check_count, check_positive
-from vidsparse.calibration.sweep import Sweep, keep_text, masked_errors
+from vidsparse.calibration.sweep import (
+    Sweep,
+    as_multiplied,
+    beside_dense,
+    keep_text,
+    masked_errors,
+)
 from vidsparse.calibration.target import Dial
 from vidsparse.errors import OptionError
 from vidsparse.kernels.attention.gates import RelativeGate, skipped_pieces
-from vidsparse.kernels.dispatch import eight_bits_that_pay
-from vidsparse.kernels.tokens.quantize import quantize_qk
 from vidsparse.masks import tile_sizes
 from vidsparse.methods import Numbers, SpargeAttn
 from vidsparse.methods.base import option
@@ -205,36 +209,21 @@ class SpargeCalibrator(Calibrator):
         pieces = masks.repeat_interleave(method.tile[1] // PIECE, -1)
         sizes = tile_sizes(tokens, PIECE, q.device)
         pieces = pieces[..., : len(sizes)]
-        rounded_q, rounded_k = self._rounded(q, k)
+        rounded = as_multiplied(method, q, k, gate=RelativeGate(-1.0))
         errors = q.new_zeros(*q.shape[:2], len(LAMBDAS), dtype=torch.float32)
         skipped = torch.zeros_like(errors)
         tile, scale = (method.tile[0], PIECE), q.shape[-1] ** -0.5
         for b, h in itertools.product(range(q.shape[0]), range(q.shape[1])):
-            exact = bands(q[b, h], k[b, h], v[b, h], *tile, scale)
-            seen = exact
-            if rounded_q is not q:
-                seen = bands(rounded_q[b, h], rounded_k[b, h], v[b, h], *tile, scale)
+            one = (q[b, h], k[b, h], v[b, h])
+            seen = None if rounded is None else (rounded[0][b, h], rounded[1][b, h])
             size = torch.zeros((), device=q.device)
-            for dense, band in _together(exact, seen):
+            for dense, band in beside_dense(*one, seen, *tile, scale):
                 size += dense.abs().sum()
                 out, count = self._gated(band, pieces[b, h, band.tiles], sizes)
                 errors[b, h] += out.sub_(dense).abs_().sum((1, 2, 3))
                 skipped[b, h] += count
             errors[b, h] /= size.clamp_min(1e-30)
         self._second.add(site, errors, skipped / float(tokens) ** 2)
-
-    def _rounded(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k as the products will see them."""
-        asked = self._method.quantize
-        kind = None if asked == "none" else asked
-        if asked == "auto":
-            gate = RelativeGate(-1.0)
-            kind = eight_bits_that_pay("auto", q.device, q.dtype, q.shape[-1], gate=gate)
-        if kind is None:
-            return q, k
-        eight = quantize_qk(q, k, kind, q_run=self._method.tile[0])
-        # without the mean key, which adds the same to all scores of a row.
-        return eight.dequantized(torch.float32)
 
     def _gated(self, band: Band, listed: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs ``[C, n, M, D]`` and pairs skipped ``[C]`` by lambda, from lists ``[n, U]``."""
@@ -273,11 +262,3 @@ class SpargeCalibrator(Calibrator):
         # what is skipped stays in the sum of weights.
         weights = (band.shares[..., -1:] * listed[:, :, None, None]).sum(1)
         return band.divided(values, weights.unsqueeze(1)).transpose(0, 1), count
-
-
-def _together(exact: Iterator[Band], seen: Iterator[Band]) -> Iterator[tuple[Tensor, Band]]:
-    """Dense output ``[n, M, D]`` of one and the bands of the other; they may be the same."""
-    if exact is seen:
-        yield from ((band.dense(), band) for band in seen)
-    else:
-        yield from ((one.dense(), band) for one, band in zip(exact, seen, strict=True))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from vidsparse.calibration.bands import bands
+from vidsparse.calibration.bands import Band, bands
 from vidsparse.calibration.base import Extent
+from vidsparse.kernels.attention.gates import Gate
+from vidsparse.kernels.dispatch import eight_bits_that_pay
+from vidsparse.kernels.tokens.quantize import quantize_qk
 from vidsparse.masks import tile_sizes
+from vidsparse.methods import SparseMethod
 from vidsparse.site import CallSite
 
 
@@ -78,21 +83,64 @@ def selected_share(masks: Tensor, tile: tuple[int, int], tokens: int) -> Tensor:
     return ((masks.float() @ keys) * rows).sum(-1) / float(tokens) ** 2
 
 
+def as_multiplied(
+    method: SparseMethod, q: Tensor, k: Tensor, gate: Gate | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """q and k as the method's products see them, where these are in 8 bits, else None."""
+    asked = method.quantize
+    kind = None if asked == "none" else asked
+    if asked == "auto":
+        kind = eight_bits_that_pay("auto", q.device, q.dtype, q.shape[-1], gate=gate)
+    if kind is None:
+        return None
+    # without the mean key, which adds the same to all scores of a row.
+    return quantize_qk(q, k, kind, q_run=method.tile[0]).dequantized(torch.float32)
+
+
+def beside_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: tuple[Tensor, Tensor] | None,
+    rows: int,
+    keys: int,
+    scale: float,
+) -> Iterator[tuple[Tensor, Band]]:
+    """The bands of one head, each beside its dense output ``[n, M, D]``, which is never rounded.
+
+    ``seen`` are q and k as ``as_multiplied`` gives them, of that head.
+    """
+    exact = bands(q, k, v, rows, keys, scale)
+    if seen is None:
+        yield from ((band.dense(), band) for band in exact)
+    else:
+        rounded = bands(*seen, v, rows, keys, scale)
+        yield from ((one.dense(), band) for one, band in zip(exact, rounded, strict=True))
+
+
 def masked_errors(
-    masks: Tensor, tile: tuple[int, int], q: Tensor, k: Tensor, v: Tensor
+    masks: Tensor,
+    tile: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rounded: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What ``masks`` ``[C, B, H, Tq, Tk]`` would do to one call, ``[B, H, S, D]`` each.
 
     Relative L1 distances to dense attention, sum|O - O'| / sum|O|, and shares of pairs kept, both
-    fp32 ``[B, H, C]``. Tiles are not merged into blocks of rows here, which only adds keys.
+    fp32 ``[B, H, C]``. With ``rounded``, q and k as ``as_multiplied`` gives them, what rounding
+    costs is part of the distance. Tiles are not merged into blocks of rows here, which only adds
+    keys.
     """
     tokens = q.shape[2]
     errors = q.new_zeros(*q.shape[:2], len(masks), dtype=torch.float32)
     for b in range(q.shape[0]):
         for h in range(q.shape[1]):
+            one = (q[b, h], k[b, h], v[b, h])
+            seen = None if rounded is None else (rounded[0][b, h], rounded[1][b, h])
             size = torch.zeros((), device=q.device)
-            for band in bands(q[b, h], k[b, h], v[b, h], *tile, q.shape[-1] ** -0.5):
-                dense = band.dense()
+            for dense, band in beside_dense(*one, seen, *tile, q.shape[-1] ** -0.5):
                 sparse = band.outputs(masks[:, b, h, band.tiles])
                 errors[b, h] += sparse.sub_(dense).abs_().sum((1, 2, 3))
                 size += dense.abs().sum()
