@@ -60,13 +60,13 @@ def test_a_job_goes_on_over_a_reload_and_nothing_is_lost(visit: Any, url: str) -
     visitor, other = visit(), visit()
     page = visitor.page
     # longer than a reload takes, however busy the machine.
-    visitor.set("Steps", 50)
+    visitor.set("Steps", 30)
     visitor.prompt("a small blue ring that orbits")
     page.click("#generate")
     visitor.see("#generate-status", "step")
     # leaving asks; the job goes on meanwhile, and its progress is told again.
     assert _reload(visitor) == ["beforeunload"]
-    visitor.see("#generate-status", "/ 50")
+    visitor.see("#generate-status", "/ 30")
     playwright.expect(page.locator("#cancel-generate")).to_be_enabled()
     visitor.see("#generate-status", "Your video is ready")
     playwright.expect(page.locator(TILES)).to_have_count(1)
@@ -118,7 +118,7 @@ def test_a_reload_at_any_moment_loses_nothing(visit: Any, out: Path) -> None:
     def logged(words: str) -> int:
         return log_of(out).read_text(encoding="utf-8").count(words)
 
-    reloads, made = form(short=8, long=20), 0
+    reloads, made = form(short=5, long=20), 0
     for seed in range(reloads):
         visitor.prompt(f"a red ball and {seed} rings")
         visitor.set("Seed", seed)
