@@ -216,5 +216,11 @@ def test_other_devices_have_no_cost() -> None:
         assert selection_cost(method, torch.device(device), torch.bfloat16, 75_600) is None
 
 
+def test_what_chooses_by_computed_scores_alone_costs_nothing_beside_them() -> None:
+    found = selection_cost(sparse("bsfa"), torch.device("meta"), torch.float32, 1)
+    assert found is not None
+    assert found.share == 0
+
+
 def test_nothing_selected_says_so() -> None:
     assert Work.all_dense().selection_source == NOTHING_SELECTED

@@ -121,6 +121,8 @@ def selection_cost(
 
     ``tokens`` is the length of the call, ``dtype`` that of its q and k.
     """
+    if not method.masks:
+        return SelectionCost(0.0, "nothing is chosen before its scores are computed")
     kind = device_class(device)
     if kind is None:
         return None
