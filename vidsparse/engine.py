@@ -15,7 +15,6 @@ from vidsparse.finite import FiniteGuard, NonFiniteCall
 from vidsparse.grid import TokenGrid
 from vidsparse.kept import KeptPlan, Lacking, Lists
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
-from vidsparse.masks import tile_count
 from vidsparse.methods import METHODS, Method, SparseMethod
 from vidsparse.order import TokenOrder, can_move, check_order, token_order, wants_gradient
 from vidsparse.plan import SparsePlan
@@ -31,10 +30,11 @@ from vidsparse.ring import (
     Ring,
     attend_densely,
     attend_in_ring,
+    check_dense_in_ring,
     deal_tokens,
+    gate_left_out,
     not_finite,
-    own_rows,
-    plan_in_ring,
+    plan_stretch,
     stretch_step,
 )
 from vidsparse.room import check_room, free_bytes, lockable_bytes
@@ -105,13 +105,14 @@ class AttentionEngine:
         planner: ``order_and_plan``. A benchmark may replace the plan that it returns.
         guard: takes in every output, and at a refresh the sparse one too, to be asked afterwards
             which was the first that is not finite.
-        only: the layers that go by plans in the calls to come, where calibration looks at one by
-            itself; others are dense, but refreshes are made. None is all that the schedule says.
+        only: layers that may be sparse in the next calls; the others run dense, except at
+            refreshes. None: all that the schedule allows. Calibration sets it to look at one layer
+            alone.
         kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
 
     Raises:
-        OptionError: what is no method, unknown order or implementation, or a method that lacks
-            calibrated numbers.
+        OptionError: ``method`` is no method; the order, the implementation or the dense kernel is
+            unknown; the method needs calibrated numbers and has none.
     """
 
     def __init__(
@@ -220,9 +221,9 @@ class AttentionEngine:
 
         ``dense`` is the pipeline's own attention on the same shapes; PyTorch's by default. With
         ``keep_dense`` it is what the user has chosen, and runs all dense calls unless another
-        kernel was asked for by name. A grid that does not have S tokens runs dense, and the trace
-        says so; a host that cannot have this call sparse says why in ``dense_because``, and it
-        runs by ``dense`` whatever else was asked for and whatever grid ``site`` has.
+        kernel was asked for by name. Where the grid does not have S tokens the call runs dense, and
+        the trace says so. ``dense_because`` is the pipeline's reason to keep this call dense: it
+        then runs by ``dense``, whatever else was asked for and whatever grid ``site`` has.
 
         In a ``ring`` S are the tokens of this process: its run of the grid's video in the
         pipeline's order, and all text. Every process of the ring must call.
@@ -278,7 +279,9 @@ class AttentionEngine:
                 if ring is None:
                     out, cell.dense_by = self._run_dense(q, k, v, stock, asked)
                 else:
-                    out, cell.dense_by = self._dense_in_ring(q, k, v, site, ring), "dense"
+                    check_dense_in_ring(self.dense_kernel)
+                    out = attend_densely(ring, *_autocast(q, k, v), site.grid).to(q.dtype)
+                    cell.dense_by = "dense"
                 # a refresh is named after what serves the steps to come.
                 if planned is None:
                     cell.implementation = cell.dense_by
@@ -343,14 +346,6 @@ class AttentionEngine:
             return stock(q, k, v), "dense"
         return dense_attention(*_autocast(q, k, v), chosen=True)[0].to(q.dtype), "gluon"
 
-    def _dense_in_ring(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, ring: Ring) -> Tensor:
-        if self.dense_kernel == "gluon":
-            raise UnsupportedError(
-                "the 'gluon' kernel does not run dense calls in a ring, whose parts differ in "
-                "length. Hint: dense_kernel auto, or leave ring out."
-            )
-        return attend_densely(ring, *_autocast(q, k, v), site.grid).to(q.dtype)
-
     def _sparse_in_ring(
         self,
         q: Tensor,
@@ -363,44 +358,20 @@ class AttentionEngine:
         route: Route,
     ) -> Tensor:
         assert isinstance(self.method, SparseMethod)
-        self._check_ring(route)
         method, grid = self.method, site.grid
+        note = gate_left_out(method, route)
+        if note is not None and note not in self.trace.notes:
+            self.trace.notes.append(note)
         deal = deal_tokens(self.order, grid, ring.count, ring.rank, stretch_step(method), q.device)
         plan = self._take_kept(site, cell, key)
         if plan is None:
-            order = token_order(self.order, grid, q.device)
-            route = replace(route, quantize=None)
-            asked = method.looks_at_values or route.selection == "blocks"
-
-            def plan_heads(q: Tensor, k: Tensor, v: Tensor | None, first: int) -> SparsePlan:
-                part = replace(site, first_head=site.first_head + first)
-                return self.planner(method, q, k, part, order, route, v).plan
-
-            plan = plan_in_ring(ring, plan_heads, q, k, v if asked else None, grid, method, route)
-            rows = method.tile[0]
-            tiles = range(
-                deal.bounds[ring.rank] // rows, tile_count(deal.bounds[ring.rank + 1], rows)
+            plan, tiles = plan_stretch(
+                ring, deal, (q, k, v), site, method, self.order, route, self.planner
             )
-            plan = own_rows(plan, tiles, method.merge)
             cell.selection = self._selection_cost(q, grid.tokens)
             plan = self._keep(plan, site, cell, key, tiles)
         cell.selected, cell.computed = plan.selected, share_with_means(plan, method.means)
-        return attend_in_ring(
-            ring, deal, (q, k, v), plan, grid, method.means, self._route(q, k, v), self.kernel
-        )
-
-    def _check_ring(self, route: Route) -> None:
-        """Raise an ``UnsupportedError`` where the method needs its gate, which a ring has not."""
-        assert isinstance(self.method, SparseMethod)
-        if route.gates and self.method.gate_keys is not None:
-            if not self.method.can_do_without_gate:
-                raise UnsupportedError(
-                    f"{self.method.name} does not run in a ring yet: its gate looks at whole "
-                    "lists of keys. Hint: leave ring out, or take another method."
-                )
-            note = f"without {self.method.name}'s gate: a ring has a part of the scores at a time"
-            if note not in self.trace.notes:
-                self.trace.notes.append(note)
+        return attend_in_ring(ring, deal, (q, k, v), plan, grid, method.means, route, self.kernel)
 
     def _sparse(
         self,
