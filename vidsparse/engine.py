@@ -16,7 +16,7 @@ from vidsparse.grid import TokenGrid
 from vidsparse.kept import KeptPlan, Lacking, Lists
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
 from vidsparse.methods import METHODS, Method, SparseMethod
-from vidsparse.order import TokenOrder, can_move, check_order, token_order, wants_gradient
+from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import (
     Ordered,
@@ -257,12 +257,12 @@ class AttentionEngine:
                 # the old one's memory serves the new one. The sparse call comes first: the copies
                 # that it makes are gone before there is a dense output beside them.
                 self._lacking.pop((site.branch, key), None)
-                planned = self._sparse(q, k, v, site, cell, key, ring)
+                planned, route = self._sparse(q, k, v, site, cell, key, ring)
                 self._show(planned, site, cell)
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
-                out = self._sparse(q, k, v, site, cell, key, ring)
-                self._add_remainder(out, site, key)
+                out, route = self._sparse(q, k, v, site, cell, key, ring)
+                self._add_remainder(out, site, key, route)
             if sparse and self.dense_fallback and not_finite(out, ring):
                 cell.action, cell.implementation = FELL_BACK, "dense"
                 cell.selected = cell.computed = cell.skipped = None
@@ -286,7 +286,7 @@ class AttentionEngine:
                 if planned is None:
                     cell.implementation = cell.dense_by
             if planned is not None:
-                remainder = Remainder.of(out, planned, self._keeping, by_kernel=can_move(out))
+                remainder = Remainder.of(out, planned, self._keeping, by_kernel=route.reorders)
                 lacking = Lacking(site.step, self._plans[key].made, remainder)
                 self._lacking[site.branch, key] = lacking
         self._show(out, site, cell)
@@ -382,7 +382,8 @@ class AttentionEngine:
         cell: Cell,
         key: PlanKey,
         ring: Ring | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Route]:
+        """The output, and the way it went."""
         assert isinstance(self.method, SparseMethod)
         asked = q.dtype
         q, k, v = _autocast(q, k, v)
@@ -392,7 +393,8 @@ class AttentionEngine:
             raise UnsupportedError(INFERENCE_ONLY)
         cell.implementation = route.implementation
         if ring is not None:
-            return self._sparse_in_ring(q, k, v, site, cell, key, ring, route).to(asked)
+            out = self._sparse_in_ring(q, k, v, site, cell, key, ring, route)
+            return out.to(asked), route
         order = token_order(self.order, site.grid, q.device)
         layout, size, video = q, self.method.means, site.grid.video
         plan = self._take_kept(site, cell, key)
@@ -445,7 +447,7 @@ class AttentionEngine:
             cell.count_skipped(skipped, plan.tokens)
         # the copies in order are as large as what the caller holds: not to be kept beside another.
         del q, k, v, made, mean, averages, kv_index, lists, gate, means
-        return order.undo(out, like=layout, by_kernel=route.reorders).to(asked)
+        return order.undo(out, like=layout, by_kernel=route.reorders).to(asked), route
 
     def _lists(self, plan: SparsePlan, key: PlanKey, size: int | None, route: Route) -> Lists:
         """What a call by ``plan`` is given of it: made once if that is small and both are kept."""
@@ -509,13 +511,13 @@ class AttentionEngine:
             self.trace.notes.append(lack_of_room(q, calls, room, keeping))
         return keeping is not None
 
-    def _add_remainder(self, out: Tensor, site: CallSite, key: PlanKey) -> None:
+    def _add_remainder(self, out: Tensor, site: CallSite, key: PlanKey, route: Route) -> None:
         """Add to ``out``, in place, what its plan lacked at the last refresh."""
         lacking = self._lacking.get((site.branch, key))
         if lacking is None:
             return
         factor = likeness(site.step - lacking.step, self.steps)
-        lacking.remainder.add_to(out, factor, by_kernel=can_move(out))
+        lacking.remainder.add_to(out, factor, by_kernel=route.reorders)
         if site.step + 1 not in self.schedule.sparse_window(self.steps):
             # nothing follows that it serves, but a decoder that wants the memory.
             del self._lacking[site.branch, key]
