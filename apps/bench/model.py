@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from vidsparse.apps.bench.exactness import error_budget
 from vidsparse.apps.bench.machine import header, let_go
 from vidsparse.apps.bench.model_readings import projected_ratio
-from vidsparse.apps.bench.model_rows import ModelRow, rounded
+from vidsparse.apps.bench.model_rows import DIGITS, ModelRow
 from vidsparse.apps.bench.model_settings import Setting, Variant
 from vidsparse.apps.bench.model_shapes import Latent
+from vidsparse.apps.results.row_file import RowFile, rounded
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from vidsparse.apps.bench.model_forward import Timing
-    from vidsparse.apps.results.row_file import RowFile
 
 # list lengths from half to one and a half of the mean: heads and rows differ in a real model too.
 SKEW = 0.5
@@ -318,7 +318,7 @@ def measure_models(
         show(row)
         if file is not None:
             file.header = {**header(bench.device, "diffusers"), "plan": PLAN}
-            file.add(rounded(row))
+            file.add(rounded(row, DIGITS))
 
     measure_each(settings, rows_of, take, bench.say)
 

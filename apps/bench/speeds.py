@@ -24,7 +24,8 @@ from vidsparse.apps.bench.model_forward import (
     planned_to_order,
     time_step,
 )
-from vidsparse.apps.bench.speed_rows import SpeedRow, rounded
+from vidsparse.apps.bench.speed_rows import DIGITS, SpeedRow
+from vidsparse.apps.results.row_file import RowFile, rounded
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.methods import SparseMethod, make_method
 from vidsparse.pipelines.families import FAMILIES
@@ -34,7 +35,6 @@ from vidsparse.trace import Cell
 
 if TYPE_CHECKING:
     from vidsparse.apps.bench.model_settings import Setting
-    from vidsparse.apps.results.row_file import RowFile
     from vidsparse.pipelines import AcceleratedPipeline
 
 # as in the model benchmark: heads and rows differ in a real model too.
@@ -549,7 +549,7 @@ def measure_speeds(
         show(row)
         if file is not None:
             file.header = header(benches[0].device, "diffusers", "torchao")
-            file.add(rounded(row))
+            file.add(rounded(row, DIGITS))
 
     measure_each([bench.setting for bench in benches], rows_of, take, benches[0].say)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from vidsparse.apps.bench.gpus_rows import COLUMNS, GpusRow, gpus_file, rounded
+from vidsparse.apps.bench.gpus_rows import COLUMNS, DIGITS, GpusRow, gpus_file
 from vidsparse.apps.bench.gpus_settings import KINDS, Sharing, sharings_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
 from vidsparse.apps.bench.model import PLAN
 from vidsparse.apps.bench.model_settings import EXACT, Setting, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.shown import show_file, shown_rows
-from vidsparse.apps.results.row_file import RowFile
+from vidsparse.apps.results.row_file import RowFile, rounded
 from vidsparse.apps.runs.team import Team, check_gpus, check_ring, join, launch, said_once
 from vidsparse.apps.terminal.bench_options import json_rows_option, model_run_options
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
@@ -198,7 +198,7 @@ def bench_gpus(
                     show_row(row)
                 if file is not None and rows:
                     file.header = {**header(where, "diffusers", "torchao"), "plan": PLAN}
-                    file.add(*(rounded(row) for row in rows))
+                    file.add(*(rounded(row, DIGITS) for row in rows))
     team.leave()
     return 0
 
