@@ -15,7 +15,6 @@ from torch import Tensor
 
 from vidsparse.apps.bench.exactness import error_budget
 from vidsparse.apps.bench.machine import dtype_name, header, let_go
-from vidsparse.apps.bench.model import measure_each
 from vidsparse.apps.bench.model_dense import CUDNN, FA4, STOCK, DenseSteps, refuse_non_finite
 from vidsparse.apps.bench.model_forward import (
     Stopwatch,
@@ -24,6 +23,8 @@ from vidsparse.apps.bench.model_forward import (
     planned_to_order,
     time_step,
 )
+from vidsparse.apps.bench.model_sequence import measure_each
+from vidsparse.apps.bench.model_settings import SKEW, Setting
 from vidsparse.apps.bench.speed_rows import DIGITS, SpeedRow
 from vidsparse.apps.results.row_file import RowFile, rounded
 from vidsparse.errors import OptionError, UnsupportedError
@@ -34,11 +35,7 @@ from vidsparse.schedule import Action, share_or_count
 from vidsparse.trace import Cell
 
 if TYPE_CHECKING:
-    from vidsparse.apps.bench.model_settings import Setting
     from vidsparse.pipelines import AcceleratedPipeline
-
-# as in the model benchmark: heads and rows differ in a real model too.
-_SKEW: Final = 0.5
 
 _KINDS: Final[Mapping[str, str]] = {
     Action.DENSE: "dense",
@@ -362,7 +359,7 @@ class _Runs:
             pipe.sparse.engine,
             watch,
             density=density,
-            skew=0.0 if density == 1 or pipe.sparse.method.name in _EQUAL else _SKEW,
+            skew=0.0 if density == 1 or pipe.sparse.method.name in _EQUAL else SKEW,
             quantize=self.quantize,
         ) as seen:
             yield watch

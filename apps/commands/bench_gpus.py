@@ -10,8 +10,7 @@ import click
 from vidsparse.apps.bench.gpus_rows import COLUMNS, DIGITS, GpusRow, gpus_file
 from vidsparse.apps.bench.gpus_settings import KINDS, Sharing, sharings_of
 from vidsparse.apps.bench.machine import described, device_and_dtype, header
-from vidsparse.apps.bench.model import PLAN
-from vidsparse.apps.bench.model_settings import EXACT, Setting, settings_of
+from vidsparse.apps.bench.model_settings import EXACT, PLAN, Setting, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.results.row_file import RowFile, rounded
