@@ -74,12 +74,12 @@ def check_linear(linear: str, device: str, dtype: str) -> None:
         )
     if linear != "fp8":
         return
-    if (reason := fp8_reason(device, dtype)) is not None:
+    if (reason := linear_fp8_reason(device, dtype)) is not None:
         wrong = OptionError if "dtype" in reason else UnsupportedError
         raise wrong(f"linear fp8 needs {reason}")
 
 
-def fp8_reason(device: str, dtype: str) -> str | None:
+def linear_fp8_reason(device: str, dtype: str) -> str | None:
     """What linear layers in fp8 need and do not have here, None where they can run."""
     gpu = "an NVIDIA GPU of compute capability 8.9 or higher, and"
     if device == "cpu":

@@ -49,7 +49,7 @@ def let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def described(device: torch.device, dtype: torch.dtype) -> str:
+def device_line(device: torch.device, dtype: torch.dtype) -> str:
     """Hardware, version and number format in one line."""
     import torch
 

@@ -46,7 +46,7 @@ from vidsparse.site import CallSite
 GATE_KEYS: Final = 64
 
 
-class Pooled(NamedTuple):
+class PooledScores(NamedTuple):
     """Scores of mean tokens ``[B, H, Tq, Tk]``, and how alike the tokens of a block are.
 
     The self-similarities are ``[B, H, Tq]`` and ``[B, H, Tk]``.
@@ -173,9 +173,9 @@ class SpargeAttn(SparseMethod):
             theta = theta[:heads, None]
         return self.choose(self.pooled(q, k), tau, theta, self.topk)
 
-    def pooled(self, q: Tensor, k: Tensor) -> Pooled:
+    def pooled(self, q: Tensor, k: Tensor) -> PooledScores:
         """What the first stage looks at, whatever its numbers."""
-        return Pooled(
+        return PooledScores(
             pooled_scores(q, k, self.tile),
             self_similarity(q, self.tile[0]),
             self_similarity(k, self.tile[1]),
@@ -183,7 +183,7 @@ class SpargeAttn(SparseMethod):
 
     @staticmethod
     def choose(
-        pooled: Pooled, tau: float | Tensor, theta: float | Tensor, topk: float | None = None
+        pooled: PooledScores, tau: float | Tensor, theta: float | Tensor, topk: float | None = None
     ) -> Tensor:
         """The mask ``[..., B, H, Tq, Tk]`` of numbers, or of tensors of them that broadcast.
 
