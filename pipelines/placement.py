@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
 from typing import Final
 
+from vidsparse.dtypes import DTYPES
 from vidsparse.errors import OptionError, UnsupportedError
-
-DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Names of the number formats, and torch's own."""
 
 OFFLOADS: Final = ("none", "model", "group")
 """Where weights rest: on the device, or on the CPU by whole models or by layers."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.apps.bench.exactness import error_budget
-from vidsparse.apps.bench.machine import dtype_name, header, let_go
+from vidsparse.apps.bench.machine import header, let_go
 from vidsparse.apps.bench.model_dense import CUDNN, FA4, STOCK, DenseSteps, refuse_non_finite
 from vidsparse.apps.bench.model_forward import (
     Stopwatch,
@@ -27,6 +27,7 @@ from vidsparse.apps.bench.model_sequence import measure_each
 from vidsparse.apps.bench.model_settings import SKEW, Setting
 from vidsparse.apps.bench.speed_rows import DIGITS, SpeedRow
 from vidsparse.apps.results.row_file import RowFile, rounded
+from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.methods import SparseMethod, make_method
 from vidsparse.pipelines.families import FAMILIES
