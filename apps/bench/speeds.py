@@ -46,9 +46,6 @@ _KINDS: Final[Mapping[str, str]] = {
 }
 """What a step is by the action of its calls."""
 
-# methods whose lists are all of one length.
-_EQUAL: Final = ("foresight",)
-
 # blocks of each kind that are checked, from the first on, beside the last.
 _FEW: Final = 2
 
@@ -356,11 +353,13 @@ class _Runs:
     def _to_order(self, pipe: AcceleratedPipeline, density: float) -> Iterator[Stopwatch]:
         """Sparse calls by random plans of ``density``; yields what counts the kernel alone."""
         watch = Stopwatch(self.device)
+        method = pipe.sparse.method
+        assert isinstance(method, SparseMethod)
         with planned_to_order(
             pipe.sparse.engine,
             watch,
             density=density,
-            skew=0.0 if density == 1 or pipe.sparse.method.name in _EQUAL else SKEW,
+            skew=0.0 if density == 1 or method.equal_heads else SKEW,
             quantize=self.quantize,
         ) as seen:
             yield watch

@@ -93,6 +93,10 @@ class SpargeAttn(SparseMethod):
     as_published: ClassVar[Settings] = {"means": None, "plans": "own"}
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 0.0, 1.0), Knob("topk", 0.01, 1.0))
     masks: ClassVar[tuple[Settings, ...]] = ({}, {"topk": 0.3})
+    eight_bits: ClassVar[tuple[Settings, ...]] = (
+        {"tau": None, "topk": 0.3, "means": 64},
+        {"tau": 0.9},
+    )
     ablations: ClassVar[tuple[Ablation, ...]] = (
         # with and without the judge of self-similarity.
         Ablation(
