@@ -75,7 +75,7 @@ def check_apart(transformers: Iterable[Any], known: tuple[str, ...]) -> None:
             raise UnsupportedError(_CACHED)
 
 
-def check_whole(transformer: Any) -> None:
+def check_both_branches(transformer: Any) -> None:
     """Raise an ``UnsupportedError`` where a transformer that is to be cached has one branch."""
     registry = getattr(transformer, "_diffusers_hook", None)
     if registry is not None and HOOK in registry.hooks:

@@ -343,9 +343,9 @@ class StepCache(AbstractContextManager["StepCache"]):
         import torch
 
         from vidsparse.pipelines.adapter import transformer_blocks
-        from vidsparse.pipelines.branches import check_whole
+        from vidsparse.pipelines.branches import check_both_branches
 
-        check_whole(transformer)
+        check_both_branches(transformer)
         blocks = transformer_blocks(transformer, adapter)
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

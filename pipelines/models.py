@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from vidsparse.dtypes import DTYPES
 from vidsparse.errors import ModelError, OptionError, UnsupportedError, listed
 from vidsparse.files import file_hash
 from vidsparse.logs import logger
@@ -27,7 +28,6 @@ from vidsparse.pipelines.families import FAMILIES, image_pipelines
 from vidsparse.pipelines.family import Defaults, Family
 from vidsparse.pipelines.linear import LinearFacts, fuse_lora, quantize_linear
 from vidsparse.pipelines.placement import (
-    DTYPES,
     OFFLOADS,
     check_choice,
     check_device,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
 from typing import Final
 
+from vidsparse.dtypes import DTYPES
 from vidsparse.errors import OptionError, UnsupportedError
-
-DTYPES: Final[Mapping[str, str]] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Names of the number formats, and torch's own."""
 
 OFFLOADS: Final = ("none", "model", "group")
 """Where weights rest: on the device, or on the CPU by whole models or by layers."""
@@ -74,12 +71,12 @@ def check_linear(linear: str, device: str, dtype: str) -> None:
         )
     if linear != "fp8":
         return
-    if (reason := fp8_reason(device, dtype)) is not None:
+    if (reason := linear_fp8_reason(device, dtype)) is not None:
         wrong = OptionError if "dtype" in reason else UnsupportedError
         raise wrong(f"linear fp8 needs {reason}")
 
 
-def fp8_reason(device: str, dtype: str) -> str | None:
+def linear_fp8_reason(device: str, dtype: str) -> str | None:
     """What linear layers in fp8 need and do not have here, None where they can run."""
     gpu = "an NVIDIA GPU of compute capability 8.9 or higher, and"
     if device == "cpu":

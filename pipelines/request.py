@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from vidsparse.dtypes import DTYPES
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.caching import CACHES, check_cache
 from vidsparse.pipelines.cards import card_method
@@ -18,7 +19,6 @@ from vidsparse.pipelines.family import Defaults
 from vidsparse.pipelines.image import check_image, image_hash
 from vidsparse.pipelines.models import model_folder, resolve_model
 from vidsparse.pipelines.placement import (
-    DTYPES,
     LINEARS,
     OFFLOADS,
     check_choice,

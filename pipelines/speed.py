@@ -16,7 +16,7 @@ from typing import Any, Final
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.family import DEFAULT_METHOD, Defaults
-from vidsparse.pipelines.placement import fp8_reason
+from vidsparse.pipelines.placement import linear_fp8_reason
 
 SPEEDS: Final = ("exact", "high", "balanced", "fast")
 """From the slowest to the fastest."""
@@ -204,4 +204,4 @@ def _linear(device: str, dtype: str) -> str:
     """The 8-bit format that gains on ``device``: none on a CPU, where products of int8 are slow."""
     if device == "cpu" or importlib.util.find_spec("torchao") is None:
         return "none"
-    return "int8" if fp8_reason(device, dtype) else "fp8"
+    return "int8" if linear_fp8_reason(device, dtype) else "fp8"

@@ -9,8 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from vidsparse.apps.bench.calls import CASES, CallRow, method_of
+from vidsparse.apps.bench.calls import CASES, CallRow
 from vidsparse.apps.bench.inputs import recorded
+from vidsparse.apps.bench.method_cases import method_of
 from vidsparse.apps.cli import main
 
 

@@ -10,9 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from vidsparse.apps.bench.gpus_cost import Hosts, TwoTerms, fit, fit_two_terms, key_of
-from vidsparse.apps.bench.gpus_rows import GpusRow, gpus_file, rounded
+from vidsparse.apps.bench.gpus_rows import DIGITS, GpusRow, gpus_file
 from vidsparse.apps.bench.gpus_scaling import clip_of, scaling_rows
 from vidsparse.apps.cli import main
+from vidsparse.apps.results.row_file import rounded
 from vidsparse.errors import OptionError
 
 # milliseconds for a megabyte, and for a call.
@@ -202,7 +203,7 @@ def test_what_is_no_number_of_gpus_is_refused(text: str) -> None:
 
 def test_the_command_prints_what_it_predicts(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    gpus_file(path).add(*map(rounded, (LARGE, SMALL, made_up(4))))
+    gpus_file(path).add(*(rounded(row, DIGITS) for row in (LARGE, SMALL, made_up(4))))
     arguments = ["bench", "scaling", str(path), "--on", "2x8", "--between", "50", "--seconds", "10"]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output

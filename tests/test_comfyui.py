@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.apps.comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
-from vidsparse.apps.comfyui.layout import Layout, read_layout
+from vidsparse.apps.comfyui.layout import ForwardLayout, read_layout
 from vidsparse.apps.comfyui.nodes import read_options
 from vidsparse.apps.comfyui.report import NOTHING
 from vidsparse.apps.comfyui.session import KEY, NodeSession, session_of
@@ -220,7 +220,7 @@ def test_tokens_that_are_not_the_videos_keep_a_call_dense() -> None:
 
     # a class that is not known to have text behind its video.
     layout = read_layout(Unknown(), torch.empty(1, 4, 3, 8, 10), {})
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, ForwardLayout)
     assert layout.grid(60) == TokenGrid(3, 4, 5)
     assert layout.grid(67) == "67 tokens are not the video's 3x4x5"
 
@@ -262,24 +262,24 @@ def test_sigmas_that_nobody_tells_keep_a_run_dense() -> None:
     ],
 )
 def test_the_grid_follows_from_the_latent(tokens: int, beside: str, grid: object) -> None:
-    assert Layout((3, 4, 5), beside).grid(tokens) == grid
+    assert ForwardLayout((3, 4, 5), beside).grid(tokens) == grid
 
 
 def test_a_grid_that_the_model_names_comes_first() -> None:
-    layout = Layout((3, 4, 5), "nothing")
+    layout = ForwardLayout((3, 4, 5), "nothing")
     assert layout.grid(60, torch.Size([3, 5, 4])) == TokenGrid(3, 5, 4)
 
 
 def test_sizes_that_are_no_multiple_of_a_patch_are_padded() -> None:
     layout = read_layout(host.WanModel(), torch.empty(1, 4, 3, 9, 11), {})
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, ForwardLayout)
     assert layout.video == (3, 5, 6)
 
 
 def test_packed_video_and_audio_have_the_videos_grid_and_no_frames_beside() -> None:
     shapes = [(1, 4, 3, 8, 10), (1, 8, 20, 16)]
     layout = read_layout(host.WanModel(), torch.empty(1, 1, 99), {"latent_shapes": shapes})
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, ForwardLayout)
     assert layout.grid(60) == TokenGrid(3, 4, 5)
     # audio as long as a frame.
     assert layout.grid(20) == "20 tokens are not the video's 3x4x5"
@@ -288,7 +288,7 @@ def test_packed_video_and_audio_have_the_videos_grid_and_no_frames_beside() -> N
 def test_a_reference_in_front_of_hunyuan_video_is_a_frame() -> None:
     x, reference = torch.empty(1, 4, 3, 8, 10), torch.empty(1, 4, 1, 8, 10)
     layout = read_layout(host.HunyuanVideo(), x, {"ref_latent": reference})
-    assert isinstance(layout, Layout)
+    assert isinstance(layout, ForwardLayout)
     assert layout.grid(87) == TokenGrid(4, 4, 5, text=7)
 
 

@@ -20,7 +20,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from vidsparse.apps.cli import main
-from vidsparse.apps.runs.crew import TRIES, Made, Outcome, Worker, WorkerDied, spread
+from vidsparse.apps.runs.crew import TRIES, Made, Outcome, Worker, WorkerDied, spread_tasks
 from vidsparse.apps.runs.crew_options import CrewOptions, crew_options
 from vidsparse.apps.runs.crew_tasks import Generation
 from vidsparse.apps.runs.local_workers import LocalWorkers
@@ -82,7 +82,7 @@ def plain(name: str, arguments: Any) -> Any:
 
 
 def finished(engine: Any, count: int, **sizes: int) -> dict[int, Outcome]:
-    outcomes = list(spread(engine, tasks(count), **sizes))
+    outcomes = list(spread_tasks(engine, tasks(count), **sizes))
     assert len(outcomes) == count
     return {one.number: one for one in outcomes}
 
@@ -177,7 +177,7 @@ def test_a_model_that_cannot_be_loaded_ends_all_at_once() -> None:
 
 def test_a_loop_that_is_left_early_leaves_no_worker() -> None:
     engine = MadeUpWorkers(plain)
-    outcomes = spread(engine, tasks(9), groups=2, size=1)
+    outcomes = spread_tasks(engine, tasks(9), groups=2, size=1)
     next(outcomes)
     outcomes.close()
     assert all(worker.killed for _, worker in engine.started)

@@ -17,7 +17,7 @@ from vidsparse.metrics import (
     flicker,
     motion_smoothness,
     psnr,
-    spread,
+    spread_of,
     ssim,
     temporal_flickering,
 )
@@ -178,11 +178,11 @@ def test_ssim_every_leaves_the_other_frames_unmeasured() -> None:
 
 
 def test_spread_is_the_sample_deviation_and_leaves_out_none() -> None:
-    result = spread([1.0, None, 3.0])
+    result = spread_of([1.0, None, 3.0])
     assert (result.mean, result.count) == (2.0, 2)
     assert result.std == pytest.approx(math.sqrt(2))
-    assert spread([4.0]).std is None
-    assert spread([None]).mean is None
+    assert spread_of([4.0]).std is None
+    assert spread_of([None]).mean is None
 
 
 def test_amplified_difference_clips() -> None:

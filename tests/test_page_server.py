@@ -197,7 +197,7 @@ def test_no_picture_is_decoded_where_no_model_takes_one(
     from vidsparse.apps.page import build
 
     decoded: list[Path] = []
-    monkeypatch.setattr(build, "read_image", lambda path, *_, **__: decoded.append(path))
+    monkeypatch.setattr(build, "rewrite_image", lambda path, *_, **__: decoded.append(path))
     Image.new("RGB", (40, 30), "red").save(tmp_path / "first.png")
     with pytest.raises(AppError, match="no model of this page takes such a picture"):
         client_of(page[1]).predict(handle_file(str(tmp_path / "first.png")), api_name=f"/{name}")

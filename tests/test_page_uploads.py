@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from vidsparse.apps.page.uploads import read_image, read_prompt_file, read_prompts
+from vidsparse.apps.page.uploads import read_prompt_file, read_prompt_lines, rewrite_image
 from vidsparse.errors import OptionError, OutputError
 
 
@@ -25,7 +25,7 @@ def _png(tmp_path: Path, size: tuple[int, int] = (32, 16), kind: str = "PNG") ->
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_a_picture_is_decoded_and_written_anew(tmp_path: Path, kind: str) -> None:
-    made = read_image(_png(tmp_path, kind=kind), tmp_path / "new.png", megabytes=1)
+    made = rewrite_image(_png(tmp_path, kind=kind), tmp_path / "new.png", megabytes=1)
     with Image.open(made) as image:
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (32, 16))
         assert np.allclose(np.asarray(image)[8, 16], (200, 10, 10), atol=8)
@@ -38,7 +38,7 @@ def test_nothing_of_the_upload_but_its_pixels_stays(tmp_path: Path) -> None:
     exif[0x010E] = "where I live"
     image.save(path, format="JPEG", exif=exif)
     path.write_bytes(path.read_bytes() + b"<script>")
-    made = read_image(path, tmp_path / "new.png", megabytes=1)
+    made = rewrite_image(path, tmp_path / "new.png", megabytes=1)
     data = made.read_bytes()
     assert b"where I live" not in data
     assert b"<script>" not in data
@@ -70,7 +70,7 @@ def test_what_is_no_picture_is_refused(tmp_path: Path, data: bytes, words: str) 
     path = tmp_path / "up.png"
     path.write_bytes(data)
     with pytest.raises(OptionError, match=words):
-        read_image(path, tmp_path / "new.png", megabytes=1)
+        rewrite_image(path, tmp_path / "new.png", megabytes=1)
     assert not (tmp_path / "new.png").exists()
 
 
@@ -84,7 +84,7 @@ def test_a_picture_that_grows_too_large_is_refused_before_it_is_decoded(
     assert path.stat().st_size < 50_000
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("it was decoded"))
     with pytest.raises(OptionError, match="16 megapixels and 10,000 pixels a side, this one has"):
-        read_image(path, tmp_path / "new.png", megabytes=1)
+        rewrite_image(path, tmp_path / "new.png", megabytes=1)
 
 
 def test_pictures_are_decoded_one_at_a_time(
@@ -103,7 +103,7 @@ def test_pictures_are_decoded_one_at_a_time(
     monkeypatch.setattr(ImageFile.ImageFile, "load", slowly)
     with ThreadPoolExecutor(12) as pool:
         made = pool.map(
-            lambda number: read_image(path, tmp_path / f"{number}.png", megabytes=1), range(12)
+            lambda number: rewrite_image(path, tmp_path / f"{number}.png", megabytes=1), range(12)
         )
         assert all(each.is_file() for each in made)
     assert max(most) == 1
@@ -112,14 +112,14 @@ def test_pictures_are_decoded_one_at_a_time(
 def test_a_copy_that_cannot_be_written_is_not_the_picture_s_fault(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OutputError, match="cannot be written"):
-        read_image(_png(tmp_path), tmp_path / "file" / "new.png", megabytes=1)
+        rewrite_image(_png(tmp_path), tmp_path / "file" / "new.png", megabytes=1)
 
 
 def test_a_cut_picture_is_refused(tmp_path: Path) -> None:
     path = _png(tmp_path, (640, 480), "JPEG")
     path.write_bytes(path.read_bytes()[:700])
     with pytest.raises(OptionError, match="broken"):
-        read_image(path, tmp_path / "new.png", megabytes=1)
+        rewrite_image(path, tmp_path / "new.png", megabytes=1)
 
 
 def test_a_prompt_file_is_read_like_the_command_line_s(tmp_path: Path) -> None:
@@ -148,4 +148,4 @@ def test_a_bad_prompt_file_is_refused(tmp_path: Path, data: bytes, words: str) -
 def test_an_upload_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="did not arrive"):
         read_prompt_file(tmp_path / "none.txt", megabytes=1, most=2)
-    assert read_prompts("one", most=1) == ["one"]
+    assert read_prompt_lines("one", most=1) == ["one"]

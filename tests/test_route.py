@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from vidsparse.attention import attend
+from vidsparse.engine import AttentionEngine
 from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.kernels import dispatch
 from vidsparse.kernels.attention.gates import Gate
 from vidsparse.methods import Bsfa, FgAttn, Foresight, Sale, SpargeAttn, SparseMethod, XAttention
 from vidsparse.route import Route, find_route
+from vidsparse.schedule import Schedule
+from vidsparse.site import CallSite
 
 
 def route_of(method: SparseMethod, dtype: torch.dtype = torch.float16, **more: Any) -> Route:
@@ -140,11 +143,14 @@ def test_an_implementation_that_cannot_run_is_said() -> None:
         route_of(FgAttn(), implementation="gluon")
 
 
-def test_nothing_on_the_way_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[Route]:
+    """The routes that engines find; once there is one, nobody may ask what can run."""
+
     def never(*anything: Any, **more: Any) -> None:
         raise AssertionError("this was decided as the call began")
 
-    found = []
+    found: list[Route] = []
 
     def once(*tensors: Any, **more: Any) -> Route:
         found.append(find_route(*tensors, **more))
@@ -155,8 +161,25 @@ def test_nothing_on_the_way_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("vidsparse.engine.find_route", once)
     monkeypatch.setattr("vidsparse.planning.find_route", never)
+    return found
+
+
+def test_nothing_on_the_way_asks_again(found: list[Route]) -> None:
     grid = TokenGrid(2, 8, 8)
     q, k, v = (torch.randn(1, 2, grid.tokens, 64) for _ in range(3))
     out: Tensor = attend(q, k, v, grid, SpargeAttn(tile=(32, 32), lambda_=-6.0))
     assert out.shape == q.shape
+    assert len(found) == 1
+
+
+def test_nothing_asks_again_to_keep_and_add_what_a_plan_lacks(found: list[Route]) -> None:
+    engine = AttentionEngine(
+        Foresight(share=0.1), schedule=Schedule(dense_steps=0, refresh=1), layers=1
+    )
+    engine.begin_run(3)
+    grid = TokenGrid(2, 8, 8)
+    q, k, v = (torch.randn(1, 2, grid.tokens, 64) for _ in range(3))
+    for step in range(3):
+        engine.attend(q, k, v, CallSite(0, step, 0.0, grid))
+    assert {cell.action for cell in engine.trace.cells} == {"refresh", "reuse"}
     assert len(found) == 1

@@ -188,7 +188,7 @@ def test_psnr_of_a_known_error() -> None:
     black = torch.full((2, 3, 1, 4, 4), -1.0)
     # an error of a tenth of the range, and values beyond the range
     other = torch.stack([black[0] + 0.2, black[1] - 5])
-    assert vae.psnr(black, other).tolist() == pytest.approx([20.0, 106.02], abs=0.01)
+    assert vae.clip_psnr(black, other).tolist() == pytest.approx([20.0, 106.02], abs=0.01)
 
 
 def latents_of(model: SmallModel, weight: float) -> train.Latents:

@@ -41,7 +41,7 @@ def row_of(method: str, own: dict[str, Any]) -> dict[str, Any]:
 def test_every_declared_setting_is_one_that_the_method_takes(name: str) -> None:
     cls = SPARSE_METHODS[name]
     ablated = (one for each in cls.ablations for some in each.lines.values() for one in some)
-    for own in (*cls.compared, *cls.masks, *ablated):
+    for own in (*cls.compared, *cls.masks, *cls.eight_bits, *ablated):
         make_method(name, **own)
     for knob in (*cls.knobs, *(knob for each in cls.ablations for knob in each.knobs)):
         for place in (0.1, 0.9):
@@ -66,6 +66,15 @@ def test_every_method_has_a_curve(name: str) -> None:
     for one in points:
         assert (one.aim is not None) == (name in KNOBS)
         assert one.calibrated == SPARSE_METHODS[name].needs_numbers
+
+
+@pytest.mark.parametrize("name", SPARSE_METHODS)
+def test_a_method_with_8_bit_products_is_compared_with_16_bits(name: str) -> None:
+    cls = SPARSE_METHODS[name]
+    assert bool(cls.eight_bits) == any(one.name == "quantize" for one in cls.option_fields())
+    rows = [one for one in configurations(("precision",)) if one.method == name]
+    assert len(rows) == 3 * len(cls.eight_bits)
+    assert {one.options["quantize"] for one in rows} <= {"none", "int8", "fp8"}
 
 
 def test_what_can_be_calibrated_has_a_calibrator_with_its_bound_among_the_settings() -> None:
@@ -131,3 +140,4 @@ def test_ways_to_select_are_lines_by_their_knobs() -> None:
 def test_a_method_that_declares_nothing_is_compared_as_it_is_and_its_mask_timed() -> None:
     assert (SparseMethod.compared, SparseMethod.masks) == (({},), ({},))
     assert (SparseMethod.knobs, SparseMethod.ablations) == ((), ())
+    assert SparseMethod.eight_bits == ()

@@ -146,13 +146,13 @@ def check_antidiagonal(
     count: int | None = None,
     **how: Any,
 ) -> None:
-    from vidsparse.kernels.selection.antidiagonal import Config, antidiagonal_words
+    from vidsparse.kernels.selection.antidiagonal import AntidiagonalTuning, antidiagonal_words
 
     q, k = (drifting(tokens, dim, dtype, device, batch=batch, seed=i) for i in (0, 1))
     turn = None if pattern == "antidiagonal" else query_turn(pattern, stride)
     made = antidiagonal_words(
         q, k, tile=tile, stride=stride, turn=turn, top_p=top_p, count=count,
-        how=Config(**how) if how else None,
+        how=AntidiagonalTuning(**how) if how else None,
     )  # fmt: skip
     got = opened(made, tokens, tile)
     sums = block_sums(q, k, tile, stride, pattern).double()
@@ -214,13 +214,13 @@ def check_sale(
     **how: Any,
 ) -> None:
     from vidsparse.kernels.selection.sale import sale_words
-    from vidsparse.kernels.selection.triton_sale import Config
+    from vidsparse.kernels.selection.triton_sale import SaleTuning
 
     q, k = (drifting(tokens, dim, dtype, device, batch=batch, seed=i) for i in (0, 1))
     given = tau if isinstance(tau, float) else torch.tensor(tau, device=device)
     made = sale_words(
         q, k, given, tile=tile, local=local, full_columns=sink_from, riding=riding,
-        how=Config(**how) if how else None,
+        how=SaleTuning(**how) if how else None,
     )  # fmt: skip
     got = opened(made, tokens, tile)
 
@@ -351,7 +351,7 @@ class TestOnGpu:
         self, monkeypatch: pytest.MonkeyPatch, tile: Tile
     ) -> None:
         from vidsparse.kernels.selection.sale import hopper_sale_reason, sale_words
-        from vidsparse.kernels.selection.triton_sale import config
+        from vidsparse.kernels.selection.triton_sale import tuned_sale
 
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("gluon is for compute capability 9.0 (Hopper)")
@@ -373,7 +373,7 @@ class TestOnGpu:
             "full_columns": 2900 // tile[1],
         }
         words, counts = sale_words(q, k, 0.01, tile=tile, **kept)
-        how = config((9, 0), 227 * 1024)
+        how = tuned_sale((9, 0), 227 * 1024)
         plain, plain_counts = sale_words(q, k, 0.01, tile=tile, how=how, **kept)
         assert torch.equal(words, plain)
         assert torch.equal(counts, plain_counts)

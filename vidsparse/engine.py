@@ -15,9 +15,8 @@ from vidsparse.finite import FiniteGuard, NonFiniteCall
 from vidsparse.grid import TokenGrid
 from vidsparse.kept import KeptPlan, Lacking, Lists
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
-from vidsparse.masks import tile_count
 from vidsparse.methods import METHODS, Method, SparseMethod
-from vidsparse.order import TokenOrder, can_move, check_order, token_order, wants_gradient
+from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import (
     Ordered,
@@ -31,10 +30,11 @@ from vidsparse.ring import (
     Ring,
     attend_densely,
     attend_in_ring,
+    check_dense_in_ring,
     deal_tokens,
+    gate_left_out,
     not_finite,
-    own_rows,
-    plan_in_ring,
+    plan_stretch,
     stretch_step,
 )
 from vidsparse.room import check_room, free_bytes, lockable_bytes
@@ -105,13 +105,14 @@ class AttentionEngine:
         planner: ``order_and_plan``. A benchmark may replace the plan that it returns.
         guard: takes in every output, and at a refresh the sparse one too, to be asked afterwards
             which was the first that is not finite.
-        only: the layers that go by plans in the calls to come, where calibration looks at one by
-            itself; others are dense, but refreshes are made. None is all that the schedule says.
+        only: layers that may be sparse in the next calls; the others run dense, except at
+            refreshes. None: all that the schedule allows. Calibration sets it to look at one layer
+            alone.
         kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
 
     Raises:
-        OptionError: what is no method, unknown order or implementation, or a method that lacks
-            calibrated numbers.
+        OptionError: ``method`` is no method; the order, the implementation or the dense kernel is
+            unknown; the method needs calibrated numbers and has none.
     """
 
     def __init__(
@@ -220,9 +221,9 @@ class AttentionEngine:
 
         ``dense`` is the pipeline's own attention on the same shapes; PyTorch's by default. With
         ``keep_dense`` it is what the user has chosen, and runs all dense calls unless another
-        kernel was asked for by name. A grid that does not have S tokens runs dense, and the trace
-        says so; a host that cannot have this call sparse says why in ``dense_because``, and it
-        runs by ``dense`` whatever else was asked for and whatever grid ``site`` has.
+        kernel was asked for by name. Where the grid does not have S tokens the call runs dense, and
+        the trace says so. ``dense_because`` is the pipeline's reason to keep this call dense: it
+        then runs by ``dense``, whatever else was asked for and whatever grid ``site`` has.
 
         In a ``ring`` S are the tokens of this process: its run of the grid's video in the
         pipeline's order, and all text. Every process of the ring must call.
@@ -256,12 +257,12 @@ class AttentionEngine:
                 # the old one's memory serves the new one. The sparse call comes first: the copies
                 # that it makes are gone before there is a dense output beside them.
                 self._lacking.pop((site.branch, key), None)
-                planned = self._sparse(q, k, v, site, cell, key, ring)
+                planned, route = self._sparse(q, k, v, site, cell, key, ring)
                 self._show(planned, site, cell)
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
-                out = self._sparse(q, k, v, site, cell, key, ring)
-                self._add_remainder(out, site, key)
+                out, route = self._sparse(q, k, v, site, cell, key, ring)
+                self._add_remainder(out, site, key, route)
             if sparse and self.dense_fallback and not_finite(out, ring):
                 cell.action, cell.implementation = FELL_BACK, "dense"
                 cell.selected = cell.computed = cell.skipped = None
@@ -278,12 +279,14 @@ class AttentionEngine:
                 if ring is None:
                     out, cell.dense_by = self._run_dense(q, k, v, stock, asked)
                 else:
-                    out, cell.dense_by = self._dense_in_ring(q, k, v, site, ring), "dense"
+                    check_dense_in_ring(self.dense_kernel)
+                    out = attend_densely(ring, *_autocast(q, k, v), site.grid).to(q.dtype)
+                    cell.dense_by = "dense"
                 # a refresh is named after what serves the steps to come.
                 if planned is None:
                     cell.implementation = cell.dense_by
             if planned is not None:
-                remainder = Remainder.of(out, planned, self._keeping, by_kernel=can_move(out))
+                remainder = Remainder.of(out, planned, self._keeping, by_kernel=route.reorders)
                 lacking = Lacking(site.step, self._plans[key].made, remainder)
                 self._lacking[site.branch, key] = lacking
         self._show(out, site, cell)
@@ -343,14 +346,6 @@ class AttentionEngine:
             return stock(q, k, v), "dense"
         return dense_attention(*_autocast(q, k, v), chosen=True)[0].to(q.dtype), "gluon"
 
-    def _dense_in_ring(self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, ring: Ring) -> Tensor:
-        if self.dense_kernel == "gluon":
-            raise UnsupportedError(
-                "the 'gluon' kernel does not run dense calls in a ring, whose parts differ in "
-                "length. Hint: dense_kernel auto, or leave ring out."
-            )
-        return attend_densely(ring, *_autocast(q, k, v), site.grid).to(q.dtype)
-
     def _sparse_in_ring(
         self,
         q: Tensor,
@@ -363,44 +358,20 @@ class AttentionEngine:
         route: Route,
     ) -> Tensor:
         assert isinstance(self.method, SparseMethod)
-        self._check_ring(route)
         method, grid = self.method, site.grid
+        note = gate_left_out(method, route)
+        if note is not None and note not in self.trace.notes:
+            self.trace.notes.append(note)
         deal = deal_tokens(self.order, grid, ring.count, ring.rank, stretch_step(method), q.device)
         plan = self._take_kept(site, cell, key)
         if plan is None:
-            order = token_order(self.order, grid, q.device)
-            route = replace(route, quantize=None)
-            asked = method.looks_at_values or route.selection == "blocks"
-
-            def plan_heads(q: Tensor, k: Tensor, v: Tensor | None, first: int) -> SparsePlan:
-                part = replace(site, first_head=site.first_head + first)
-                return self.planner(method, q, k, part, order, route, v).plan
-
-            plan = plan_in_ring(ring, plan_heads, q, k, v if asked else None, grid, method, route)
-            rows = method.tile[0]
-            tiles = range(
-                deal.bounds[ring.rank] // rows, tile_count(deal.bounds[ring.rank + 1], rows)
+            plan, tiles = plan_stretch(
+                ring, deal, (q, k, v), site, method, self.order, route, self.planner
             )
-            plan = own_rows(plan, tiles, method.merge)
             cell.selection = self._selection_cost(q, grid.tokens)
             plan = self._keep(plan, site, cell, key, tiles)
         cell.selected, cell.computed = plan.selected, share_with_means(plan, method.means)
-        return attend_in_ring(
-            ring, deal, (q, k, v), plan, grid, method.means, self._route(q, k, v), self.kernel
-        )
-
-    def _check_ring(self, route: Route) -> None:
-        """Raise an ``UnsupportedError`` where the method needs its gate, which a ring has not."""
-        assert isinstance(self.method, SparseMethod)
-        if route.gates and self.method.gate_keys is not None:
-            if not self.method.can_do_without_gate:
-                raise UnsupportedError(
-                    f"{self.method.name} does not run in a ring yet: its gate looks at whole "
-                    "lists of keys. Hint: leave ring out, or take another method."
-                )
-            note = f"without {self.method.name}'s gate: a ring has a part of the scores at a time"
-            if note not in self.trace.notes:
-                self.trace.notes.append(note)
+        return attend_in_ring(ring, deal, (q, k, v), plan, grid, method.means, route, self.kernel)
 
     def _sparse(
         self,
@@ -411,7 +382,8 @@ class AttentionEngine:
         cell: Cell,
         key: PlanKey,
         ring: Ring | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Route]:
+        """The output, and the way it went."""
         assert isinstance(self.method, SparseMethod)
         asked = q.dtype
         q, k, v = _autocast(q, k, v)
@@ -421,7 +393,8 @@ class AttentionEngine:
             raise UnsupportedError(INFERENCE_ONLY)
         cell.implementation = route.implementation
         if ring is not None:
-            return self._sparse_in_ring(q, k, v, site, cell, key, ring, route).to(asked)
+            out = self._sparse_in_ring(q, k, v, site, cell, key, ring, route)
+            return out.to(asked), route
         order = token_order(self.order, site.grid, q.device)
         layout, size, video = q, self.method.means, site.grid.video
         plan = self._take_kept(site, cell, key)
@@ -474,7 +447,7 @@ class AttentionEngine:
             cell.count_skipped(skipped, plan.tokens)
         # the copies in order are as large as what the caller holds: not to be kept beside another.
         del q, k, v, made, mean, averages, kv_index, lists, gate, means
-        return order.undo(out, like=layout, by_kernel=route.reorders).to(asked)
+        return order.undo(out, like=layout, by_kernel=route.reorders).to(asked), route
 
     def _lists(self, plan: SparsePlan, key: PlanKey, size: int | None, route: Route) -> Lists:
         """What a call by ``plan`` is given of it: made once if that is small and both are kept."""
@@ -538,13 +511,13 @@ class AttentionEngine:
             self.trace.notes.append(lack_of_room(q, calls, room, keeping))
         return keeping is not None
 
-    def _add_remainder(self, out: Tensor, site: CallSite, key: PlanKey) -> None:
+    def _add_remainder(self, out: Tensor, site: CallSite, key: PlanKey, route: Route) -> None:
         """Add to ``out``, in place, what its plan lacked at the last refresh."""
         lacking = self._lacking.get((site.branch, key))
         if lacking is None:
             return
         factor = likeness(site.step - lacking.step, self.steps)
-        lacking.remainder.add_to(out, factor, by_kernel=can_move(out))
+        lacking.remainder.add_to(out, factor, by_kernel=route.reorders)
         if site.step + 1 not in self.schedule.sparse_window(self.steps):
             # nothing follows that it serves, but a decoder that wants the memory.
             del self._lacking[site.branch, key]

@@ -245,7 +245,7 @@ def compare_videos(
     )
 
 
-def spread(values: Sequence[float | None]) -> Spread:
+def spread_of(values: Sequence[float | None]) -> Spread:
     """Mean and sample standard deviation of the values that are not None."""
     known = [value for value in values if value is not None]
     return Spread(

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from vidsparse.markdown import markdown_table
-from vidsparse.metrics import SSIM_WINDOW, Sides, Spread, VideoQuality, spread
+from vidsparse.metrics import SSIM_WINDOW, Sides, Spread, VideoQuality, spread_of
 from vidsparse.speedup import FEWEST, SHORT, Speedup, TimedPair
 from vidsparse.wording import (
     format_number,
@@ -220,7 +220,7 @@ class Report:
     @property
     def psnr(self) -> Spread:
         """PSNR in dB over the prompts whose videos differ."""
-        return spread([each.quality.psnr for each in self.comparisons])
+        return spread_of([each.quality.psnr for each in self.comparisons])
 
     @property
     def worst(self) -> tuple[float, int] | None:
@@ -235,17 +235,17 @@ class Report:
     @property
     def ssim(self) -> Spread:
         """SSIM over the prompts."""
-        return spread([each.quality.ssim for each in self.comparisons])
+        return spread_of([each.quality.ssim for each in self.comparisons])
 
     @property
     def flicker(self) -> Spread:
         """Flicker measure in dB over the prompts where it has a value."""
-        return spread([each.quality.flicker for each in self.comparisons])
+        return spread_of([each.quality.flicker for each in self.comparisons])
 
     def steadiness(self, measure: str) -> Sides:
         """Mean of ``flickering`` or ``smoothness`` over the prompts, dense and sparse."""
         pairs: list[Sides] = [getattr(each.quality, measure) for each in self.comparisons]
-        return spread([a for a, _ in pairs]).mean, spread([b for _, b in pairs]).mean
+        return spread_of([a for a, _ in pairs]).mean, spread_of([b for _, b in pairs]).mean
 
     @property
     def identical(self) -> int:
@@ -262,22 +262,22 @@ class Report:
     @property
     def selected(self) -> float | None:
         """Mean selected density over prompts."""
-        return spread([each.sparse.selected for each in self.comparisons]).mean
+        return spread_of([each.sparse.selected for each in self.comparisons]).mean
 
     @property
     def computed(self) -> float | None:
         """Mean computed density over prompts."""
-        return spread([each.sparse.computed for each in self.comparisons]).mean
+        return spread_of([each.sparse.computed for each in self.comparisons]).mean
 
     @property
     def dense_step_share(self) -> float | None:
         """Mean share of the sparse side's steps that ran dense."""
-        return spread([each.sparse.dense_step_share for each in self.comparisons]).mean
+        return spread_of([each.sparse.dense_step_share for each in self.comparisons]).mean
 
     def seconds(self, side: str, phase: str) -> float | None:
         """Mean seconds per video of ``side`` ("dense" or "sparse") in ``phase``."""
         runs: list[RunFacts] = [getattr(each, side) for each in self.comparisons]
-        return spread([run.seconds.get(phase) for run in runs]).mean
+        return spread_of([run.seconds.get(phase) for run in runs]).mean
 
     @property
     def speedup(self) -> Speedup:
@@ -294,12 +294,12 @@ class Report:
         return [
             StageMeans(
                 name=column[0].name,
-                psnr=spread([each.psnr for each in column]),
+                psnr=spread_of([each.psnr for each in column]),
                 identical=sum(each.psnr is None for each in column),
                 worst=min((each.psnr for each in column if each.psnr is not None), default=None),
-                ssim=spread([each.ssim for each in column]),
-                seconds=spread([each.seconds for each in column]).mean,
-                total=spread([each.total for each in column]).mean,
+                ssim=spread_of([each.ssim for each in column]),
+                seconds=spread_of([each.seconds for each in column]).mean,
+                total=spread_of([each.total for each in column]).mean,
                 speedup=self._speedup([each.seconds for each in column]),
             )
             for column in columns

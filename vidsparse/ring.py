@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vidsparse.errors import UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.grouping import WINDOW_TILES
 from vidsparse.kernels.attention.partial import attend_to_part, join
@@ -38,8 +39,9 @@ from vidsparse.masks import bits_between, count_bits, tile_count
 from vidsparse.methods import SparseMethod
 from vidsparse.order import token_order
 from vidsparse.plan import SparsePlan
-from vidsparse.planning import key_means
+from vidsparse.planning import Ordered, key_means
 from vidsparse.route import Route
+from vidsparse.site import CallSite
 
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Attention to a part of the keys, with its log-sum-exp; see ``attend_to_part``."""
@@ -90,6 +92,34 @@ class Ring:
         out = x.new_empty(sum(received), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group)
         return out
+
+
+# ---- what a ring does not run ----
+
+
+def check_dense_in_ring(kernel: str) -> None:
+    """Raise an ``UnsupportedError`` where ``kernel``, of ``DENSE_KERNELS``, runs in no ring."""
+    if kernel == "gluon":
+        raise UnsupportedError(
+            "the 'gluon' kernel does not run dense calls in a ring, whose parts differ in "
+            "length. Hint: dense_kernel auto, or leave ring out."
+        )
+
+
+def gate_left_out(method: SparseMethod, route: Route) -> str | None:
+    """What a trace should note of a gate that a ring leaves out, None where there is no gate.
+
+    Raises:
+        UnsupportedError: the method cannot do without its gate.
+    """
+    if not route.gates or method.gate_keys is None:
+        return None
+    if not method.can_do_without_gate:
+        raise UnsupportedError(
+            f"{method.name} does not run in a ring yet: its gate looks at whole "
+            "lists of keys. Hint: leave ring out, or take another method."
+        )
+    return f"without {method.name}'s gate: a ring has a part of the scores at a time"
 
 
 # ---- tokens ----
@@ -213,6 +243,47 @@ def _to_run(x: Tensor, grid: TokenGrid, deal: Deal, ring: Ring) -> Tensor:
 
 
 # ---- plans ----
+
+
+def plan_stretch(
+    ring: Ring,
+    deal: Deal,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    site: CallSite,
+    method: SparseMethod,
+    order: str,
+    route: Route,
+    planner: Callable[..., Ordered],
+) -> tuple[SparsePlan, range]:
+    """Plan a call by all processes together.
+
+    Args:
+        ring: the processes.
+        deal: how tokens change places.
+        qkv: ``[B, H, S / N + text, D]`` each, in the pipeline's order.
+        site: of the call, with the grid of all tokens.
+        method: what to skip.
+        order: name of the token order.
+        route: what runs where.
+        planner: ``order_and_plan``.
+
+    Returns:
+        The plan of this process's stretch, and the query tiles of the whole sequence in it.
+    """
+    q, k, v = qkv
+    in_order = token_order(order, site.grid, q.device)
+    # rounding follows once tokens have changed places.
+    route = replace(route, quantize=None)
+    asked = method.looks_at_values or route.selection == "blocks"
+
+    def plan_heads(q: Tensor, k: Tensor, v: Tensor | None, first: int) -> SparsePlan:
+        part = replace(site, first_head=site.first_head + first)
+        return planner(method, q, k, part, in_order, route, v).plan
+
+    plan = plan_in_ring(ring, plan_heads, q, k, v if asked else None, site.grid, method, route)
+    rows = method.tile[0]
+    tiles = range(deal.bounds[ring.rank] // rows, tile_count(deal.bounds[ring.rank + 1], rows))
+    return own_rows(plan, tiles, method.merge), tiles
 
 
 def plan_in_ring(

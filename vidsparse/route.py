@@ -33,7 +33,8 @@ class Route:
         gates: the method's gate is asked for. It is not where it would only cost time.
         selection: what selects tiles: kernels that follow the method's ``rule``, kernels of the
             method's own (``words``), or its ``select`` in torch.
-        reorders: a kernel puts tokens into the order and back; it knows no gradients.
+        reorders: kernels put tokens into the order and back, and keep and add what a plan lacks;
+            they know no gradients.
         lists: a kernel lists the key chunks of a plan.
         block_rows: query rows of a block of the plan.
     """

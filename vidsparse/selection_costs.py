@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from vidsparse.dtypes import dtype_name
 from vidsparse.work import SelectionCost
 
 if TYPE_CHECKING:
@@ -92,14 +93,6 @@ SHORTEST: Final = 0.8
 LONGEST: Final = 2.0
 
 
-# as rows of measurements spell them.
-SPELLED: Final[Mapping[str, str]] = {
-    "torch.float32": "fp32",
-    "torch.bfloat16": "bf16",
-    "torch.float16": "fp16",
-}
-
-
 def device_class(device: torch.device) -> str | None:
     """The class of devices that ``device`` shares its measured costs with, or None."""
     import torch
@@ -132,7 +125,7 @@ def selection_cost(
         one
         for one in MEASURED
         if (one.device, one.method, one.tile, one.options, one.dtype)
-        == (kind, method.name, options["tile"], mine, SPELLED.get(str(dtype)))
+        == (kind, method.name, options["tile"], mine, dtype_name(dtype))
         and SHORTEST <= tokens / one.tokens <= LONGEST
     ]
     if not found:

@@ -21,8 +21,8 @@ from vidsparse.apps.bench.attention_peers import Peer, dense_offers, ready, spar
 from vidsparse.apps.bench.attention_rows import AttentionRow
 from vidsparse.apps.bench.exactness import error_budget, sampled_errors
 from vidsparse.apps.bench.inputs import RANDOM, CallInputs
-from vidsparse.apps.bench.machine import dtype_name
 from vidsparse.apps.bench.timing import time_in_turns
+from vidsparse.dtypes import dtype_name
 
 if TYPE_CHECKING:
     import torch

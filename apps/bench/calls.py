@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.apps.bench.attention_peers import first_dense_of
 from vidsparse.apps.bench.inputs import STRUCTURED, CallInputs, shape_text
-from vidsparse.apps.bench.machine import dtype_name
+from vidsparse.apps.bench.method_cases import method_of
 from vidsparse.apps.bench.timing import time_in_turns
 from vidsparse.apps.results.row_file import RowFile
 from vidsparse.apps.results.tables import Columns, number
-from vidsparse.errors import OptionError, UnsupportedError
-from vidsparse.methods import METHODS, SparseMethod, make_method
+from vidsparse.dtypes import dtype_name
+from vidsparse.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -57,33 +57,6 @@ class CallRow:
     dense_ms: float
     speedup: float
     data: str = STRUCTURED
-
-
-def method_of(case: str) -> SparseMethod:
-    """The method of a case such as ``foresight share=0.1``.
-
-    Raises:
-        OptionError: no sparse method, an option without a value, or one that it does not take.
-    """
-    # of nothing but spaces, a method without a name.
-    name, *settings = case.split() or [""]
-    if name not in METHODS:
-        make_method(name)
-    fields = {field.name: field for field in METHODS[name].option_fields()}
-    options: dict[str, Any] = {}
-    for setting in settings:
-        option, given, value = setting.partition("=")
-        if not given:
-            raise OptionError(f"{setting!r} of {case!r} has no value. Hint: {setting}=...")
-        try:
-            read = fields[option].metadata["convert"](value) if option in fields else value
-        except ValueError:
-            raise OptionError(f"{option} of {case!r} cannot be {value!r}") from None
-        options[option] = read
-    method = make_method(name, **options)
-    if not isinstance(method, SparseMethod):
-        raise OptionError(f"{name} is not sparse: it is what the others are compared with")
-    return method
 
 
 def measure_calls_of(

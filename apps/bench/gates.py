@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from vidsparse.apps.bench.attention_cases import structured_qk
-from vidsparse.apps.bench.calls import method_of
 from vidsparse.apps.bench.exactness import error_budget, sampled_errors
 from vidsparse.apps.bench.inputs import GRIDS
-from vidsparse.apps.bench.machine import dtype_name
+from vidsparse.apps.bench.method_cases import method_of
 from vidsparse.apps.bench.timing import time_in_turns
 from vidsparse.apps.results.row_file import RowFile
 from vidsparse.apps.results.tables import Columns, number
+from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.methods import SparseMethod
 

@@ -22,12 +22,9 @@ from torch import Tensor, nn
 from vidsparse.apps.bench.exactness import error_budget
 from vidsparse.apps.bench.gpus_rows import GpusRow
 from vidsparse.apps.bench.machine import let_go
-from vidsparse.apps.bench.model import (
+from vidsparse.apps.bench.model_checks import (
     CHECKED_LAYERS,
-    SKEW,
-    TOP_P,
     exact_output,
-    memory_hint,
     refuse_dense_calls,
     to_check,
 )
@@ -38,6 +35,8 @@ from vidsparse.apps.bench.model_forward import (
     planned_to_order,
     time_step,
 )
+from vidsparse.apps.bench.model_sequence import layers_hint
+from vidsparse.apps.bench.model_settings import SKEW, TOP_P, Setting
 from vidsparse.apps.bench.traffic import Traffic
 from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines import sparsify
@@ -48,7 +47,6 @@ from vidsparse.pipelines.quiet import quiet_hosts
 
 if TYPE_CHECKING:
     from vidsparse.apps.bench.gpus_settings import Sharing
-    from vidsparse.apps.bench.model_settings import Setting
     from vidsparse.apps.bench.model_shapes import ModelShape
 
 
@@ -174,7 +172,7 @@ class GpusBench:
         with (
             quiet_hosts(),
             torch.no_grad(),
-            memory_hint(setting),
+            layers_hint(setting),
             cudnn_first(self.device.type == "cuda"),
         ):
             errors = self._check(setting, sharings)

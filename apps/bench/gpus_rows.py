@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vidsparse.apps.bench.model_shapes import model_text
 from vidsparse.apps.results.row_file import RowFile
@@ -144,15 +145,15 @@ def gpus_file(path: Path) -> RowFile:
     return RowFile(path, "vidsparse-gpus/1", "benchmark of several GPUs")
 
 
-def rounded(row: GpusRow) -> dict[str, Any]:
-    """A row as it is written: no digits that a second run would not give."""
-    digits = {"error": 9, "computed": 4, "asked": 4, "busiest": 4, "exchange_mb": 3}
-    return {
-        name: round(value, digits.get(name, 2))
-        if isinstance(value, float) and name != "warmup"
-        else value
-        for name, value in asdict(row).items()
-    }
+DIGITS: Final[Mapping[str, int | None]] = {
+    "error": 9,
+    "computed": 4,
+    "asked": 4,
+    "busiest": 4,
+    "exchange_mb": 3,
+    "warmup": None,
+}
+"""Decimals that rows are written with; see ``rounded``."""
 
 
 COLUMNS: Final[Columns[GpusRow]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.apps.bench.attention_cases import structured_qk
-from vidsparse.apps.bench.machine import dtype_name
+from vidsparse.dtypes import dtype_name
 
 if TYPE_CHECKING:
     import torch

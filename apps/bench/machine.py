@@ -7,6 +7,8 @@ import platform
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
+from vidsparse.dtypes import DTYPES, dtype_name
+
 if TYPE_CHECKING:
     import torch
 
@@ -22,7 +24,7 @@ def device_and_dtype(device: str, dtype: str | None) -> tuple[torch.device, torc
     import torch
 
     from vidsparse.errors import OptionError
-    from vidsparse.pipelines.placement import DTYPES, check_device
+    from vidsparse.pipelines.placement import check_device
 
     where = torch.device(check_device(device))
     name = dtype or ("bf16" if where.type == "cuda" else "fp32")
@@ -30,14 +32,6 @@ def device_and_dtype(device: str, dtype: str | None) -> tuple[torch.device, torc
     if torch_name not in DTYPES.values():
         raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return where, getattr(torch, torch_name)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as options, rows and pages spell it: ``bf16``."""
-    from vidsparse.pipelines.placement import DTYPES
-
-    torch_name = str(dtype).removeprefix("torch.")
-    return next(name for name, known in DTYPES.items() if known == torch_name)
 
 
 def let_go(device: torch.device) -> None:
@@ -49,7 +43,7 @@ def let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def described(device: torch.device, dtype: torch.dtype) -> str:
+def device_line(device: torch.device, dtype: torch.dtype) -> str:
     """Hardware, version and number format in one line."""
     import torch
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.apps.bench.attention_peers import first_dense_of
 from vidsparse.apps.bench.inputs import STRUCTURED, CallInputs, shape_text
-from vidsparse.apps.bench.machine import dtype_name
 from vidsparse.apps.bench.timing import time_in_turns
 from vidsparse.apps.results.row_file import RowFile
 from vidsparse.apps.results.tables import Columns, number
+from vidsparse.dtypes import dtype_name
 from vidsparse.methods import SPARSE_METHODS, SparseMethod, make_method
 from vidsparse.methods.studied import Settings
 

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.bench.exactness import error_budget
 from vidsparse.apps.bench.machine import header, let_go
+from vidsparse.apps.bench.model_checks import (
+    CHECKED_LAYERS,
+    exact_output,
+    refuse_dense_calls,
+    to_check,
+)
 from vidsparse.apps.bench.model_readings import projected_ratio
-from vidsparse.apps.bench.model_rows import ModelRow, rounded
-from vidsparse.apps.bench.model_settings import Setting, Variant
-from vidsparse.apps.bench.model_shapes import Latent
+from vidsparse.apps.bench.model_rows import DIGITS, ModelRow
+from vidsparse.apps.bench.model_sequence import measure_each
+from vidsparse.apps.bench.model_settings import PLAN, SKEW, TOP_P, Setting, Variant
+from vidsparse.apps.results.row_file import RowFile, rounded
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from vidsparse.apps.bench.model_forward import Timing
-    from vidsparse.apps.results.row_file import RowFile
-
-# list lengths from half to one and a half of the mean: heads and rows differ in a real model too.
-SKEW = 0.5
-TOP_P = 0.9
-PLAN = f"real mask and plan timed; kernel on random lists, skew {SKEW}"
-# layers that the correctness check runs, and latent frames: a kernel is not wrong by the length.
-CHECKED_LAYERS = 2
-CHECKED_LATENT_FRAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,47 +241,6 @@ class ModelBench:
         )
 
 
-def to_check(setting: Setting) -> tuple[int, Latent]:
-    """Layers and latent of what is checked before ``setting`` is timed: few, and short."""
-    shape, whole = setting.model, setting.latent
-    frames = shape.frames_of(min(whole.latent_frames, CHECKED_LATENT_FRAMES))
-    latent = shape.latent(whole.width, whole.height, frames)
-    return min(CHECKED_LAYERS, setting.layers or CHECKED_LAYERS), latent
-
-
-def exact_output(model: Any, inputs: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    """What a model of ``dtype`` should give: by fp32, or by fp64 where it is in fp32."""
-    import torch
-
-    high = torch.float64 if dtype == torch.float32 else torch.float32
-    # not the model's own .to(), which warns that some of its parts belong in fp32.
-    exact_model = torch.nn.Module.to(copy.deepcopy(model), high)
-    out: Tensor = exact_model(**_cast(inputs, high), return_dict=False)[0]
-    return out.double()
-
-
-def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Floating-point tensors of ``inputs`` in another dtype."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(convert(one) for one in value)
-        floating = hasattr(value, "is_floating_point") and value.is_floating_point()
-        return value.to(dtype) if floating else value
-
-    return {name: convert(value) for name, value in inputs.items()}
-
-
-def refuse_dense_calls(cells: Sequence[Any]) -> None:
-    """Raise an ``UnsupportedError`` where a call of a sparse step was dense."""
-    from vidsparse.errors import UnsupportedError
-
-    for cell in cells:
-        # a guidance branch may go by the plan of the one before it.
-        if cell.action not in ("replan", "reuse"):
-            raise UnsupportedError(f"an attention call that should be sparse was {cell.action}")
-
-
 def measure_models(
     bench: ModelBench,
     settings: Sequence[Setting],
@@ -318,64 +273,6 @@ def measure_models(
         show(row)
         if file is not None:
             file.header = {**header(bench.device, "diffusers"), "plan": PLAN}
-            file.add(rounded(row))
+            file.add(rounded(row, DIGITS))
 
     measure_each(settings, rows_of, take, bench.say)
-
-
-def measure_each(
-    settings: Sequence[Setting],
-    rows_of: Callable[[Setting], Iterator[Any] | None],
-    take: Callable[[Any], None],
-    say: Callable[[str], None],
-) -> None:
-    """Measure one model after the other; one that fails does not keep the others from it.
-
-    Args:
-        settings: at least one.
-        rows_of: measures as it is gone through; None where nothing is missing.
-        take: given each row as soon as it is there.
-        say: where notes go.
-
-    Raises:
-        UnsupportedError: a model cannot run or is not right. Where there are others, their rows
-            come first.
-    """
-    from vidsparse.errors import UnsupportedError
-
-    failed: list[str] = []
-    for setting in settings:
-        rows = rows_of(setting)
-        if rows is None:
-            say(f"{setting.family} {setting.shape}: measured already")
-            continue
-        say(f"{setting.family} {setting.shape}, one step is {setting.model.step}")
-        try:
-            with memory_hint(setting):
-                for row in rows:
-                    take(row)
-        except UnsupportedError as error:
-            if len(settings) == 1:
-                raise
-            # the others are still worth having; the command fails at the end.
-            failed.append(f"{setting.family}: {error}")
-            say(failed[-1])
-    if failed:
-        raise UnsupportedError(f"{len(failed)} of {len(settings)} models failed: {failed[0]}")
-
-
-@contextmanager
-def memory_hint(setting: Setting) -> Iterator[None]:
-    """Turn what torch says where memory is short into a sentence with a hint."""
-    import torch
-
-    from vidsparse.errors import UnsupportedError
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        layers = setting.layers or setting.model.full_layers()
-        raise UnsupportedError(
-            f"{setting.family} at {setting.shape} does not fit the device: {error}. "
-            f"Hint: --layers {max(1, layers // 2)}."
-        ) from None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vidsparse.apps.bench.model_readings import merged_share, projected_ratio, projected_step
 from vidsparse.apps.bench.model_shapes import model_text
@@ -101,14 +102,11 @@ def model_file(path: Path) -> RowFile:
     return RowFile(path, "vidsparse-models/1", "model benchmark")
 
 
-def rounded(row: ModelRow) -> dict[str, Any]:
-    """A row as it is written: no digits that a second run would not give."""
-    return {
-        name: round(value, 4 if name.startswith("ratio") else 2)
-        if isinstance(value, float) and name not in ("asked", "computed", "warmup")
-        else value
-        for name, value in asdict(row).items()
-    }
+DIGITS: Final[Mapping[str, int | None]] = {
+    **dict.fromkeys(("ratio_cudnn", "ratio_fa4", "ratio_stock"), 4),
+    **dict.fromkeys(("asked", "computed", "warmup")),
+}
+"""Decimals that rows are written with; see ``rounded``."""
 
 
 COLUMNS: Final[Columns[ModelRow]] = {

@@ -13,6 +13,16 @@ from vidsparse.errors import OptionError
 EXACT: Final = "none"
 """What stands for no 8-bit format."""
 
+SKEW: Final = 0.5
+"""List lengths are from half to one and a half of the mean: heads and rows differ in a real model
+too."""
+
+TOP_P: Final = 0.9
+"""What the real plan, which is timed, is made with."""
+
+PLAN: Final = f"real mask and plan timed; kernel on random lists, skew {SKEW}"
+"""How sparse steps run, for the head of a file."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:

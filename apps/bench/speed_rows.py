@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from vidsparse.apps.bench.model_readings import merged_share, projected_step
 from vidsparse.apps.bench.model_shapes import model_text
@@ -189,15 +190,12 @@ def speed_file(path: Path) -> RowFile:
     return RowFile(path, FORM, "benchmark of speeds")
 
 
-def rounded(row: SpeedRow) -> dict[str, Any]:
-    """A row as it is written: no digits that a second run would not give."""
-    digits = {"error": 5, "computed": 4}
-    return {
-        name: round(value, digits.get(name, 2))
-        if isinstance(value, float) and name not in ("asked", "warmup", "refresh")
-        else value
-        for name, value in asdict(row).items()
-    }
+DIGITS: Final[Mapping[str, int | None]] = {
+    "error": 5,
+    "computed": 4,
+    **dict.fromkeys(("asked", "warmup", "refresh")),
+}
+"""Decimals that rows are written with; see ``rounded``."""
 
 
 def _share(row: SpeedRow, name: str) -> str:

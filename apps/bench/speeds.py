@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.apps.bench.exactness import error_budget
-from vidsparse.apps.bench.machine import dtype_name, header, let_go
-from vidsparse.apps.bench.model import measure_each
+from vidsparse.apps.bench.machine import header, let_go
 from vidsparse.apps.bench.model_dense import CUDNN, FA4, STOCK, DenseSteps, refuse_non_finite
 from vidsparse.apps.bench.model_forward import (
     Stopwatch,
@@ -24,7 +23,11 @@ from vidsparse.apps.bench.model_forward import (
     planned_to_order,
     time_step,
 )
-from vidsparse.apps.bench.speed_rows import SpeedRow, rounded
+from vidsparse.apps.bench.model_sequence import measure_each
+from vidsparse.apps.bench.model_settings import SKEW, Setting
+from vidsparse.apps.bench.speed_rows import DIGITS, SpeedRow
+from vidsparse.apps.results.row_file import RowFile, rounded
+from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.methods import SparseMethod, make_method
 from vidsparse.pipelines.families import FAMILIES
@@ -33,12 +36,7 @@ from vidsparse.schedule import Action, share_or_count
 from vidsparse.trace import Cell
 
 if TYPE_CHECKING:
-    from vidsparse.apps.bench.model_settings import Setting
-    from vidsparse.apps.results.row_file import RowFile
     from vidsparse.pipelines import AcceleratedPipeline
-
-# as in the model benchmark: heads and rows differ in a real model too.
-_SKEW: Final = 0.5
 
 _KINDS: Final[Mapping[str, str]] = {
     Action.DENSE: "dense",
@@ -47,9 +45,6 @@ _KINDS: Final[Mapping[str, str]] = {
     Action.REFRESH: "refresh",
 }
 """What a step is by the action of its calls."""
-
-# methods whose lists are all of one length.
-_EQUAL: Final = ("foresight",)
 
 # blocks of each kind that are checked, from the first on, beside the last.
 _FEW: Final = 2
@@ -358,11 +353,13 @@ class _Runs:
     def _to_order(self, pipe: AcceleratedPipeline, density: float) -> Iterator[Stopwatch]:
         """Sparse calls by random plans of ``density``; yields what counts the kernel alone."""
         watch = Stopwatch(self.device)
+        method = pipe.sparse.method
+        assert isinstance(method, SparseMethod)
         with planned_to_order(
             pipe.sparse.engine,
             watch,
             density=density,
-            skew=0.0 if density == 1 or pipe.sparse.method.name in _EQUAL else _SKEW,
+            skew=0.0 if density == 1 or method.equal_heads else SKEW,
             quantize=self.quantize,
         ) as seen:
             yield watch
@@ -549,7 +546,7 @@ def measure_speeds(
         show(row)
         if file is not None:
             file.header = header(benches[0].device, "diffusers", "torchao")
-            file.add(rounded(row))
+            file.add(rounded(row, DIGITS))
 
     measure_each([bench.setting for bench in benches], rows_of, take, benches[0].say)
 

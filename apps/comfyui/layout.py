@@ -33,7 +33,7 @@ _NO_VIDEO: Final = "the latent is no video"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ForwardLayout:
     """The tokens of one forward.
 
     Args:
@@ -65,7 +65,7 @@ class Layout:
         return f"{tokens} tokens are not the video's {frames}x{height}x{width}"
 
 
-def read_layout(model: Any, latent: Any, conditions: Mapping[str, Any]) -> Layout | str:
+def read_layout(model: Any, latent: Any, conditions: Mapping[str, Any]) -> ForwardLayout | str:
     """The layout of a forward of ``model``, or in words why there is none.
 
     Args:
@@ -91,7 +91,7 @@ def read_layout(model: Any, latent: Any, conditions: Mapping[str, Any]) -> Layou
     if beside == TEXT_AFTER and conditions.get("ref_latent") is not None:
         # HunyuanVideo sets a reference in front of the video, one frame of it.
         frames += 1
-    return Layout((frames, height, width), beside, frozenset(_context_tokens(conditions)))
+    return ForwardLayout((frames, height, width), beside, frozenset(_context_tokens(conditions)))
 
 
 def _patch_size(model: Any) -> tuple[int, int, int] | None:

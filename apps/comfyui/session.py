@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from vidsparse.apps.comfyui.layout import Layout, count_blocks, read_layout
+from vidsparse.apps.comfyui.layout import ForwardLayout, count_blocks, read_layout
 from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
@@ -90,7 +90,7 @@ class SessionSettings:
 class _Forward:
     """What is known of the forward that runs."""
 
-    layout: Layout | str
+    layout: ForwardLayout | str
     site: CallSite
     # why no call of this forward can be sparse, whatever its tokens are.
     dense: str | None
@@ -194,7 +194,7 @@ class NodeSession:
         if what is not None:
             self.others[what] += 1
             return dense()
-        assert isinstance(forward.layout, Layout)
+        assert isinstance(forward.layout, ForwardLayout)
         q, k, v = (_to_heads(call[name], heads, split) for name in "qkv")
         options = call.get("transformer_options") or {}
         tokens = q.shape[2]
@@ -333,7 +333,9 @@ def _to_heads(x: Tensor, heads: int, split: bool) -> Tensor:
     return x if split else x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
-def _stranger(layout: Layout | str, q: Tensor, k: Tensor, v: Tensor, axis: int) -> str | None:
+def _stranger(
+    layout: ForwardLayout | str, q: Tensor, k: Tensor, v: Tensor, axis: int
+) -> str | None:
     """What a call is that is none of the video's self-attention; None where it is one.
 
     ``axis`` is that of the tokens.

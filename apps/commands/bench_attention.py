@@ -13,7 +13,7 @@ from vidsparse.apps.bench.attention import AttentionBench, measure_cases
 from vidsparse.apps.bench.attention_cases import DENSE, KERNEL, SUITE, WHOLE, WITH_PLAN, Case
 from vidsparse.apps.bench.attention_rows import COLUMNS, AttentionRow, attention_file
 from vidsparse.apps.bench.inputs import inputs_of
-from vidsparse.apps.bench.machine import described, device_and_dtype, header
+from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.terminal.bench_options import (
     TOKENS,
@@ -139,7 +139,7 @@ def bench_attention(
         show_file(terminal, shown, rows, COLUMNS)
     else:
         where, kind = device_and_dtype(device, dtype)
-        terminal.show(described(where, kind))
+        terminal.show(device_line(where, kind))
         data = None
         if options["data"] is not None:
             if suite:

@@ -10,7 +10,7 @@ import click
 
 from vidsparse.apps.bench.calls import CASES, COLUMNS, CallRow, calls_file, measure_calls_of
 from vidsparse.apps.bench.inputs import inputs_of
-from vidsparse.apps.bench.machine import described, device_and_dtype, header
+from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.shown import show_all, show_file
 from vidsparse.apps.terminal.bench_options import (
     data_options,
@@ -71,7 +71,7 @@ def bench_calls(
         show_file(terminal, shown, shown.typed(CallRow), COLUMNS)
         return
     where, kind = device_and_dtype(device, dtype)
-    terminal.show(described(where, kind))
+    terminal.show(device_line(where, kind))
     data = inputs_of(options, seq_len, heads, head_dim, kind, where, terminal.say)
     rows = measure_calls_of(cases or CASES, data, repeats, terminal.say)
     show_all(terminal, rows, COLUMNS, header(where))

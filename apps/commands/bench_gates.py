@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from vidsparse.apps.bench.gates import CASES, COLUMNS, GateRow, gates_file, measure_gates
-from vidsparse.apps.bench.machine import described, device_and_dtype, header
+from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.terminal.bench_options import (
     device_option,
@@ -73,7 +73,7 @@ def bench_gates(
         return
     where, kind = device_and_dtype(device, dtype)
     check_implementation(implementation)
-    terminal.show(described(where, kind))
+    terminal.show(device_line(where, kind))
     file = None
     if json_path is not None:
         file = gates_file(Path(json_path), fresh=True)

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import click
 
-from vidsparse.apps.bench.gpus_rows import COLUMNS, GpusRow, gpus_file, rounded
+from vidsparse.apps.bench.gpus_rows import COLUMNS, DIGITS, GpusRow, gpus_file
 from vidsparse.apps.bench.gpus_settings import KINDS, Sharing, sharings_of
-from vidsparse.apps.bench.machine import described, device_and_dtype, header
-from vidsparse.apps.bench.model import PLAN
-from vidsparse.apps.bench.model_settings import EXACT, Setting, settings_of
+from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
+from vidsparse.apps.bench.model_settings import EXACT, PLAN, Setting, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.shown import show_file, shown_rows
-from vidsparse.apps.results.row_file import RowFile
-from vidsparse.apps.runs.team import Team, check_gpus, check_ring, join, launch, said_once
+from vidsparse.apps.results.row_file import RowFile, rounded
+from vidsparse.apps.runs.team import Team, check_gpus, check_ring, join_team, launch, said_once
 from vidsparse.apps.terminal.bench_options import json_rows_option, model_run_options
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.errors import OptionError
@@ -145,7 +144,7 @@ def bench_gpus(
         shown = gpus_file(Path(show))
         show_file(terminal, shown, shown.typed(GpusRow), COLUMNS)
         return 0
-    team = join(terminal, gpus, ring)
+    team = join_team(terminal, gpus, ring)
     with said_once(team):
         settings = settings_of(
             tuple(dict.fromkeys(families)),
@@ -174,7 +173,7 @@ def bench_gpus(
         from vidsparse.apps.bench.gpus import GpusBench
 
         team.connect(device)
-        terminal.show(described(where, kind))
+        terminal.show(device_line(where, kind))
         bench = GpusBench(
             device=where,
             dtype=kind,
@@ -198,7 +197,7 @@ def bench_gpus(
                     show_row(row)
                 if file is not None and rows:
                     file.header = {**header(where, "diffusers", "torchao"), "plan": PLAN}
-                    file.add(*(rounded(row) for row in rows))
+                    file.add(*(rounded(row, DIGITS) for row in rows))
     team.leave()
     return 0
 

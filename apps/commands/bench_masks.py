@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from vidsparse.apps.bench.inputs import inputs_of
-from vidsparse.apps.bench.machine import described, device_and_dtype, header
+from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.masks import CASES, COLUMNS, MaskRow, masks_file, measure_masks
 from vidsparse.apps.bench.shown import show_all, show_file
 from vidsparse.apps.terminal.bench_options import (
@@ -76,7 +76,7 @@ def bench_masks(
         if name not in known:
             raise OptionError(f"no mask of {name!r}. Hint: choose from {', '.join(known)}.")
     where, kind = device_and_dtype(device, dtype)
-    terminal.show(described(where, kind))
+    terminal.show(device_line(where, kind))
     rows = [
         row
         for tokens in (lengths if options["data"] is None else lengths[:1])

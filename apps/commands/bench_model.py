@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vidsparse.apps.bench.machine import described, device_and_dtype, header
+from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.model import ModelBench, measure_models
 from vidsparse.apps.bench.model_rows import COLUMNS, ModelRow, model_file
 from vidsparse.apps.bench.model_settings import EXACT, Setting, settings_of
@@ -183,7 +183,7 @@ def bench_model(
         }  # fmt: skip
         _measure_speeds(terminal, settings, speeds, given, where, kind, json_path, plot)
         return
-    terminal.show(described(where, kind))
+    terminal.show(device_line(where, kind))
     file = None if json_path is None else model_file(Path(json_path))
     bench = ModelBench(where, kind, terminal.say)
     with shown_rows(terminal, COLUMNS, header(where, "diffusers")) as show_row:
@@ -209,7 +209,7 @@ def _measure_speeds(
     for bench in benches:
         for speed in speeds:
             bench.check(speed)
-    terminal.show(described(device, dtype))
+    terminal.show(device_line(device, dtype))
     file = None if json_path is None else speed_file(Path(json_path))
     drawn: list[SpeedRow] = [] if file is None else file.typed(SpeedRow)
     with shown_rows(terminal, SPEED_COLUMNS, header(device, "diffusers", "torchao")) as show_row:

@@ -29,7 +29,7 @@ from vidsparse.apps.runs.team import (
     Team,
     check_ring,
     check_shared,
-    join,
+    join_team,
     launch,
     said_once,
     silent,
@@ -122,7 +122,7 @@ def compare(
 
     terminal.interrupted = "Interrupted; the same command goes on from the last measured prompt."
     crew = crew_options(gpus, gpus_per_video, engine, address, ring, apart)
-    team = join(terminal, gpus, ring, apart)
+    team = join_team(terminal, gpus, ring, apart)
     several = crew is None and (team is not None or gpus not in (None, 1))
     with said_once(team):
         if crew is None and team is None:

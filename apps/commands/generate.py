@@ -17,14 +17,14 @@ from vidsparse.apps.runs.crew_tasks import Generation
 from vidsparse.apps.runs.maker import Maker
 from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepare
 from vidsparse.apps.runs.prompts import read_prompts
-from vidsparse.apps.runs.run_folder import RunFolder, Target
+from vidsparse.apps.runs.run_folder import RunFolder, VideoTarget
 from vidsparse.apps.runs.team import (
     KEPT_VIDEOS,
     UNREADABLE,
     Team,
     check_ring,
     check_shared,
-    join,
+    join_team,
     launch,
     said_once,
     silent,
@@ -104,7 +104,7 @@ def generate(
 
     terminal.interrupted = "Interrupted; finished videos are kept."
     crew = crew_options(gpus, gpus_per_video, engine, address, ring, apart)
-    team = join(terminal, gpus, ring, apart)
+    team = join_team(terminal, gpus, ring, apart)
     alone = crew is not None or (team is None and gpus in (None, 1))
     if crew is None and team is None:
         check_ring(ring, gpus or 1, apart)
@@ -149,7 +149,7 @@ def generate(
             target if target.finished else folder.target(one.prompt, verify=verify)
             for one, target in zip(prepared.prompts, targets, strict=True)
         ]
-        waiting: list[tuple[PreparedPrompt, Target]] = []
+        waiting: list[tuple[PreparedPrompt, VideoTarget]] = []
         for one, target in zip(prepared.prompts, targets, strict=True):
             if overwrite or not target.finished:
                 waiting.append((one, target))
@@ -213,7 +213,7 @@ def _answer(
     terminal: Terminal,
     folder: RunFolder,
     prompts: Sequence[PreparedPrompt],
-    targets: Sequence[Target],
+    targets: Sequence[VideoTarget],
     states: Mapping[int, str],
 ) -> None:
     """What there is now, as JSON: every prompt's files, and whether they were made or kept."""
@@ -232,7 +232,7 @@ def _answer(
 
 def _look(
     terminal: Terminal, folder: RunFolder, prompts: Sequence[PreparedPrompt], verify: bool
-) -> list[Target]:
+) -> list[VideoTarget]:
     with plain_bar(terminal, "Looking for finished videos") as progress:
         targets = []
         for done, one in enumerate(prompts, 1):
@@ -245,7 +245,7 @@ def _make_all(
     terminal: Terminal,
     prepared: PreparedPrompts,
     folder: RunFolder,
-    waiting: Sequence[tuple[PreparedPrompt, Target]],
+    waiting: Sequence[tuple[PreparedPrompt, VideoTarget]],
     states: dict[int, str],
     team: Team | None = None,
 ) -> int:
@@ -278,7 +278,7 @@ def _spread_all(
     terminal: Terminal,
     prepared: PreparedPrompts,
     folder: RunFolder,
-    waiting: Sequence[tuple[PreparedPrompt, Target]],
+    waiting: Sequence[tuple[PreparedPrompt, VideoTarget]],
     states: dict[int, str],
     crew: CrewOptions,
 ) -> int:
@@ -316,7 +316,7 @@ def _spread_all(
 def _stopped(
     terminal: Terminal,
     prepared: PreparedPrompts,
-    left: Sequence[tuple[PreparedPrompt, Target]],
+    left: Sequence[tuple[PreparedPrompt, VideoTarget]],
     states: dict[int, str],
     error: FolderError,
 ) -> int:
@@ -359,7 +359,7 @@ def _make(
     maker: Maker,
     one: PreparedPrompt,
     folder: RunFolder,
-    target: Target,
+    target: VideoTarget,
     label: str,
 ) -> None:
     from vidsparse.pipelines.video import write_video
@@ -372,7 +372,7 @@ def _make(
     _print_made(terminal, target, made.record)
 
 
-def _print_made(terminal: Terminal, target: Target, record: Mapping[str, Any]) -> None:
+def _print_made(terminal: Terminal, target: VideoTarget, record: Mapping[str, Any]) -> None:
     if terminal.quiet:
         terminal.show(str(target.video))
         return
@@ -400,7 +400,7 @@ def _work_done(record: Mapping[str, Any]) -> str:
     return f"nothing was sparse, though {method} was asked for: {why}"
 
 
-def _print_kept(terminal: Terminal, target: Target) -> None:
+def _print_kept(terminal: Terminal, target: VideoTarget) -> None:
     terminal.show(str(target.video) if terminal.quiet else f"{target.video}  already there")
 
 

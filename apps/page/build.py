@@ -29,7 +29,7 @@ from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.returns import Returns
 from vidsparse.apps.page.speeds import first_speed, speed_text
 from vidsparse.apps.page.start import THIS_MACHINE
-from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, read_image
+from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, rewrite_image
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.logs import logger
 
@@ -175,7 +175,7 @@ def _image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[
                 )
             target = visit.next_stem(IMAGES[name]).with_suffix(".png")
             limit = desk.host.limits.upload
-            visit.images[name] = read_image(Path(file), target, megabytes=limit)
+            visit.images[name] = rewrite_image(Path(file), target, megabytes=limit)
         except VidsparseError as error:
             raise toast(error) from error
         yield gr.update(visible=True, value=str(target))

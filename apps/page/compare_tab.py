@@ -24,7 +24,7 @@ from vidsparse.apps.page.tasks import (
     record_cell,
     time_in_turns,
 )
-from vidsparse.apps.page.values import number, shown, whole
+from vidsparse.apps.page.values import form_number, shown, whole
 from vidsparse.apps.page.visits import Visit
 from vidsparse.apps.page.workbench import Workbench
 from vidsparse.apps.runs.comparison import dense_side
@@ -407,7 +407,7 @@ class CompareTab:
         """Draw the recorded cell's map of another head, or along another order."""
         record = self._desk.visit(request).cell
         try:
-            place = int(number("head", head) or 1)
+            place = int(form_number("head", head) or 1)
         except OptionError as error:
             raise toast(error) from error
         if record is None or order not in record.maps:

@@ -26,7 +26,7 @@ from vidsparse.apps.runs.report_page import (
     summary_rows,
     work_tiles,
 )
-from vidsparse.metrics import spread
+from vidsparse.metrics import spread_of
 from vidsparse.report import PromptComparison, Report
 from vidsparse.speedup import Speedup
 from vidsparse.wording import format_number, format_psnr, format_seconds, format_total
@@ -323,7 +323,7 @@ def pair_facts(pair: Pair) -> str:
     """What sparsity cost and gained, or how far two chosen videos are apart, in five figures."""
     if pair.timed:
         seconds = [
-            spread([getattr(each, side) for each in pair.timed]).mean
+            spread_of([getattr(each, side) for each in pair.timed]).mean
             for side in ("dense", "sparse")
         ]
         sides = [

@@ -21,9 +21,9 @@ from vidsparse.apps.page.sizes import length_choices, size_choices
 from vidsparse.apps.page.values import (
     amount_text,
     check_texts,
+    form_number,
     method_options,
     name_of,
-    number,
     parameter,
     read_amount,
     typed,
@@ -416,7 +416,7 @@ class Form:
         if not str(values.get("refresh") or "").strip():
             # left to the method.
             own["refresh"] = None
-        own |= {name: number(name, values.get(name)) for name in ("guidance", "fps")}
+        own |= {name: form_number(name, values.get(name)) for name in ("guidance", "fps")}
         for name, (least, most) in _BETWEEN.items():
             if own[name] is not None and not least <= own[name] <= most:
                 raise OptionError(

@@ -13,7 +13,7 @@ from vidsparse.apps.page.desk import Desk
 from vidsparse.apps.page.form import Form
 from vidsparse.apps.page.generate_tab import GenerateTab, count_of
 from vidsparse.apps.page.report_tab import ReportTab
-from vidsparse.apps.page.uploads import read_prompts
+from vidsparse.apps.page.uploads import read_prompt_lines
 from vidsparse.errors import VidsparseError
 from vidsparse.pipelines.request import GenerateRequest
 
@@ -117,7 +117,7 @@ class Outlook:
 
         def over_prompts() -> list[GenerateRequest]:
             most = self._desk.host.limits.prompts
-            prompts = read_prompts(str(prompt_lines or ""), most=most)
+            prompts = read_prompt_lines(str(prompt_lines or ""), most=most)
             return report.made_for(report.settings(values, vary, over, {}), len(prompts))
 
         return {

@@ -15,7 +15,7 @@ from vidsparse.apps.page.errands import Errand, Place, Updates, and_keep
 from vidsparse.apps.page.form import Form
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.tasks import ReportFiles, report
-from vidsparse.apps.page.uploads import read_prompt_file, read_prompts
+from vidsparse.apps.page.uploads import read_prompt_file, read_prompt_lines
 from vidsparse.apps.page.values import check_text, parameter, shown
 from vidsparse.apps.page.visits import Visit
 from vidsparse.apps.runs.comparison import dense_side
@@ -168,7 +168,9 @@ class ReportTab:
 
         def ask(visit: Visit) -> Errand:
             check_text("prompts", str(prompt_lines or ""))
-            prompts = read_prompts(str(prompt_lines or ""), most=self._desk.host.limits.prompts)
+            prompts = read_prompt_lines(
+                str(prompt_lines or ""), most=self._desk.host.limits.prompts
+            )
             settings = self.settings(values, vary, over, visit.images)
             about = draw.about_report(settings[0][1], len(prompts))
             rows: list[tuple[str, PromptComparison]] = []

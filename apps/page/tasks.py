@@ -18,7 +18,7 @@ from vidsparse.apps.runs.comparison import Comparison, video_quality, write_page
 from vidsparse.apps.runs.prepared import PreparedPrompt
 from vidsparse.apps.runs.prompts import Prompt, slug
 from vidsparse.apps.runs.report_page import ReportedSetting
-from vidsparse.apps.runs.run_folder import RunFolder, Target
+from vidsparse.apps.runs.run_folder import RunFolder, VideoTarget
 from vidsparse.errors import OutputError, UnsupportedError
 from vidsparse.files import partial_name, put_in_place, unwritten
 from vidsparse.metrics import Frames, VideoQuality, amplified_difference
@@ -431,7 +431,7 @@ def _write_clip(made: Generated, request: GenerateRequest, stem: Path, job: Job)
     assert request.fps is not None
     write_video(made.frames, video, request.fps, job.check, sound=made.sound)
     Image.fromarray(made.frames[len(made.frames) // 2]).save(poster, quality=88)
-    target = Target(video=video, record=video.with_suffix(".json"), finished=False)
+    target = VideoTarget(video=video, record=video.with_suffix(".json"), finished=False)
     RunFolder(stem.parent).write_record(target, made.record)
     return Clip(request=request, record=made.record, video=video, poster=poster)
 

@@ -103,10 +103,10 @@ def read_prompt_file(path: Path, *, megabytes: int, most: int) -> list[str]:
         raise OptionError(
             f"the file is not UTF-8 text (byte {error.start}). Hint: save it with UTF-8 encoding."
         ) from None
-    return read_prompts(text, most=most)
+    return read_prompt_lines(text, most=most)
 
 
-def read_prompts(text: str, *, most: int) -> list[str]:
+def read_prompt_lines(text: str, *, most: int) -> list[str]:
     """The prompts of a text, one a line.
 
     Raises:
@@ -123,7 +123,7 @@ def read_prompts(text: str, *, most: int) -> list[str]:
     return prompts
 
 
-def read_image(path: Path, target: Path, *, megabytes: int) -> Path:
+def rewrite_image(path: Path, target: Path, *, megabytes: int) -> Path:
     """Decode an uploaded picture and write it anew as ``target``, a PNG without its metadata.
 
     Models are given this copy: whatever else was in the upload stays behind. One picture is decoded

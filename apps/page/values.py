@@ -60,7 +60,7 @@ def whole(name: str, value: object) -> int | None:
     Raises:
         OptionError: it is none.
     """
-    value = number(name, value)
+    value = form_number(name, value)
     if value is None:
         return None
     if value != int(value):
@@ -68,7 +68,7 @@ def whole(name: str, value: object) -> int | None:
     return int(value)
 
 
-def number(name: str, value: object) -> int | float | None:
+def form_number(name: str, value: object) -> int | float | None:
     """A number of the form, None where it was left blank.
 
     Raises:

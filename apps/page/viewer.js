@@ -1,6 +1,8 @@
 "use strict";
 // two elements that gradio has no component for: videos in step with their measures, and a map of
 // cells to choose from. They start when they are put into the page and need nothing else.
+// One file of more than 600 lines, because the page has it as one script, whose hash its security
+// policy names (headers.py): scripts that stand in a page cannot import one another.
 
 const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
 

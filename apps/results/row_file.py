@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,19 @@ from vidsparse.report import finite_json
 
 Row = Mapping[str, Any]
 Typed = TypeVar("Typed")
+
+
+def rounded(row: Any, digits: Mapping[str, int | None]) -> dict[str, Any]:
+    """A row, a dataclass, as it is written: no digits that a second run would not give.
+
+    ``digits`` are the decimals of fields that do not have two; None leaves a field as it is.
+    """
+    values = asdict(row)
+    for name, value in values.items():
+        places = digits.get(name, 2)
+        if isinstance(value, float) and places is not None:
+            values[name] = round(value, places)
+    return values
 
 
 class RowFile:

@@ -233,7 +233,7 @@ class _StartError(Exception):
         self.reason = reason
 
 
-def spread(
+def spread_tasks(
     engine: Engine,
     tasks: Sequence[tuple[int, Task]],
     *,

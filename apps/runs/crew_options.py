@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from vidsparse.apps.runs.crew import Engine, Outcome, Task, spread
+from vidsparse.apps.runs.crew import Engine, Outcome, Task, spread_tasks
 from vidsparse.apps.runs.team import check_gpus, check_ring, check_shared
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.apps.terminal.progress import plain_bar, short
@@ -118,7 +118,7 @@ class CrewOptions:
             terminal.say(
                 f"Loading {request.model} on {replace(self, count=groups * self.size)} ..."
             )
-            spreading = spread(engine, tasks, groups=groups, size=self.size, ring=self.ring)
+            spreading = spread_tasks(engine, tasks, groups=groups, size=self.size, ring=self.ring)
             with closing(spreading), closing(_shown(terminal, spreading, tasks, what)) as shown:
                 yield shown
 

@@ -19,7 +19,7 @@ LOCK_NAME = ".vidsparse.lock"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class VideoTarget:
     """Where one prompt's video and record go.
 
     Args:
@@ -86,7 +86,7 @@ class RunFolder:
             (self.path / LOCK_NAME).unlink()
             self.path.rmdir()
 
-    def target(self, prompt: Prompt, *, verify: bool = False) -> Target:
+    def target(self, prompt: Prompt, *, verify: bool = False) -> VideoTarget:
         """The files of ``prompt``, and whether they are there already.
 
         A video of another size than its record says is not finished, nor is one of another hash,
@@ -109,10 +109,10 @@ class RunFolder:
                     and known.get("seal") == _seal(known)
                     and _is_as_written(video, known.get("file"), verify)
                 )
-                return Target(video=video, record=record, finished=finished)
+                return VideoTarget(video=video, record=record, finished=finished)
         raise AssertionError("the second name always returns")
 
-    def write_record(self, target: Target, record: Mapping[str, Any]) -> None:
+    def write_record(self, target: VideoTarget, record: Mapping[str, Any]) -> None:
         """Write the record, which marks its video as finished.
 
         Raises:
@@ -126,7 +126,7 @@ class RunFolder:
         written["seal"] = _seal(written)
         write_text(target.record, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
 
-    def put(self, target: Target, video: bytes, record: Mapping[str, Any]) -> None:
+    def put(self, target: VideoTarget, video: bytes, record: Mapping[str, Any]) -> None:
         """Write a video that was encoded elsewhere, and its record.
 
         Raises:

@@ -1,8 +1,8 @@
 """Several processes that make each video together: starting them, and what they tell each other.
 
 ``launch`` starts the same command again, once for each process, through torch.distributed's own
-launcher; ``join`` makes a process started so, or by torchrun, one of them. The first process alone
-reads and writes files and shows progress. The others are told which prompts to compute.
+launcher; ``join_team`` makes a process started so, or by torchrun, one of them. The first process
+alone reads and writes files and shows progress. The others are told which prompts to compute.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _from_the_first(numbers: list[int]) -> list[int]:
     return found
 
 
-def join(
+def join_team(
     terminal: Terminal, gpus: int | None, ring: int | None, apart: bool | None = False
 ) -> Team | None:
     """The team that this process was started into; None where it runs by itself.

@@ -24,7 +24,7 @@ LOG_SECONDS = 10.0
 SAVE_SECONDS = 60.0
 
 
-def psnr(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def clip_psnr(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """PSNR in dB per clip [B] of clips in [-1, 1]."""
     error = (first.float().clamp(-1, 1) - second.float().clamp(-1, 1)).square().flatten(1).mean(1)
     return 10 * torch.log10(4 / error.clamp_min(1e-10))
@@ -233,5 +233,5 @@ def held_out_psnr(
     # one by one, since a long clip in fp32 fills a good part of a GPU
     for clip in held_out_clips(model.world, size, count, 1, device):
         mean, _ = model.encode(vae, clip)
-        scores += psnr(model.decode(vae, mean), clip).tolist()
+        scores += clip_psnr(model.decode(vae, mean), clip).tolist()
     return scores

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .registry import small_model_of
-from .vae import held_out_clips, psnr
+from .vae import clip_psnr, held_out_clips
 
 BAR_DB = 30.0
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):
             with torch.no_grad():
                 rebuilt = vae.decode(vae.encode(clip).latent_dist.mode()).sample
-            scores += psnr(rebuilt, clip).tolist()
+            scores += clip_psnr(rebuilt, clip).tolist()
         mean = sum(scores) / len(scores)
         met &= mean >= BAR_DB
         print(

@@ -20,7 +20,7 @@ from vidsparse.apps.terminal.console import Terminal
 from vidsparse.apps.terminal.progress import step_bar
 from vidsparse.errors import OptionError
 from vidsparse.methods.studied import Knob
-from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread
+from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread_of
 from vidsparse.schedule import Schedule
 from vidsparse.wording import format_number, format_share, format_spread
 
@@ -268,9 +268,9 @@ class QualityStudy:
         seconds = _denoising(made)
         row = {
             "method": configuration.method,
-            "total": spread([record["total"] for record in records]).mean,
-            "selected": spread([record["selected"] for record in records]).mean,
-            "computed": spread([record["computed"] for record in records]).mean,
+            "total": spread_of([record["total"] for record in records]).mean,
+            "selected": spread_of([record["selected"] for record in records]).mean,
+            "computed": spread_of([record["computed"] for record in records]).mean,
             "dense_step_share": records[0]["dense_step_share"],
             "seconds": sum(seconds),
             "dense_seconds": sum(self._dense_seconds),
@@ -432,9 +432,9 @@ class QualityStudy:
 
     def _finish(self, pending: _Pending) -> None:
         qualities = [future.result() for future in pending.measured]
-        psnr = spread([each.psnr for each in qualities])
+        psnr = spread_of([each.psnr for each in qualities])
         identical = sum(each.identical for each in qualities)
-        ssim = spread([each.ssim for each in qualities])
+        ssim = spread_of([each.ssim for each in qualities])
         conditions = self.conditions()
         row = {
             "method": pending.row["method"],
@@ -449,9 +449,9 @@ class QualityStudy:
             "commit": self.commit,
             "psnr_worst": min((q.psnr for q in qualities if q.psnr is not None), default=None),
             "ssim_std": ssim.std,
-            "flicker_mean": spread([each.flicker for each in qualities]).mean,
-            "dense_flickering": spread([each.flickering[0] for each in qualities]).mean,
-            "flickering": spread([each.flickering[1] for each in qualities]).mean,
+            "flicker_mean": spread_of([each.flicker for each in qualities]).mean,
+            "dense_flickering": spread_of([each.flickering[0] for each in qualities]).mean,
+            "flickering": spread_of([each.flickering[1] for each in qualities]).mean,
             "identical": identical,
             **pending.row,
             **conditions,

@@ -39,8 +39,8 @@ SUM_WARPS = 4
 
 
 @dataclass(frozen=True)
-class Config:
-    """What is tuned: none of it changes what a call computes."""
+class AntidiagonalTuning:
+    """What is tuned of the sums: none of it changes what a call computes."""
 
     rows: int
     columns: int
@@ -50,7 +50,9 @@ class Config:
     persistent: bool
 
 
-def config(capability: tuple[int, int], shared: int, per_column: int, piece: int) -> Config:
+def tuned_antidiagonal(
+    capability: tuple[int, int], shared: int, per_column: int, piece: int
+) -> AntidiagonalTuning:
     """The fastest measured for a GPU whose programs can have ``shared`` bytes of shared memory.
 
     ``per_column`` are the key groups of a key tile, ``piece`` the columns of a step.
@@ -60,7 +62,7 @@ def config(capability: tuple[int, int], shared: int, per_column: int, piece: int
     # what a square leaves is laid out anew before it is written, beside the stages of the next.
     left = shared - rows * (columns // per_column) * 4 - 1024
     stages = max(1, min(3, left // ((rows + columns) * piece * 2)))
-    return Config(rows, columns, stages, warps=8, tma=large, persistent=large)
+    return AntidiagonalTuning(rows, columns, stages, warps=8, tma=large, persistent=large)
 
 
 @triton.jit
@@ -215,7 +217,7 @@ def antidiagonal_words(
     count: int | None = None,
     full_rows: int | None = None,
     full_columns: int | None = None,
-    how: Config | None = None,
+    how: AntidiagonalTuning | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Key tiles chosen by their antidiagonal sums, in every row of tiles.
 
@@ -248,7 +250,7 @@ def antidiagonal_words(
     groups = triton.cdiv(tokens, stride)
     per_row, per_column = tile[0] // stride, tile[1] // stride
     facts = device_facts(q.device)
-    how = how or config(facts.capability, facts.shared_bytes, per_column, block_d(dim))
+    how = how or tuned_antidiagonal(facts.capability, facts.shared_bytes, per_column, block_d(dim))
     operands: list[Any] = [_groups(q, stride, turn), _groups(k, stride, None)]
     all_groups = operands[0].shape[0]
     if how.tma:
@@ -310,7 +312,7 @@ def antidiagonal_words(
 
 
 def antidiagonal_constants(
-    how: Config, dim: int, stride: int, per_column: int, falling: bool
+    how: AntidiagonalTuning, dim: int, stride: int, per_column: int, falling: bool
 ) -> dict[str, Any]:
     """What ``antidiagonal_kernel`` is compiled for."""
     return {

@@ -14,6 +14,7 @@ looks at the sums is a kernel for Hopper or a plain one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import triton
@@ -24,7 +25,7 @@ from ..hardware import device_facts, hopper_reason
 from ..tokens.quantize import quantize_four_bits
 from .bits import bits_from, ones
 from .sale_factors import key_factors, row_factors
-from .triton_sale import Config, config, triton_sale
+from .triton_sale import SaleTuning, triton_sale, tuned_sale
 
 FINISHED_TILES = 16
 FINISHED_WORDS = 128
@@ -83,8 +84,12 @@ def _hopper_trial() -> Callable[[torch.device], None]:
     return try_out
 
 
+@cache
 def hopper_sale_reason(device: torch.device) -> str | None:
-    """Why Hopper's kernel cannot run on a GPU that the plain one can run on, or None if it can."""
+    """Why Hopper's kernel cannot run on a GPU that the plain one can run on, or None if it can.
+
+    Found once for a device, like the sizes of kernels: it does not depend on a call.
+    """
     return hopper_reason(device, _hopper_trial)
 
 
@@ -97,7 +102,7 @@ def sale_words(
     local: int,
     full_rows: int | None = None,
     full_columns: int | None = None,
-    how: Config | None = None,
+    how: SaleTuning | None = None,
     riding: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Key tiles in which some element's relative attention score may reach ``tau``.
@@ -123,7 +128,7 @@ def sale_words(
     q_tiles, k_tiles = triton.cdiv(tokens, rows), triton.cdiv(tokens, keys)
     facts = device_facts(q.device)
     own = how is None
-    how = how or config(facts.capability, facts.shared_bytes)
+    how = how or tuned_sale(facts.capability, facts.shared_bytes)
     riding = riding or ("fp8" if facts.capability >= (8, 9) else "fp16")
     four = quantize_four_bits(q, k, keys, riding)
     # the interpreter has no products of bf16.

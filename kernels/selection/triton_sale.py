@@ -26,8 +26,8 @@ from .sale_factors import EXTRA, block_d
 
 
 @dataclass(frozen=True)
-class Config:
-    """What is tuned: none of it changes what a call computes."""
+class SaleTuning:
+    """What is tuned of the plain kernel: none of it changes what a call computes."""
 
     rows: int
     keys: int
@@ -36,13 +36,13 @@ class Config:
     tma: bool
 
 
-def config(capability: tuple[int, int], shared: int) -> Config:
+def tuned_sale(capability: tuple[int, int], shared: int) -> SaleTuning:
     """The fastest measured for a GPU whose programs can have ``shared`` bytes of shared memory."""
     if capability[0] >= 9:
-        return Config(rows=128, keys=128, stages=2, warps=4, tma=True)
+        return SaleTuning(rows=128, keys=128, stages=2, warps=4, tma=True)
     # where numbers ride in fp16, three steps are 110 KB.
     fits = capability >= (8, 9) or shared >= 112 * 1024
-    return Config(rows=128, keys=128, stages=3 if fits else 2, warps=8, tma=False)
+    return SaleTuning(rows=128, keys=128, stages=3 if fits else 2, warps=8, tma=False)
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def sale_kernel(
             seen = tl.zeros([BLOCK_M // 16, 8, 4], dtype=tl.int32)
 
 
-def sale_constants(how: Config, dim: int, tile: tuple[int, int]) -> dict[str, Any]:
+def sale_constants(how: SaleTuning, dim: int, tile: tuple[int, int]) -> dict[str, Any]:
     """What ``sale_kernel`` is compiled for."""
     return {
         "D": dim,
@@ -146,7 +146,7 @@ def triton_sale(
     words: Tensor,
     *,
     tile: tuple[int, int],
-    how: Config,
+    how: SaleTuning,
 ) -> None:
     """Fill ``words`` with the tiles in which an element passes.
 

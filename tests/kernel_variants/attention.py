@@ -93,7 +93,7 @@ def gluon_attention(
     """
     rows, keys = tile
     padded = 64 if head_dim == 64 else 128
-    config = launch.config(keys, padded, key_bytes=1 if quantize else 2)
+    config = launch.tuned_attention(keys, padded, key_bytes=1 if quantize else 2)
     operand = EIGHT_BITS[quantize] if quantize else dtype
     boxes = {
         "q": (min(rows, 64), operand),

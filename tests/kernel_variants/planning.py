@@ -205,7 +205,9 @@ def top_p_in_passes(cc: int) -> Variant:
 def antidiagonals(cc: int, head_dim: int, stride: int) -> Variant:
     """XAttention's product of groups, for the default tile."""
     piece = antidiagonal.block_d(head_dim)
-    how = antidiagonal.config((cc // 10, cc % 10), SHARED_KIB[cc] * 1024, 128 // stride, piece)
+    how = antidiagonal.tuned_antidiagonal(
+        (cc // 10, cc % 10), SHARED_KIB[cc] * 1024, 128 // stride, piece
+    )
     operands = pointers_to(q="bf16", k="bf16")
     if how.tma:
         boxes = zip(operands, (how.rows, how.columns), strict=True)
@@ -266,7 +268,7 @@ def key_factors(cc: int) -> Variant:
 
 def sale_pass(cc: int, head_dim: int, tile: tuple[int, int], riding: str) -> Variant:
     """SALE's selection pass."""
-    how = triton_sale.config((cc // 10, cc % 10), SHARED_KIB[cc] * 1024)
+    how = triton_sale.tuned_sale((cc // 10, cc % 10), SHARED_KIB[cc] * 1024)
     constants = triton_sale.sale_constants(how, head_dim, tile)
     types = pointers_to(q=riding, k=riding, q_extra="bf16", k_extra="bf16")
     if how.tma:

@@ -104,9 +104,10 @@ class SparseMethod(Method):
 
     Studies and benchmarks find a method by what it declares: its ``knobs``, of which the first is
     the usual one; the settings it is ``compared`` in with other methods (each at one density by its
-    knob, or as it stands where there is none); the settings whose ``masks`` are timed; and its
-    paper's ``ablations``. All of that is measured with ``as_published``, the options that make the
-    method what its paper has, unless the settings say otherwise.
+    knob, or as it stands where there is none); the settings whose ``masks`` are timed; those in
+    which q·k is compared in 16 and in ``eight_bits``, where its paper has these; and its paper's
+    ``ablations``. All of that is measured with ``as_published``, the options that make the method
+    what its paper has, unless the settings say otherwise.
     """
 
     tile: tuple[int, int]
@@ -120,6 +121,7 @@ class SparseMethod(Method):
     as_published: ClassVar[Settings] = {}
     compared: ClassVar[tuple[Settings, ...]] = ({},)
     masks: ClassVar[tuple[Settings, ...]] = ({},)
+    eight_bits: ClassVar[tuple[Settings, ...]] = ()
     ablations: ClassVar[tuple[Ablation, ...]] = ()
 
     @property

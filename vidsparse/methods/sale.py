@@ -189,6 +189,7 @@ class Sale(SparseMethod):
     as_published: ClassVar[Settings] = {"means": None, "plans": "own"}
     # from a score as high as all of a neighbourhood's down to a millionth of it.
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 1.0, 1e-6, logarithmic=True),)
+    eight_bits: ClassVar[tuple[Settings, ...]] = ({},)
 
     tau: float = option(
         0.004,

@@ -46,7 +46,7 @@ from vidsparse.site import CallSite
 GATE_KEYS: Final = 64
 
 
-class Pooled(NamedTuple):
+class PooledScores(NamedTuple):
     """Scores of mean tokens ``[B, H, Tq, Tk]``, and how alike the tokens of a block are.
 
     The self-similarities are ``[B, H, Tq]`` and ``[B, H, Tk]``.
@@ -93,6 +93,10 @@ class SpargeAttn(SparseMethod):
     as_published: ClassVar[Settings] = {"means": None, "plans": "own"}
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 0.0, 1.0), Knob("topk", 0.01, 1.0))
     masks: ClassVar[tuple[Settings, ...]] = ({}, {"topk": 0.3})
+    eight_bits: ClassVar[tuple[Settings, ...]] = (
+        {"tau": None, "topk": 0.3, "means": 64},
+        {"tau": 0.9},
+    )
     ablations: ClassVar[tuple[Ablation, ...]] = (
         # with and without the judge of self-similarity.
         Ablation(
@@ -173,9 +177,9 @@ class SpargeAttn(SparseMethod):
             theta = theta[:heads, None]
         return self.choose(self.pooled(q, k), tau, theta, self.topk)
 
-    def pooled(self, q: Tensor, k: Tensor) -> Pooled:
+    def pooled(self, q: Tensor, k: Tensor) -> PooledScores:
         """What the first stage looks at, whatever its numbers."""
-        return Pooled(
+        return PooledScores(
             pooled_scores(q, k, self.tile),
             self_similarity(q, self.tile[0]),
             self_similarity(k, self.tile[1]),
@@ -183,7 +187,7 @@ class SpargeAttn(SparseMethod):
 
     @staticmethod
     def choose(
-        pooled: Pooled, tau: float | Tensor, theta: float | Tensor, topk: float | None = None
+        pooled: PooledScores, tau: float | Tensor, theta: float | Tensor, topk: float | None = None
     ) -> Tensor:
         """The mask ``[..., B, H, Tq, Tk]`` of numbers, or of tensors of them that broadcast.
 

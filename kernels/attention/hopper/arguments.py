@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
     k_mean_scale_ptr: Any
 
 
-class Lists(NamedTuple):
+class BlockLists(NamedTuple):
     """What each block attends and how: its tiles, chunks, counts of means, and a gate's numbers.
 
     ``shift_ptr`` has what the mean key, which 8-bit keys lack, adds to a row's scores.
@@ -102,7 +102,7 @@ class Lengths(NamedTuple):
     scale_log2: Any
 
 
-class Work(NamedTuple):
+class BlockShares(NamedTuple):
     """Blocks of a head, all heads, and how the programs share them: see ``schedule``."""
 
     G: Any

@@ -12,14 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .arguments import (
     Barriers,
+    BlockLists,
+    BlockShares,
     Inputs,
     Lengths,
-    Lists,
     Outputs,
     Pieces,
     Stages,
     Tables,
-    Work,
 )
 from .consumer import consume
 from .layouts import keys_of_a_scale, view
@@ -145,13 +145,13 @@ def gather_attention_kernel(
         q_desc, k_desc, v_desc, k_mean_desc, v_mean_desc, k_ptr, v_ptr, k_mean_ptr, v_mean_ptr,
         q_scale_ptr, k_scale_ptr, k_mean_scale_ptr,
     )  # fmt: skip
-    lists = Lists(
+    lists = BlockLists(
         q_tiles_ptr, kv_count_ptr, kv_index_ptr, counts_ptr, kept_ptr, threshold_ptr, shift_ptr,
         words_ptr,
     )  # fmt: skip
     outputs = Outputs(out_ptr, lse_ptr, skipped_ptr)
     lengths = Lengths(S, C, P, COUNTS, scale_log2)
-    work = Work(G, BH, TOGETHER, ITEMS, WHOLE, PARTS)
+    work = BlockShares(G, BH, TOGETHER, ITEMS, WHOLE, PARTS)
     pieces = Pieces(q_pieces, k_pieces, v_pieces, rows, q_rows)
     stages = Stages(q_memory, k_stages, v_stages, votes)
     tables = Tables(record, row_scales, thresholds, k_scales, kept_words, counts)

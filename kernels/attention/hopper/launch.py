@@ -31,8 +31,8 @@ STAGE_BYTES = 224 * 1024
 
 
 @dataclass(frozen=True)
-class Config:
-    """What is tuned: none of it changes what a call computes."""
+class AttentionTuning:
+    """What is tuned of the attention kernel: none of it changes what a call computes."""
 
     stages: int
     # of the three warpgroups that share 504 registers a lane, two are consumers.
@@ -41,7 +41,7 @@ class Config:
     step: int = KEY_GROUP
 
 
-def config(keys: int, padded_dim: int, *, key_bytes: int = 2) -> Config:
+def tuned_attention(keys: int, padded_dim: int, *, key_bytes: int = 2) -> AttentionTuning:
     """The fastest measured for key chunks of ``keys`` tokens and numbers of so many bytes."""
     # as many stages as shared memory holds beside the queries.
     queries = BLOCK_ROWS * padded_dim * key_bytes
@@ -49,8 +49,8 @@ def config(keys: int, padded_dim: int, *, key_bytes: int = 2) -> Config:
     scales = 4 if key_bytes == 1 else 0
     stages = (STAGE_BYTES - queries) // (KEY_GROUP * (padded_dim * (key_bytes + 2) + scales))
     if keys == 1:
-        return Config(stages, consumer_registers=208, producer_registers=88)
-    return Config(stages, consumer_registers=232, producer_registers=40)
+        return AttentionTuning(stages, consumer_registers=208, producer_registers=88)
+    return AttentionTuning(stages, consumer_registers=232, producer_registers=40)
 
 
 def _boxes(x: Tensor, rows: int, padded_dim: int) -> TensorDescriptor:
@@ -164,7 +164,7 @@ def gluon_attention(
         q, k = quantized.q, quantized.k
     # a chunk of few tokens is gathered by pointers.
     q, k, v = _boxable(q), *((_boxable if keys >= 8 else _dense)(x) for x in (k, v))
-    c = config(keys, padded, key_bytes=k.element_size())
+    c = tuned_attention(keys, padded, key_bytes=k.element_size())
     # without boxes, then.
     box = keys if keys >= 8 else 8
     total = blocks * batch * heads
