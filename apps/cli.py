@@ -24,8 +24,8 @@ atexit.register(gc.freeze)
 class LazyGroup(click.Group):
     """A group whose commands are imported on first use.
 
-    The command ``NAME`` is the function ``NAME``, behind the group's prefix, in the file of that
-    name in ``commands/``.
+    click and cloup have no such class; click's documentation has a recipe. The command ``NAME`` is
+    the function ``NAME``, behind the group's prefix, in the file of that name in ``commands/``.
 
     Args:
         members: a line of help by the name of each command. It stands here and not in the command,

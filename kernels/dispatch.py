@@ -44,6 +44,9 @@ class Implementation(Protocol):
         """
 
 
+_WIDER: Final = {torch.float32: "fp32", torch.float64: "fp64"}
+
+
 def _triton_attention() -> Implementation:
     # triton is absent off Linux and slow to import; only a CUDA call comes here.
     from .attention.triton_gather import triton_attention
@@ -64,7 +67,7 @@ def _triton_reason(
     if reason is not None:
         return reason
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"computes in float16 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        return f"computes in fp16 or bf16, not in {_WIDER.get(dtype, dtype)}"
     if head_dim not in (64, 96, 128):
         return f"handles head dims 64, 96 and 128, not {head_dim}"
     if quantize == "fp8" and (reason := fp8_reason(device)) is not None:
@@ -132,8 +135,8 @@ def support(
 ) -> str | None:
     """Why ``implementation`` cannot run such a call, or None if it can.
 
-    ``gate``, ``quantize`` and ``rows`` are what the call will have: a gate, the 8-bit format of q
-    and k, query rows of a block, if they are to be so many.
+    ``gate``, ``quantize`` and ``rows`` describe the call: its gate, the 8-bit format of q and k,
+    and the query rows of a block, or None if any number will do.
 
     Raises:
         ValueError: no such implementation or 8-bit format.
@@ -163,7 +166,7 @@ def choose(
 ) -> str:
     """The implementation that runs such a call: the named one, or the fastest for ``auto``.
 
-    The call is told as to ``support``.
+    Arguments as in ``support``.
 
     Raises:
         ValueError: the named one does not exist or cannot run here (it is never replaced by
@@ -263,22 +266,23 @@ def sparse_attention(
         q: queries ``[B, H, S, D]``.
         k: keys ``[B, H, S, D]``.
         v: values ``[B, H, S, D]``.
-        q_tiles: tiles of M query rows that form a block, int32 ``[B, H, G, R]``, R = 128 / M;
-            -1 where a block has fewer. A tile stands in one block at most, and once.
-        kv_count: key chunks that the block attends, int32 ``[B, H, G]``.
+        q_tiles: tiles of M query rows that form a block, int32 ``[B, H, G, R]``, R = 128 / M on a
+            GPU and 64 / M on a CPU (at least 1); -1 where a block has fewer. No tile may be in two
+            blocks, or twice in one.
+        kv_count: number of key chunks that the block attends, int32 ``[B, H, G]``.
         kv_index: their numbers, int16 or int32 ``[B, H, G, C]``, rising; only the first
             ``kv_count`` are read.
         tile: (M, N), query rows of a tile and keys of a chunk. Last ones may be short.
         scale: positive factor on q·k, 1/sqrt(D) by default.
         implementation: ``auto`` or one of ``IMPLEMENTATIONS``.
-        chosen: ``implementation`` is what ``choose`` returned for just such a call: whether it can
-            run here is not asked again.
+        chosen: ``implementation`` is what ``choose`` returned for just such a call, so it is not
+            checked again whether it can run here.
         gate: a ``RelativeGate`` or ``AbsoluteGate``: pieces of scores whose product with V is
             skipped. ``attention/gates.py`` defines the pieces; the implementations agree.
         quantize: ``int8`` or ``fp8``: q·k in 8 bits with a scale for every tile of queries and
             every chunk of keys, or every 64 of them where a chunk has more (``gluon``: always).
-            Or what ``quantize_qk`` has made of these very q and k. The product with V stays in 16
-            bits. ``gluon`` and ``triton`` are faster for it; the others compute with the rounded
+            Or what ``quantize_qk`` returned for these q and k. The product with V stays in 16 bits.
+            ``gluon`` and ``triton`` are faster for it; the others compute with the rounded
             numbers, in fp32.
         means: mean keys and values of groups of tokens, and for how many tokens each stands in
             each block (``attention/means.py`` has the definition). A gate leaves them alone.
@@ -286,22 +290,22 @@ def sparse_attention(
             product with V the gate skipped (half of a pair's work). Zeros without a gate.
             Contiguous.
         validate: when the values of ``q_tiles``, ``kv_count`` and ``kv_index`` are checked; shapes,
-            dtypes and devices always are. None: where these tensors are used for the first time, on
-            a CPU before the call, on a GPU beside it: nothing waits, a broken plan is run with its
-            numbers brought into range, and a later call says so, or this one if the answer is there
-            in time. True: in this call and before it runs, which waits for a GPU. False: never, of
-            a plan that is known to be right and to hold all rows.
+            dtypes and devices always are. None: when these tensors are used for the first time. On
+            a CPU that is before the call. On a GPU it is beside the call, and nothing waits: a
+            broken plan runs with its numbers brought into range, and a later call raises the error
+            (or this one, if the answer is there in time). True: before this call runs, which waits
+            for a GPU. False: never; only for a plan that is known to be right and to hold all rows.
 
     Returns:
         Output ``[B, H, S, D]`` in the dtype of ``q`` and the natural log-sum-exp of the scaled
-        scores ``[B, H, S]`` fp32. A row without keys gives zeros and -inf, and so does one that no
-        block holds.
+        scores ``[B, H, S]`` fp32. A row without keys, or in no block, gives zeros and -inf.
 
     Raises:
         ValueError: the implementation does not exist, cannot run here, or would have to give
-            gradients (only ``reference`` does, and not through 8 bits); scale is not positive or
-            not finite; q, k and v differ in shape, dtype or device, or are empty; the plan, a gate,
-            8-bit operands or a counter do not fit them; the plan of an earlier call was broken.
+            gradients (only ``reference`` does, and not through 8 bits); scale is not positive and
+            finite; q, k and v differ in shape, dtype or device, or are empty; the plan, the gate,
+            the means, 8-bit operands or ``skipped`` do not fit them; the plan of an earlier call
+            was broken.
     """
     check_operands(q, k, v)
     check_plan(q, q_tiles, kv_count, kv_index, tile)
@@ -377,9 +381,9 @@ def dense_attention(
         k: keys ``[B, H, S, D]``.
         v: values ``[B, H, S, D]``.
         scale: positive factor on q·k, 1/sqrt(D) by default.
-        chosen: the kernel is known to run such a call: whether it can is not asked again.
+        chosen: the kernel is known to run such a call, so it is not checked again.
         quantize: ``int8`` or ``fp8``: q·k in 8 bits with a scale for every 128 queries and every 64
-            keys. Or what ``quantize_qk`` has made of these very q and k.
+            keys. Or what ``quantize_qk`` returned for these q and k.
 
     Returns:
         Output ``[B, H, S, D]`` in the dtype of ``q`` and the natural log-sum-exp of the scaled
@@ -387,8 +391,8 @@ def dense_attention(
 
     Raises:
         ValueError: the kernel cannot run here (``support("gluon", ...)`` says why) or would have to
-            give gradients; scale is not positive or not finite; q, k and v differ in shape, dtype
-            or device, or are empty; 8-bit operands do not fit them.
+            give gradients; scale is not positive and finite; q, k and v differ in shape, dtype or
+            device, or are empty; 8-bit operands do not fit them.
     """
     check_operands(q, k, v)
     scale = _checked_scale(scale, q.shape[-1])

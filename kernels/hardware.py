@@ -15,12 +15,12 @@ KNOWN_TRITON: Final = ("3.6.", "3.7.")
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What sizes of kernels go by.
+    """The facts of a device that sizes of kernels depend on.
 
     Attributes:
-        capability: compute capability, (0, 0) where there is none.
+        capability: compute capability, (0, 0) without one.
         shared_bytes: shared memory that a program can have.
-        multiprocessors: how many there are.
+        multiprocessors: number of multiprocessors.
     """
 
     capability: tuple[int, int]
@@ -42,7 +42,9 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def block_rows(device: torch.device | str) -> int:
-    """Query rows that the kernels of ``device`` work on together: what a plan should be made for.
+    """Query rows of a block, which the kernels of ``device`` work on together.
+
+    Plans should be made for blocks of so many rows.
 
     A GPU's tensor cores want 128. On a CPU the 64-row block loses nothing in its products and
     computes less, because fewer tiles share a key list.
@@ -72,7 +74,7 @@ def plans_on_device(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def fp8_reason(device: torch.device) -> str | None:
-    """Why tensor cores of a GPU that Triton's kernels run on have no fp8 products, or None."""
+    """Why a GPU that runs Triton's kernels has no fp8 products, or None if it has."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 9):
         return "needs compute capability 8.9 (Ada) or newer for fp8"
     return None
@@ -91,7 +93,7 @@ def hopper_reason(device: torch.device, trial: Trial) -> str | None:
 
 @cache
 def gluon_fault(device: torch.device, trial: Trial) -> str | None:
-    """What of the installed Triton a Gluon kernel cannot be imported or compiled with, or None.
+    """Why a Gluon kernel cannot be imported or compiled with the installed Triton, or None.
 
     Gluon is an experimental part of Triton. With a version that nobody has tried, the kernel is run
     once first: what it lacks then sends calls to the plain kernels, not to an error.

@@ -62,9 +62,9 @@ SAID = {
     "negative number": "chunk number in kv_index is not from 0 to",
     "twice in a list": "do not rise",
     "falls": "do not rise",
-    "tile": "tile number in q_tiles is not from 0 to",
-    "negative tile": "tile number in q_tiles is not from 0 to",
-    "twice": "stands in q_tiles twice",
+    "tile": "tile number in q_tiles is neither from 0 to",
+    "negative tile": "tile number in q_tiles is neither from 0 to",
+    "twice": "is in q_tiles twice",
 }
 
 

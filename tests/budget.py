@@ -310,8 +310,8 @@ def check_quantized(
     most, most_rms = allowed(stock_out, true)
     slack = 0.0
     if quantized.kind == "fp8" and q.is_cuda:
-        # ada's and hopper's tensor cores keep 13 bits behind the leading one of a sum of fp8
-        # products, and round at every 32 of them.
+        # ada's and hopper's tensor cores keep 14 significant bits of a sum of fp8 products, and
+        # round at every 32 of them.
         q_wide, k_wide = (x.abs() for x in quantized.to("cpu").dequantized(torch.float64))
         slack = 2.0**-12 * scale * (q_wide @ k_wide.mT).max().item()
     largest, rms = errors(out, same)

@@ -124,7 +124,7 @@ def test_attend_refuses_what_does_not_fit() -> None:
     q, k, v = qkv()
     with pytest.raises(vidsparse.OptionError, match=r"q has 264 tokens, and a grid .* has 263"):
         attend(q, k, v, TokenGrid(1, 1, 263))
-    with pytest.raises(vidsparse.OptionError, match="top_p given beside a method that is built"):
+    with pytest.raises(vidsparse.OptionError, match=r"options \(top_p\) were given together"):
         attend(q, k, v, GRID, FgAttn(), top_p=0.5)
     with pytest.raises(vidsparse.OptionError, match="unknown token order"):
         attend(q, k, v, GRID, order="spiral")

@@ -54,7 +54,7 @@ def test_one_method_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--method", "nearest"), "no mask of 'nearest'. Hint: choose from fg-attn"),
+        (("--method", "nearest"), "'nearest' has no mask to time. Hint: choose from fg-attn"),
         (("--dtype", "int8"), "dtype must be one of fp32, bf16, fp16, got 'int8'"),
         (("--json", "/nowhere/rows.json"), "cannot be written"),
     ],

@@ -200,7 +200,7 @@ def test_published_rows_are_shown_and_drawn(tmp_path: Path) -> None:
 
 
 def test_rows_without_parts_are_not_drawn(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="not told apart"):
+    with pytest.raises(OptionError, match="there is nothing to draw"):
         draw_runs([a_row(reference_linear_ms=None)], tmp_path / "runs.png")
 
 
@@ -228,4 +228,4 @@ def test_files_of_steps_hold_no_speeds() -> None:
     steps = PUBLISHED.with_name("models-h200.json")
     result = bench("--show", str(steps), "--speed", "fast")
     assert result.exit_code == 2
-    assert "holds steps and no runs" in " ".join(result.output.split())
+    assert "has rows of steps only" in " ".join(result.output.split())

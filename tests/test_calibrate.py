@@ -372,7 +372,7 @@ def test_what_was_measured_is_printed_in_words_a_try_a_line(
     [
         ((), "say what to calibrate: --method fg-attn"),
         (("--method", "dense"), "dense is not calibrated"),
-        (("--method", "fg-attn"), "fg-attn is calibrated for a target and has none"),
+        (("--method", "fg-attn"), "calibrating fg-attn needs a target"),
         (("--method", "sale", "--batch", "0"), "batch must be at least 1"),
         (
             ("--method", "fg-attn", "--top-p", "none", "--topk", "0.3", "--target-psnr", "30"),
@@ -382,7 +382,7 @@ def test_what_was_measured_is_printed_in_words_a_try_a_line(
         (("--method", "sale", "--target-ssim", "1"), "target_ssim must lie between 0.1 and 0.999"),
         (
             ("--method", "sale", "--target-psnr", "30", "--target-speed", "2"),
-            "there can be one target, got a psnr and a speed",
+            "there can be one target, got target_psnr and target_speed",
         ),
         (("--method", "bsfa", "--l1", "0.1"), "--l1 is for spargeattn, not for bsfa"),
         (("--method", "spargeattn", "--l1", "x"), "--l1 cannot be 'x'"),

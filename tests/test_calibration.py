@@ -416,7 +416,7 @@ def test_xattention_lowers_thresholds_while_the_mean_error_allows() -> None:
     assert measured["selected"] < measured["selected_before"]
     adjusted = torch.log(numbers.tables["tau"] / 0.9) / torch.log(torch.tensor(0.9))
     torch.testing.assert_close(adjusted, adjusted.round(), rtol=0, atol=1e-3)
-    with pytest.raises(vidsparse.OptionError, match="xattention selects without it"):
+    with pytest.raises(vidsparse.OptionError, match="xattention does not use tau"):
         XAttentionCalibrator(method=XAttention(topk=0.3), extent=extent())
 
 

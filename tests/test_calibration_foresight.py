@@ -267,7 +267,7 @@ def test_videos_of_a_search_are_few(look: str, made: int) -> None:
 
 def test_a_share_of_one_leaves_nothing_to_divide() -> None:
     extent = Extent(parts=1, layers=2, heads=2, window=range(2, 10))
-    with pytest.raises(vidsparse.OptionError, match="leaves nothing to divide"):
+    with pytest.raises(vidsparse.OptionError, match="so there is nothing to calibrate"):
         ForesightCalibrator(method=Foresight(share=1.0), extent=extent)
 
 

@@ -55,8 +55,8 @@ def test_no_more_processes_are_started_than_a_machine_has_room_for(
     ("given", "said"),
     [
         (["--gpus", "2", "--ring", "2"], "GPUs for each guidance branch, 1"),
-        (["--gpus", "3"], "3 GPUs for each video are no two halves"),
-        ([], "1 GPUs for each video are no two halves"),
+        (["--gpus", "3"], "an even number of GPUs for each video, got 3"),
+        ([], "an even number of GPUs for each video, got 1"),
         (["--gpus", "4", "--gpus-per-video", "2"], "leave --gpus-per-video and --engine out"),
         (["--gpus", "2", "--cache", "taylorseer"], "does not work with the step cache taylorseer"),
     ],

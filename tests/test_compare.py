@@ -277,7 +277,7 @@ def test_parts_of_a_killed_compare_are_kept(
 def test_a_run_of_one_part_is_not_taken_apart(tiny_model: Path, prompts: Path) -> None:
     done = _compare(tiny_model, prompts, "--parts")
     assert done.exit_code == 2
-    assert "one part alone, sparse attention (fg-attn)" in done.stderr
+    assert "this one differs in sparse attention (fg-attn) only" in done.stderr
     assert not (prompts.parent / "o").exists()
 
 

@@ -225,9 +225,9 @@ def test_options_say_how_prompts_are_spread(options: Any, means: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((None, 2, None, None), "--gpus-per-video needs the number of all"),
-        ((None, None, "local", None), "needs the number of all"),
-        ((5, 2, None, None), "a multiple of 2"),
+        ((None, 2, None, None), "--gpus-per-video and --engine local need --gpus"),
+        ((None, None, "local", None), "--engine local need --gpus, the number of all GPUs"),
+        ((5, 2, None, None), "a multiple of --gpus-per-video 2, got 5"),
         ((4, None, None, "auto"), "--engine ray"),
     ],
 )

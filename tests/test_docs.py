@@ -57,7 +57,16 @@ def resolve(name: str) -> object:
     return value
 
 
-@pytest.mark.parametrize("module", ["vidsparse", "vidsparse.kernels", "vidsparse.pipelines"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "vidsparse",
+        "vidsparse.calibration",
+        "vidsparse.kernels",
+        "vidsparse.methods",
+        "vidsparse.pipelines",
+    ],
+)
 def test_every_public_name_is_in_the_reference(module: str) -> None:
     told = {
         id(resolve(name))

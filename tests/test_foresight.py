@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_refused(options: dict[str, object], message: str) 
 
 def test_without_values_it_cannot_choose() -> None:
     q, k, _ = random_qkv(64, 16, torch.float32)
-    with pytest.raises(OptionError, match="chooses by values, too"):
+    with pytest.raises(OptionError, match="foresight needs values"):
         Foresight().select(q, k, site(TokenGrid(1, 8, 8)))
 
 

@@ -331,9 +331,9 @@ def test_lambda_is_negative(lambda_: float) -> None:
 
 @pytest.mark.parametrize(("rows", "keys"), [(16, 64), (64, 32), (256, 64), (64, 256)])
 def test_pieces_have_sizes_that_kernels_know(rows: int, keys: int) -> None:
-    with pytest.raises(ValueError, match="pieces have rows from"):
+    with pytest.raises(ValueError, match="pieces must have"):
         RelativeGate(-1.0, rows, keys)
-    with pytest.raises(ValueError, match="pieces have rows from"):
+    with pytest.raises(ValueError, match="pieces must have"):
         AbsoluteGate(torch.tensor(0.0), None, rows, keys)
 
 
@@ -342,7 +342,10 @@ def test_pieces_have_sizes_that_kernels_know(rows: int, keys: int) -> None:
     [
         (RelativeGate(torch.full((3,), -1.0)), r"lambda_ of shape \(3,\) does not broadcast"),
         (AbsoluteGate(torch.zeros(2, 5)), r"threshold of shape \(2, 5\) does not broadcast"),
-        (AbsoluteGate(torch.zeros(1), torch.zeros(1).bool()), "keep stands beside kv_index"),
+        (
+            AbsoluteGate(torch.zeros(1), torch.zeros(1).bool()),
+            "keep must have the shape of kv_index",
+        ),
     ],
     ids=["lambda_", "threshold", "keep"],
 )
@@ -357,7 +360,7 @@ def test_pieces_divide_blocks() -> None:
     q, k, v = random_qkv(200, 64, torch.float32)
     work = random_work(200, (32, 16))
     small = Work(work.q_tiles[..., :1], *work.tensors[1:], work.tile, 200)
-    with pytest.raises(ValueError, match="64 rows do not divide blocks of 32"):
+    with pytest.raises(ValueError, match="must divide the 32 rows of a block, got 64"):
         sparse_attention(q, k, v, *small.tensors, tile=work.tile, gate=RelativeGate(-1.0))
 
 

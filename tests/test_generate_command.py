@@ -93,7 +93,7 @@ def test_calls_that_fell_back_are_named_with_the_reason(
 
     monkeypatch.setattr(machine, "generate", fallen)
     done = generate()
-    assert "in the sparse calls; some calls were dense: the host has a mask" in done.stdout
+    assert "of a sparse call's); some calls were dense: the host has a mask" in done.stdout
 
 
 def test_a_rerun_makes_nothing_and_loads_nothing(

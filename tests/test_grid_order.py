@@ -149,9 +149,16 @@ def test_a_grid_without_tokens_is_refused(bad: tuple[int, ...]) -> None:
         TokenGrid(*bad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [{"lead": 6}, {"lead": -1}, {"lead": 2, "text_first": True}])
-def test_text_before_the_video_is_a_part_of_the_text(bad: dict[str, int]) -> None:
-    with pytest.raises(vidsparse.OptionError, match="a token grid's lead is those of its 5 text"):
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"lead": 6}, "lead must be from 0 to 5, the number of text tokens, got 6"),
+        ({"lead": -1}, "lead must be from 0 to 5, the number of text tokens, got -1"),
+        ({"lead": 2, "text_first": True}, "lead must be 0 with text_first, got 2"),
+    ],
+)
+def test_text_before_the_video_is_a_part_of_the_text(bad: dict[str, int], said: str) -> None:
+    with pytest.raises(vidsparse.OptionError, match=said):
         TokenGrid(1, 2, 2, text=5, **bad)  # type: ignore[arg-type]
 
 

@@ -258,7 +258,7 @@ def test_the_gpu_kernels_say_so_when_there_is_no_cuda(implementation: str) -> No
     ("capability", "dtype", "dim", "reason"),
     [
         ((7, 5), torch.float16, 64, r"compute capability 8\.0"),
-        ((8, 0), torch.float32, 64, "not in float32"),
+        ((8, 0), torch.float32, 64, "not in fp32"),
         ((9, 0), torch.bfloat16, 80, "64, 96 and 128, not 80"),
         ((9, 0), torch.bfloat16, 96, None),
         ((12, 0), torch.float16, 128, None),
@@ -287,7 +287,7 @@ def test_triton_names_the_device_dtype_or_head_dim(
     [
         ((8, 0), torch.bfloat16, 128, r"9\.0 \(Hopper\)", "triton"),
         ((10, 0), torch.bfloat16, 128, r"9\.0 \(Hopper\)", "triton"),
-        ((9, 0), torch.float32, 128, "not in float32", "torch"),
+        ((9, 0), torch.float32, 128, "not in fp32", "torch"),
         ((9, 0), torch.bfloat16, 80, "64, 96 and 128, not 80", "torch"),
         ((9, 0), torch.float16, 96, None, "gluon"),
     ],

@@ -114,7 +114,7 @@ def test_a_chosen_preset_makes_the_command_line_s_request(
         ({"preset": "small-bsfa"}, "the preset small-bsfa is for bsfa, not for spargeattn"),
         ({"frames": 33}, "was calibrated on 17 frames of 128x96, not on 33"),
         ({"order": "rowmajor"}, "calibrated in hilbert order"),
-        ({"spargeattn_tau": 0.5}, "tau is settled by"),
+        ({"spargeattn_tau": 0.5}, "sets tau"),
     ],
 )
 def test_what_does_not_fit_a_preset_is_refused(

@@ -91,10 +91,10 @@ def test_the_method_has_the_numbers() -> None:
 
 def test_options_that_the_numbers_settle_cannot_be_changed() -> None:
     with pytest.raises(
-        vidsparse.OptionError, match=r"tau is settled .*each head.*quantize and merge can"
+        vidsparse.OptionError, match=r"sets tau .*each head.*quantize and merge can"
     ):
         a_preset().make_method(tau=0.8)
-    with pytest.raises(vidsparse.OptionError, match="tile is settled by this preset"):
+    with pytest.raises(vidsparse.OptionError, match="this preset sets tile"):
         a_preset().make_method(tile="64x64")
     # the same value is no change.
     assert a_preset().make_method(tile="128x64") == SpargeAttn()
@@ -265,7 +265,7 @@ def test_a_missing_file_says_what_a_preset_is(tmp_path: Path, missing: str) -> N
 
 @pytest.mark.parametrize("name", ["half \ud800", "zero \x00"])
 def test_what_can_be_no_file_s_name_is_no_preset(name: str) -> None:
-    with pytest.raises(vidsparse.OptionError, match="a preset is a file's name, got"):
+    with pytest.raises(vidsparse.OptionError, match="a preset must be the name of a file, got"):
         load_preset(name)
 
 

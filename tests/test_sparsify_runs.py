@@ -334,7 +334,7 @@ def test_two_pipelines_keep_their_own_options() -> None:
         ({"method": 5, "top_p": 0.5}, "a method is a name or a method that is built already"),
         ({"method": ["fg-attn"]}, "a method is a name or a method that is built already"),
         ({"method": ""}, "unknown method ''. Hint: choose from"),
-        ({"preset": 5}, "a preset is a file's name, got 5"),
+        ({"preset": 5}, "a preset must be the name of a file, got 5"),
     ],
     ids=str,
 )

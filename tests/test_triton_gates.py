@@ -181,7 +181,7 @@ class TestOnGpu:
         counts = [1000] if keys == 1 else None
         work = in_order(random_work(1000, (128, keys), share=0.7, counts=counts))
         quantized = quantize_qk(q, k, kind, q_run=128)
-        # hopper's tensor cores add fp8 products with 14 bits.
+        # hopper's tensor cores add fp8 products with 14 significant bits.
         flips = 0.02 if kind == "fp8" else 0.0
         for gate in gates(work, 64, 64):
             on_gpu = work.to("cuda")

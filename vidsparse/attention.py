@@ -27,7 +27,7 @@ def attend(
     implementation: str = "auto",
     **options: Any,
 ) -> Tensor:
-    """Sparse attention over one set of q, k, v, without a pipeline.
+    """Sparse attention of one q, k and v, without a pipeline.
 
     Args:
         q: queries ``[B, H, S, D]``, in the order of ``grid``: T, H, W with W fastest, and text
@@ -35,8 +35,8 @@ def attend(
         k: keys, likewise.
         v: values, likewise.
         grid: what the S tokens are.
-        method: a name from ``vidsparse.METHODS``, or a method built already.
-        order: a name from ``vidsparse.ORDERS``: how video tokens stand when tiles are cut.
+        method: a name from ``vidsparse.METHODS``, or a method object.
+        order: a name from ``vidsparse.ORDERS``: how video tokens are ordered before tiles are cut.
         implementation: ``auto`` or one of ``vidsparse.kernels.IMPLEMENTATIONS``.
         **options: the method's own, such as ``top_p=0.9, tile=(16, 16)``.
 
@@ -44,8 +44,8 @@ def attend(
         The output ``[B, H, S, D]`` in the dtype and the token order of ``q``.
 
     Raises:
-        OptionError: a bad option; q, k and v that differ in shape, dtype or device, or are empty; a
-            grid whose tokens are not S.
+        OptionError: an option is unknown or has a value that is not valid; q, k and v differ in
+            shape, dtype or device, or are empty; the grid does not have S tokens.
         UnsupportedError: the implementation asked for cannot run on these tensors.
     """
     try:
@@ -64,8 +64,8 @@ def attend(
         method = make_method(method, **options)
     elif options and isinstance(method, Method):
         raise OptionError(
-            f"{', '.join(sorted(options))} given beside a method that is built already. "
-            "Hint: give the options when building it."
+            f"options ({', '.join(sorted(options))}) were given together with a method object. "
+            "Hint: give them when making that object."
         )
     engine = AttentionEngine(
         method,

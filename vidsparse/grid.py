@@ -20,10 +20,11 @@ class TokenGrid:
         width: tokens along width, at least 1.
         text: text tokens in the same sequence.
         text_first: text stands before the video (CogVideoX) instead of after it.
-        lead: where the rest of the text stands after the video, how much of it stands before.
+        lead: text tokens before the video, when the rest of the text stands after it.
 
     Raises:
-        OptionError: a size is below 1, ``text`` is negative, or ``lead`` is not a part of it.
+        OptionError: a size is below 1; ``text`` is negative; ``lead`` is not from 0 to ``text``, or
+            given together with ``text_first``.
     """
 
     frames: int
@@ -40,9 +41,10 @@ class TokenGrid:
                 f"got {self.frames}x{self.height}x{self.width} with {self.text} text tokens"
             )
         if not 0 <= self.lead <= self.text or (self.lead and self.text_first):
+            most = f"from 0 to {self.text}, the number of text tokens"
             raise OptionError(
-                f"a token grid's lead is those of its {self.text} text tokens that stand before "
-                f"the video, got {self.lead}. Hint: text_first puts all of them there."
+                f"lead must be {'0 with text_first' if self.text_first else most}, "
+                f"got {self.lead}. Hint: text_first alone puts all text before the video."
             )
 
     @property
@@ -61,5 +63,8 @@ class TokenGrid:
         return self.text if self.text_first else self.lead
 
     def video_tiles(self, size: int) -> int:
-        """Tiles of ``size`` tokens that hold no text; the last is short where there is no text."""
+        """Number of tiles of ``size`` tokens that hold no text.
+
+        Without any text the last of them may be short.
+        """
         return self.video // size if self.text else -(-self.video // size)

@@ -64,7 +64,7 @@ class VideoQuality:
         flicker: PSNR in dB between the frame-to-frame differences, or None where these are
             identical or the video has a single frame.
         identical: every 8-bit value of every frame is the same.
-        frames: the same per frame, in order.
+        frames: the measures of each frame, in order.
         flickering: ``temporal_flickering`` of both videos.
         smoothness: ``motion_smoothness`` of both videos.
     """
@@ -107,7 +107,10 @@ def psnr(reference: Frames, other: Frames) -> float | None:
 
 
 def ssim(reference: Frames, other: Frames) -> float:
-    """Structural similarity of two frames ``[H, W, 3]``, with the window named in the module text.
+    """Structural similarity (SSIM) of two frames ``[H, W, 3]``, 1 where they are the same.
+
+    The window is Gaussian, 11x11 pixels with sigma 1.5 (Wang et al. 2004); the data range is 255,
+    and the value is the mean over the colour channels.
 
     Raises:
         OptionError: not uint8, the shapes differ, or a side is under 11 pixels (the window's size).
@@ -158,7 +161,7 @@ def flicker(reference: Frames, other: Frames) -> float | None:
 def temporal_flickering(video: Frames) -> float | None:
     """How little a video ``[T, H, W, 3]`` changes from frame to frame: 1 where it stands still.
 
-    One less the mean absolute difference of consecutive frames over 255, as VBench defines it
+    It is 1 minus the mean absolute difference of consecutive frames over 255, as VBench defines it
     (arXiv 2311.17982, "temporal flickering").
 
     Returns:
@@ -175,7 +178,7 @@ def motion_smoothness(video: Frames) -> float | None:
     """How near every second frame of ``[T, H, W, 3]`` is to the mean of its neighbours; 1 at best.
 
     VBench's "motion smoothness" (arXiv 2311.17982) with the mean of both neighbours where VBench
-    asks a trained network for the frame between them: cuts and jitter show, and fast motion too.
+    has a trained network make the frame between them. Cuts, jitter and fast motion lower it.
 
     Returns:
         None where there are fewer than three frames.
@@ -213,7 +216,7 @@ def compare_videos(
         reference: the dense video.
         other: the video to judge.
         ssim_every: compute SSIM on every n-th frame only, from the first; it is the slow part.
-        pool: an executor that shares out the frames' SSIM; None computes in this thread.
+        pool: an executor that computes the frames' SSIM in parallel; None computes in this thread.
 
     Raises:
         OptionError: not uint8, not four dimensions, the shapes differ, or ``ssim_every`` below 1.

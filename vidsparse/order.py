@@ -36,7 +36,7 @@ class TokenOrder:
     def apply(self, x: Tensor, *, by_kernel: bool | None = None) -> Tensor:
         """Put ``x`` ``[B, H, S, D]`` into this order (a contiguous copy).
 
-        ``by_kernel`` says whether one of Triton's kernels moves the tokens; None looks for itself.
+        ``by_kernel`` says whether one of Triton's kernels moves the tokens; None: if it can.
         """
         if can_move(x) if by_kernel is None else by_kernel:
             from vidsparse.kernels.tokens.pool import reorder
@@ -49,8 +49,8 @@ class TokenOrder:
     ) -> Tensor:
         """Bring ``y`` ``[B, H, S, D]`` back into the pipeline's order.
 
-        Returns a contiguous copy, or where a kernel writes it one laid out like ``like``: the
-        pipeline then need not copy once more. ``by_kernel`` is the same as in ``apply``.
+        Returns a contiguous copy. If a kernel writes it, it is laid out like ``like``, so that the
+        pipeline need not copy once more. ``by_kernel`` is as in ``apply``.
         """
         if can_move(y) if by_kernel is None else by_kernel:
             from vidsparse.kernels.tokens.pool import reorder
@@ -67,7 +67,7 @@ def can_move(x: Tensor) -> bool:
 
 
 def wants_gradient(*tensors: Tensor) -> bool:
-    """Whether a gradient will be asked of what is made of ``tensors``; kernels know none."""
+    """Whether a gradient will be needed of what is made of ``tensors``; kernels have none."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 

@@ -22,15 +22,15 @@ BLOCK_ROWS = 128
 class SparsePlan:
     """Which keys each block of query rows attends; made and kept on the device.
 
-    Blocks stand longest first in every head, so that a kernel which starts them in order ends
-    with the short ones. Key chunks are kept as bits: a plan that waits for the next step is then
-    as small as can be (at 75,600 tokens, 40 heads and 16x16 tiles 15 MB instead of 225).
+    Every head has its longest blocks first, so that a kernel which starts them in order ends with
+    the short ones. Key chunks are kept as bits, which makes a plan that is kept for later steps
+    small (at 75,600 tokens, 40 heads and 16x16 tiles 15 MB instead of 225).
 
     Attributes:
         q_tiles: query tiles of a block, int32 ``[B, H, G, R]``; -1 where a block has fewer.
-        kv_count: key chunks of a block, int32 ``[B, H, G]``.
-        kv_bits: which ones, int32 ``[B, H, G, ceil(Tk / 32)]``, the first chunk of a word in its
-            lowest bit.
+        kv_count: number of key chunks of a block, int32 ``[B, H, G]``.
+        kv_bits: the key chunks, a bit for each, int32 ``[B, H, G, ceil(Tk / 32)]``; the first
+            chunk of a word in its lowest bit.
         tile: (M, N), query rows of a tile and keys of a chunk.
         tokens: length S of the sequence.
         selected: share of query-key pairs the method chose, fp32 ``[B, H]``.
@@ -52,15 +52,15 @@ class SparsePlan:
 
     @property
     def kv_index(self) -> Tensor:
-        """The numbers of a block's key chunks, rising: ``[B, H, G, C]``, made anew at every access.
+        """The numbers of each block's key chunks, rising: ``[B, H, G, C]``; new at every access.
 
-        int16 where that holds all numbers, else int32. C is a multiple of 16; only the first
-        ``kv_count`` of a row mean anything.
+        int16 if that holds all numbers, else int32. C is a multiple of 16; only the first
+        ``kv_count`` numbers of a list mean anything.
         """
         return self.list_keys(by_kernel=triton_reason(self.kv_bits.device) is None)
 
     def list_keys(self, *, by_kernel: bool) -> Tensor:
-        """``kv_index``, by one of Triton's kernels or in torch."""
+        """``kv_index``, made by one of Triton's kernels or in torch."""
         chunks = tile_count(self.tokens, self.tile[1])
         dtype = torch.int16 if chunks <= torch.iinfo(torch.int16).max else torch.int32
         shape = (*self.kv_bits.shape[:-1], chunks + -chunks % INDEX_MULTIPLE)
@@ -91,7 +91,7 @@ class SparsePlan:
         return counts_of_chunks(left, self.tile[1], self.tokens, size, groups)
 
     def shared(self, branches: int) -> SparsePlan:
-        """The last of ``branches`` equal parts of the batch, in the place of all of them."""
+        """The plan of the last of ``branches`` equal parts of the batch, repeated for all parts."""
         part = self.kv_count.shape[0] // branches
 
         def last(x: Tensor) -> Tensor:
@@ -107,13 +107,14 @@ class SparsePlan:
         )
 
     def with_text(self, video: int, tokens: int, tiles: range | None = None) -> SparsePlan:
-        """This plan for a sequence whose text has another length: ``tokens`` in all.
+        """This plan for a sequence whose text has another length: ``tokens`` tokens in all.
 
         ``video`` tokens stand before the text in both. What was chosen among them stays; tiles with
         text in them are computed in full, both ways, as in every plan, and so is a tile that the
-        video does not fill. Of a plan without text, shares are known but for that.
+        video does not fill. If this plan had no text, the new shares are exact except for that last
+        tile.
 
-        A plan of ``own_rows`` says of which query ``tiles``.
+        A plan made by ``own_rows`` must say which query ``tiles`` it has.
         """
         (rows, keys), device = self.tile, self.kv_bits.device
         batch, heads, _, per_block = self.q_tiles.shape
@@ -172,10 +173,10 @@ class SparsePlan:
         )
 
     def listed(self, mask: Tensor, kv_index: Tensor) -> Tensor:
-        """Tiles ``[Tq, Tk]`` as flags beside ``kv_index`` ``[B, H, G, C]``: bool of that shape.
+        """Which chunks of each list are in ``mask`` ``[Tq, Tk]``: bool in ``kv_index``'s shape.
 
-        A chunk of a block's list is flagged where the mask has it for any of the block's tiles.
-        Flags past the end of a list mean nothing.
+        A chunk of a block's list is flagged if the mask has it for any of the block's tiles. Flags
+        past the end of a list mean nothing.
         """
         flags = torch.empty(kv_index.shape, dtype=torch.bool, device=kv_index.device)
         # one head at a time: gathering wants numbers of 64 bits.

@@ -48,17 +48,17 @@ class Preset:
     Args:
         method: the method's name.
         options: its options as JSON values; those that the tables replace keep their defaults.
-        order: token order that blocks were cut in.
-        edges: timesteps between groups of steps, falling.
+        order: token order in which tiles were cut.
+        edges: timesteps that separate the groups of steps, from high to low.
         tables: by name, ``[P, L, H, ...]`` fp32 on the CPU.
         model: ``name``, ``weights_hash`` and ``transformers``: the class and configuration of each.
         video: ``frames``, ``width`` and ``height`` of the videos.
         grid: frames, height and width in tokens.
-        schedule: dense steps and layers that the numbers hold for, by the names of ``sparsify``'s
-            arguments; empty where they hold for any.
-        measured: what calibration saw, as JSON values.
-        source: the file, for errors.
-        digest: SHA-256 of both files' contents, empty before they are written.
+        schedule: the schedule that the numbers hold for, by the names of ``sparsify``'s arguments;
+            empty if they hold for any.
+        measured: what calibration measured, as JSON values.
+        source: name of the file, for error messages.
+        digest: SHA-256 of both files' contents; empty for a preset that was not read from files.
     """
 
     method: str
@@ -78,11 +78,11 @@ class Preset:
         """The method with its calibrated numbers.
 
         Args:
-            **overrides: options that may be changed without calibrating anew: the method's
+            **overrides: options that may be changed without new calibration: the method's
                 ``free_options``.
 
         Raises:
-            OptionError: another option, or a value that is not valid.
+            OptionError: an option that is not free, or a value that is not valid.
         """
         from vidsparse.methods import METHODS, Numbers, SparseMethod, make_method
 
@@ -93,8 +93,8 @@ class Preset:
                 per_head = name in self.tables
                 settled = "a number for each head" if per_head else self.options[name]
                 raise OptionError(
-                    f"{name} is settled by {self.source} ({settled}), got {value}. Hint: leave it "
-                    f"out or calibrate anew; {listed(free)} can be changed without calibration."
+                    f"{self.source} sets {name} ({settled}), got {value}. Hint: leave it out or "
+                    f"calibrate again; only {listed(free)} can be changed."
                 )
         assert isinstance(given, SparseMethod)
         numbers = Numbers(self.tables, self.grid, self.edges, self.source)
@@ -107,7 +107,8 @@ class Preset:
     ) -> None:
         """Raise an ``OptionError`` unless the model is the one that was calibrated.
 
-        ``transformers`` as in ``model``; a pipeline loaded elsewhere has no ``weights_hash``.
+        ``transformers`` is as in ``model``. Without a ``weights_hash``, which a pipeline loaded
+        elsewhere does not have, weights are not compared.
         """
         name = self.model["name"]
         if _canonical(list(transformers)) != _canonical(self.model["transformers"]):
@@ -123,10 +124,10 @@ class Preset:
             )
 
     def may_fit(self, configs: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the model may be the one that was calibrated, before it is loaded.
+        """Whether a model that is not loaded yet may be the one that was calibrated.
 
-        ``configs`` is what the ``config.json`` of each transformer says. It may leave out what has
-        a default, and says nothing of the weights: ``check_model`` decides.
+        ``configs`` is the content of each transformer's ``config.json``, which may leave defaults
+        out and says nothing of the weights. ``check_model`` decides once the model is loaded.
         """
         made = self.model["transformers"]
         return len(made) == len(configs) and all(
@@ -148,7 +149,7 @@ class Preset:
             )
 
     def check_video(self, **video: int) -> None:
-        """Raise an ``OptionError`` unless frames, width and height are those calibrated."""
+        """Raise an ``OptionError`` unless frames, width and height are the calibrated ones."""
         if dict(video) != dict(self.video):
             asked, made = (
                 "{frames} frames of {width}x{height}".format(**v) for v in (video, self.video)
@@ -202,8 +203,8 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
     """Read a preset.
 
     Raises:
-        OptionError: what is no file's name; a file is missing, damaged, of another schema, or not
-            of its pair.
+        OptionError: ``path`` is no file name; a file is missing, damaged, has another schema, or
+            belongs to another preset.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -211,7 +212,7 @@ def load_preset(path: str | os.PathLike[str]) -> Preset:
     from vidsparse.methods import METHODS
 
     if not isinstance(path, str | os.PathLike):
-        raise OptionError(f"a preset is a file's name, got {path!r}")
+        raise OptionError(f"a preset must be the name of a file, got {path!r}")
     target, tables_file = preset_files(path)
     text = _read(target)
     try:
@@ -320,7 +321,7 @@ def _read(path: Path) -> bytes:
         raise OptionError(f"the preset file {path} cannot be read: {error.strerror}") from None
     except ValueError:
         # a zero byte, or half a character.
-        raise OptionError(f"a preset is a file's name, got {os.fspath(path)!r}") from None
+        raise OptionError(f"a preset must be the name of a file, got {os.fspath(path)!r}") from None
 
 
 def _schedule(value: Any) -> dict[str, int | float]:

@@ -52,7 +52,7 @@ class CellRecord:
         branch: ``conditional`` or ``unconditional``.
         order: the token order that the tiles were cut in.
         tile: queries x keys of a tile.
-        tokens: of the sequence.
+        tokens: length of the sequence.
         selected: share of pairs the method chose, by head.
         computed: share of pairs the kernel multiplied, by head.
         maps: by name of token order, the run's own first.
@@ -78,8 +78,8 @@ class CellProbe:
     """Records one call of a run; give it to ``SparseHandle.probe`` before the run.
 
     Args:
-        step: denoising step, from 0; nothing is recorded unless it makes a plan, so not where it is
-            dense or reuses the plan of a step before.
+        step: denoising step, from 0. It must make a plan: nothing is recorded if the call is dense
+            or reuses the plan of an earlier step.
         layer: transformer layer, from 0.
         branch: guidance branch.
         orders: token orders to record the maps along, beside the run's own.

@@ -101,7 +101,7 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """One prompt's run with a part more than the run before it.
+    """One prompt's run with one more part switched on than in the run before.
 
     Args:
         name: the part that was switched on, in words.
@@ -130,7 +130,7 @@ class StageMeans:
         ssim: over the prompts.
         seconds: mean of denoising.
         total: mean share of the run's query-key pairs that were computed.
-        speedup: against the dense side, where the times can tell.
+        speedup: against the dense side, if enough pairs of runs were timed.
     """
 
     name: str
@@ -154,10 +154,10 @@ class PromptComparison:
         quality: the sparse video against the dense one.
         dense: facts of the dense run.
         sparse: facts of the sparse run.
-        kept: when the dense run was made, as a reader reads it, if it was kept from an earlier
-            job; None where it ran for this one.
-        stages: the sparse side's parts switched on one after the other, the whole of it last;
-            empty where nobody asked.
+        kept: when the dense run was made, in words, if it was kept from an earlier job; None if it
+            ran for this one.
+        stages: runs with the sparse side's parts switched on one after the other, the last with all
+            of them; empty unless asked for.
     """
 
     number: int
@@ -206,7 +206,7 @@ class Report:
         density_map: computed density ``[steps][layers]``, None where no call was made.
         notes: sentences a reader needs to judge the numbers.
         created: ISO 8601 time.
-        promise: what the preset in use says of the quality, where it says something.
+        promise: the quality that the preset in use was calibrated to, or None.
     """
 
     settings: Mapping[str, Any]
@@ -254,7 +254,7 @@ class Report:
 
     @property
     def work(self) -> Work | None:
-        """Mean work of the sparse side over prompts; None where it is unknown for any of them."""
+        """Mean work of the sparse side over prompts; None if it is unknown for any of them."""
         works = [each.sparse.work for each in self.comparisons]
         known = [work for work in works if work is not None]
         return Work.mean(known) if len(known) == len(works) else None
@@ -281,7 +281,7 @@ class Report:
 
     @property
     def speedup(self) -> Speedup:
-        """How much faster the sparse side denoised, where the times can tell.
+        """How much faster the sparse side denoised, if enough pairs of runs were timed.
 
         The prompts of a batch run at once and are one pair.
         """
@@ -289,7 +289,7 @@ class Report:
 
     @property
     def stages(self) -> list[StageMeans]:
-        """What each part of the sparse side cost and brought, the parts before it in place."""
+        """Quality and time as the parts of the sparse side are switched on one after the other."""
         columns = zip(*(each.stages for each in self.comparisons), strict=True)
         return [
             StageMeans(
@@ -306,7 +306,7 @@ class Report:
         ]
 
     def _speedup(self, seconds: Sequence[float | None]) -> Speedup:
-        """Of the dense side's denoising over ``seconds``, a prompt each."""
+        """Speedup over the dense side of runs that took ``seconds``, one entry a prompt."""
         pairs, at = [], 0
         while at < len(self.comparisons):
             each = self.comparisons[at]

@@ -63,13 +63,12 @@ class Schedule:
         dense_last_steps: last steps kept dense.
         dense_layers: first transformer layers kept dense in every step.
         dense_last_layers: last transformer layers kept dense in every step.
-        reuse: steps a plan serves before it is made anew; 1 plans in every step. Where a step cache
-            leaves steps out, those that are run count. With ``refresh`` a plan serves up to the
-            next refresh.
-        refresh: steps at which a sparse layer computes all pairs beside its plan's and keeps what
-            the plan lacks; the steps up to the next refresh add that to what they compute
-            (decimal: share rounded up; integer: count; 0: nothing is kept). The first of them is
-            the last dense step, where there is one.
+        reuse: steps a plan serves before it is made anew; 1 plans in every step. Steps that a step
+            cache leaves out do not count. With ``refresh`` a plan serves up to the next refresh.
+        refresh: steps at which a sparse layer computes all pairs as well as those of its plan, and
+            keeps the difference; the steps up to the next refresh add it to what they compute
+            (decimal: share rounded up; integer: count; 0: nothing is kept). The first refresh is
+            the last dense step, if there is one.
 
     Raises:
         OptionError: a value is negative, a share above 1, or ``reuse`` below 1.
@@ -97,20 +96,26 @@ class Schedule:
     def refresh_steps(self, steps: int) -> tuple[int, ...]:
         """The steps with a refresh, of ``steps`` in all, from the first to the last.
 
-        Attention changes fastest in the first steps, where a video takes shape, so the distances
-        grow: the last is about twice the first.
+        Attention changes fastest in the first steps, where a video takes shape. So the distances
+        between refreshes grow: the last is about twice the first.
         """
         wanted = share_or_count(self.refresh, steps, "refresh")
         return _refresh_steps(self.sparse_window(steps), wanted)
 
     def refresh_before(self, step: int, steps: int) -> int | None:
-        """The refresh whose remainder serves ``step``, where all steps are run; None for none."""
+        """The last refresh up to ``step``, if no step is left out; None if there is none.
+
+        What it keeps is added in ``step``.
+        """
         if step not in self.sparse_window(steps):
             return None
         return max((one for one in self.refresh_steps(steps) if one <= step), default=None)
 
     def plan_step(self, step: int, steps: int) -> int:
-        """The step whose plan serves ``step``, where all are run; a dense one is its own."""
+        """The step whose plan serves ``step``, if no step is left out.
+
+        For a dense step it is the step itself.
+        """
         window = self.sparse_window(steps)
         if self.refresh and step in window:
             served = self.refresh_before(step, steps)
@@ -119,7 +124,10 @@ class Schedule:
         return step - (step - window.start) % self.reuse if step in window else step
 
     def decide(self, step: int, steps: int, layer: int, layers: int) -> Action:
-        """Decide for one call, in a run without a step cache."""
+        """What the call of ``layer`` in ``step`` does, in a run without a step cache.
+
+        ``steps`` and ``layers`` are how many there are in all.
+        """
         window = self.sparse_window(steps)
         first = share_or_count(self.dense_layers, layers, "dense_layers")
         last = share_or_count(self.dense_last_layers, layers, "dense_last_layers")

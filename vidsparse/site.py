@@ -14,19 +14,19 @@ class CallSite:
     Args:
         layer: transformer layer, from 0.
         step: denoising step, from 0.
-        timestep: the scheduler's, which says how noisy the latent is whatever the number of steps.
+        timestep: the scheduler's, which says how noisy the latent is, however many steps there are.
         grid: the token grid.
         branch: ``conditional`` or ``unconditional`` (classifier-free guidance runs both).
         part: which of the pipeline's transformers, from 0.
         first_head: number, in its layer, of the first head of q and k: long sequences are planned
             a few heads at a time.
-        heads: numbers, in their layer, of all heads of the call, where these are not neighbours;
-            ``first_head`` is a place among them then.
-        stacked: guidance branches that stand one after the other in the batch, the conditional one
+        heads: numbers, in their layer, of all heads of the call, if they are not consecutive;
+            ``first_head`` is then an index into them.
+        stacked: number of guidance branches in the batch, one after another, the conditional one
             last.
-        window: which of several stretches of a video a forward is about, where a step has more
-            than one forward a branch.
-        samples: which of the batch's samples, where these differ in text and attend apart.
+        window: which stretch of the video the forward computes, if a step has several forwards a
+            branch.
+        samples: which samples of the batch the call has, if these differ in text and attend apart.
     """
 
     layer: int

@@ -21,15 +21,14 @@ class Cell:
 
     ``pairs`` counts its query-key pairs, batch and heads included. ``selected`` and ``computed``
     are shares of them, ``[B, H]`` (None when dense). ``skipped`` is the share whose product with V
-    a gate left out (None without a gate); such a pair is half computed, and ``computed`` counts it
-    so. ``seconds`` is the whole call: order, mask, plan and kernel. ``selection`` is what a new
-    plan cost (None where that was never measured, or where no plan was made). ``action`` is
-    ``dense``, ``replan``, ``reuse``, ``refresh`` (all pairs, and beside them those of a new plan)
-    or ``dense: <why>`` where a sparse call could not be made. ``plan_step`` is the step that made
-    the call's plan (None when dense). ``heads`` are the numbers of its heads in the layer where it
-    has some of them in another order. ``implementation`` made the output, in a refresh the sparse
-    one; ``dense_by`` says what computed all pairs (None where nothing did): a kernel's name, or
-    ``dense`` for the pipeline's own attention.
+    a gate left out (None without a gate); such a pair counts half in ``computed``. ``seconds`` is
+    the time of the whole call: order, mask, plan and kernel. ``selection`` is the cost of a new
+    plan (None if it was never measured, or no plan was made). ``action`` is ``dense``, ``replan``,
+    ``reuse``, ``refresh`` (all pairs, and those of a new plan as well) or ``dense: <why>`` if a
+    sparse call could not be made. ``plan_step`` is the step that made the call's plan (None when
+    dense). ``heads`` are the layer's numbers of its heads, if it has a part of them or another
+    order. ``implementation`` made the output (in a refresh the sparse one). ``dense_by`` computed
+    all pairs: a kernel's name, ``dense`` for the pipeline's own attention, or None.
     """
 
     step: int
@@ -71,13 +70,13 @@ class TraceSummary:
     """A run in a few numbers.
 
     ``work``: the share of all the run's pairs that was computed, dense steps and layers included,
-    and its split; None where there was no call. Speed follows its ``total``.
+    and its split; None if there was no call. Speed follows its ``total``.
 
-    The other densities are means over the sparse calls alone, None if there were none.
+    The other densities are means over the sparse calls only, None if there were none.
     ``selected``: share of pairs the method chose. ``computed``: share the kernel multiplied after
-    merging tiles into blocks of rows, a pair counting half where a gate skipped its product with V.
-    ``skipped``: share of such pairs, None where no call had a gate. ``dense_step_share``: share of
-    steps without any sparse call.
+    merging tiles into blocks of rows; a pair counts half if a gate skipped its product with V.
+    ``skipped``: share of such pairs, None if no call had a gate. ``dense_step_share``: share of
+    steps without any sparse call. ``dense_call_share``: share of calls that were not sparse.
     """
 
     work: Work | None
@@ -116,13 +115,13 @@ class TraceSummary:
 class Balance:
     """How evenly several processes shared the pairs that plans compute.
 
-    Each number is the most of a process divided by the mean, call by call: 1.0 is even, and a
-    sparse call takes so many times what it would take then.
+    Each number is the work of the busiest process divided by the mean, call by call. 1.0 is even; a
+    sparse call takes this many times as long as an even one.
 
     Args:
-        processes: how many shared the heads out.
-        dealt: as the heads were dealt.
-        in_order: as they would have been in their order.
+        processes: how many shared the heads.
+        dealt: with the heads as they were dealt.
+        in_order: with the heads dealt in their order.
     """
 
     processes: int
@@ -134,7 +133,7 @@ class Balance:
 class Trace:
     """All calls of one run, in order.
 
-    ``balance`` is there once several processes have put theirs together.
+    ``balance`` is set once several processes have joined their traces.
     """
 
     cells: list[Cell] = field(default_factory=list)
@@ -195,13 +194,13 @@ class Trace:
         )
 
     def step_kinds(self) -> dict[int, str]:
-        """What each step was: ``sparse`` or ``refresh`` where a call was, else ``dense``."""
+        """The kind of each step: ``sparse`` or ``refresh`` if any call was, else ``dense``."""
         kinds = {cell.step: "dense" for cell in self.cells}
         kinds |= {c.step: c.action for c in self.cells if c.action == Action.REFRESH.value}
         return kinds | {cell.step: "sparse" for cell in self.cells if cell.sparse}
 
     def oldest_plan(self) -> int | None:
-        """How many steps after its own a plan still served, at most; None without a plan."""
+        """The greatest age of a plan in use, in steps; None without a plan."""
         ages = [cell.step - cell.plan_step for cell in self.cells if cell.plan_step is not None]
         return max(ages, default=None)
 

@@ -208,7 +208,7 @@ class CostModel:
             between: GB/s that a GPU gives to another machine.
 
         Raises:
-            OptionError: GPUs of several machines exchange, and ``between`` is None.
+            OptionError: GPUs of several machines exchange data, and ``between`` is None.
         """
         cost = self.videos[key]
         sharers = math.gcd(hosts.gpus, cost.row.heads)
@@ -273,14 +273,14 @@ def _across(megabytes: float, between: float | None) -> float:
     """Milliseconds between machines at ``between`` GB/s."""
     if megabytes and between is None:
         raise OptionError(
-            "GPUs of several machines exchange, and no row says how fast that is. Hint: "
-            "--between 50, the GB/s that each GPU can give to another machine."
+            "the speed of the link between machines is not known. Hint: --between 50, the GB/s "
+            "that each GPU can send to another machine."
         )
     return megabytes / between if between else 0.0
 
 
 def fits(row: GpusRow) -> bool:
-    """Whether a row follows the model: all share heads out, and none is left behind by them."""
+    """Whether the model can be fitted on a row: its GPUs share heads only, with equal work."""
     return row.kind in ("even", "skewed") and row.ring == 1 and (row.kind == "even" or row.balance)
 
 
@@ -288,12 +288,12 @@ def fit(rows: Iterable[GpusRow], most: int) -> CostModel:
     """Fit the model on the rows of at most ``most`` GPUs.
 
     Raises:
-        OptionError: there are none that follow it.
+        OptionError: no row follows the model.
     """
     used = [row for row in rows if fits(row) and row.processes <= most]
     if not used:
         raise OptionError(
-            f"no row of at most {most} GPUs shares heads out, which the model is fitted on. "
+            f"there is no row of {most} GPUs or fewer that shares heads, to fit the model on. "
             "Hint: vidsparse bench gpus --gpus 2 --kind even."
         )
     links = fit_two_terms(

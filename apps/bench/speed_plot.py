@@ -27,7 +27,7 @@ def draw_runs(rows: Sequence[SpeedRow], path: Path) -> None:
     """A panel a model: the stock run with cuDNN and the run at each speed, in seconds by part.
 
     Raises:
-        OptionError: no model's stock run tells its parts, or there is no such picture format.
+        OptionError: no row has the times of its parts, or the picture format is unknown.
         OutputError: the file cannot be written.
     """
     import matplotlib
@@ -41,7 +41,8 @@ def draw_runs(rows: Sequence[SpeedRow], path: Path) -> None:
             models.setdefault((row.family, row.shape), []).append(row)
     if not models:
         raise OptionError(
-            "no row tells attention from linear layers: on a CPU they are not told apart"
+            "there is nothing to draw: none of these rows has separate times of attention and "
+            "linear layers, which are measured on a GPU only. Hint: give rows of a GPU."
         )
     lines = sum(len(group) + 1 for group in models.values())
     figure, panels = plt.subplots(

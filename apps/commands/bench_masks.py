@@ -74,7 +74,9 @@ def bench_masks(
     known = dict.fromkeys(name for name, _ in CASES)
     for name in names:
         if name not in known:
-            raise OptionError(f"no mask of {name!r}. Hint: choose from {', '.join(known)}.")
+            raise OptionError(
+                f"{name!r} has no mask to time. Hint: choose from {', '.join(known)}."
+            )
     where, kind = device_and_dtype(device, dtype)
     terminal.show(device_line(where, kind))
     rows = [

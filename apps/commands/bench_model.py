@@ -245,8 +245,10 @@ def _show(
         return
     file = model_file(path)
     if speeds or plot:
+        flag = "--speed" if speeds else "--plot"
         raise OptionError(
-            f"{path} holds steps and no runs at a speed. Hint: docs/benchmarks/speeds-h200.json."
+            f"{flag} needs rows of runs at a speed, and {path} has rows of steps only. "
+            "Hint: docs/benchmarks/speeds-h200.json."
         )
     rows = [
         row

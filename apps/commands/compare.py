@@ -137,8 +137,9 @@ def compare(
         request = prepared.request
         if parts and len(stages_of(request)) < 2:
             raise OptionError(
-                "parts: this run differs from its dense side in one part alone, "
-                f"{stages_of(request)[0][0]}. Hint: --speed fast, --linear or --cache add others."
+                "--parts needs a run that differs from its dense side in several parts; this one "
+                f"differs in {stages_of(request)[0][0]} only. "
+                "Hint: --speed fast, --linear or --cache add others."
             )
         if several:
             check_shared(request, gpus or 1 if team is None else team.count, apart)

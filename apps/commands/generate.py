@@ -390,8 +390,8 @@ def _work_done(record: Mapping[str, Any]) -> str:
     reasons = [note for note in record["notes"] if note.startswith("dense:")]
     if record["computed"] is not None:
         shares = (
-            f"{format_share(record['total'])} of attention computed, "
-            f"{format_share(record['computed'])} in the sparse calls"
+            f"{format_share(record['total'])} of the run's attention computed "
+            f"({format_share(record['computed'])} of a sparse call's)"
         )
         return "; ".join([shares, *(f"some calls were {reason}" for reason in reasons)])
     if method == "dense":

@@ -32,6 +32,10 @@ def rounded(row: Any, digits: Mapping[str, int | None]) -> dict[str, Any]:
 class RowFile:
     """The rows measured so far.
 
+    Neither ``json`` nor a table library writes it so: a header, then one row a line, so that a
+    committed file has a readable diff; and the whole file anew after each row, so that a run that
+    is killed loses nothing.
+
     Args:
         path: the file; it need not exist.
         form: name and version of the format, the value of ``format`` in the file.

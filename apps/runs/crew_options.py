@@ -153,7 +153,7 @@ def crew_options(
         OptionError: options that do not go together.
     """
     if address is not None and engine != "ray":
-        raise OptionError("--address is that of a Ray cluster. Hint: add --engine ray.")
+        raise OptionError("--address needs a Ray cluster. Hint: add --engine ray.")
     if gpus_per_video is None and engine is None:
         return None
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -163,11 +163,14 @@ def crew_options(
         )
     size = gpus_per_video or 1
     if gpus is None and engine != "ray":
-        raise OptionError("--gpus-per-video needs the number of all. Hint: add --gpus 4.")
+        raise OptionError(
+            "--gpus-per-video and --engine local need --gpus, the number of all GPUs. "
+            "Hint: add --gpus 4."
+        )
     if gpus is not None and gpus % size:
         raise OptionError(
-            f"--gpus {gpus} cannot be shared out by --gpus-per-video {size}. "
-            f"Hint: give a multiple of {size}."
+            f"--gpus must be a multiple of --gpus-per-video {size}, got {gpus}. "
+            f"Hint: --gpus {-(-gpus // size) * size}."
         )
     check_ring(ring, size)
     if gpus == size and engine != "ray":

@@ -172,8 +172,8 @@ def check_ring(ring: int | None, count: int, apart: bool | None = False) -> None
     """
     if apart and count % 2:
         raise OptionError(
-            f"--apart shares two guidance branches out, and {count} GPUs for each video are no two "
-            "halves. Hint: --gpus 2, or another even number."
+            f"--apart needs an even number of GPUs for each video, got {count}. "
+            "Hint: --gpus 2, or another even number."
         )
     whole = count // 2 if apart else count
     if ring is not None and whole % ring:

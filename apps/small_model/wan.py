@@ -79,9 +79,9 @@ class Wan(SmallModel):
         # several dB more accurate than the Hilbert curve at equal work, on this model
         # (BENCHMARKS.md).
         order="rowmajor",
-        # from the "defaults" rows of the quality study. The first and the last layer keep two
-        # thirds of the pairs at this top_p, which costs more than it saves; dense, they give back
-        # one to two decibels.
+        # a matter of a CPU's time. At fg-attn's top_p the first and the last layer keep two thirds
+        # of their pairs, and such a call takes a CPU longer than a dense one. At equal pairs dense
+        # ends lose 2 to 4 dB (docs/reasons.md).
         dense_layers=1,
         dense_last_layers=1,
         reuse=2,

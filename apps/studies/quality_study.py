@@ -460,7 +460,7 @@ class QualityStudy:
         distance = format_spread(psnr, ".2f", " dB", identical)
         self._terminal.say(
             f"{pending.configuration}  computed {format_share(row['total'])} of the run, "
-            f"{format_share(row['computed'])} in the sparse calls (selected "
+            f"{format_share(row['computed'])} of a sparse call (selected "
             f"{format_share(row['selected'])}), PSNR {distance}, "
             f"SSIM {format_number(ssim.mean, '.4f')}, {row['seconds']:.1f} s"
         )

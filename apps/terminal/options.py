@@ -59,7 +59,10 @@ def default_text(field: dataclasses.Field[Any]) -> str:
 
 
 class _MethodOptions(OptionGroup):
-    """The options of all methods, each listed by every method that has it, with its default."""
+    """The options of all methods, each listed by every method that has it, with its default.
+
+    In cloup's groups an option has one place and one default.
+    """
 
     def by_method(self) -> Iterator[OptionGroup]:
         """A heading for each method that has options."""
@@ -81,7 +84,10 @@ class _OneMethod(OptionGroup):
 
 
 class RequestCommand(cloup.Command):
-    """A command with ``request_options``, whose help lists each method's own ones apart."""
+    """A command with ``request_options``, whose help has a group of options for each method.
+
+    cloup alone would list an option of several methods in one group only.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # the longest option of one method should not narrow the help of another.

@@ -122,6 +122,9 @@ def _uncut(cell: str) -> str:
 def _fit(table: Table, console: Console) -> bool:
     """Give every column the width that its words need, and more where there is room.
 
+    Rich narrows columns without regard to their longest word, and folds names and numbers in the
+    middle.
+
     Returns:
         False where the terminal is too narrow even for that.
     """
@@ -147,7 +150,10 @@ def _fit(table: Table, console: Console) -> bool:
 
 
 def _paragraph_of(columns: Sequence[str], row: Sequence[str], width: int) -> Group:
-    """A row as its first cell and, below it, the others with their titles."""
+    """A row as its first cell and, below it, the others with their titles.
+
+    Rich has no form of a table for a terminal that is narrower than the table's words.
+    """
     from rich.console import Group
     from rich.padding import Padding
 

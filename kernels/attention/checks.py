@@ -93,7 +93,8 @@ def check_plan(
             raise ValueError(f"{name} is on {x.device}, and q on {q.device}.")
         if x.shape[:2] != q.shape[:2]:
             raise ValueError(
-                f"{name} is of batch and heads {tuple(x.shape[:2])}, and q of {tuple(q.shape[:2])}."
+                f"{name} must have the batch and heads of q, {tuple(q.shape[:2])}, "
+                f"got {tuple(x.shape[:2])}."
             )
     blocks = q_tiles.shape[2]
     if blocks == 0 or q_tiles.shape[3] == 0:
@@ -105,22 +106,22 @@ def check_plan(
     tiles, chunks = -(-tokens // tile[0]), -(-tokens // tile[1])
     if blocks > tiles:
         raise ValueError(
-            f"{blocks} blocks for {tiles} tiles of {tile[0]} rows: the plan is for more tokens "
-            f"than the {tokens} of q."
+            f"q has {tokens} tokens, which are {tiles} tiles of {tile[0]} rows, but the plan has "
+            f"{blocks} blocks. Hint: make the plan for this sequence."
         )
     if kv_index.shape[3] > chunks + -chunks % INDEX_MULTIPLE:
         raise ValueError(
-            f"lists of {kv_index.shape[3]} places for {chunks} chunks of {tile[1]} keys: the plan "
-            f"is for more tokens than the {tokens} of k."
+            f"k has {tokens} tokens, which are {chunks} chunks of {tile[1]} keys, but the lists of "
+            f"the plan have {kv_index.shape[3]} places. Hint: make the plan for this sequence."
         )
 
 
 def check_block(rows: int, implementation: str) -> None:
-    """Raise a ``ValueError`` unless a kernel in Triton compiles for blocks of so many rows."""
+    """Raise a ``ValueError`` unless a kernel in Triton compiles for blocks of ``rows`` rows."""
     if rows < LEAST_BLOCK_ROWS or rows & (rows - 1):
         raise ValueError(
-            f"the {implementation!r} implementation has blocks of 16, 32, 64 or 128 rows, and this "
-            f"plan's have {rows}. Hint: tiles of such sizes, or the 'torch' implementation."
+            f"the {implementation!r} implementation needs blocks of 16, 32, 64 or 128 rows, and "
+            f"this plan's have {rows}. Hint: tiles of such sizes, or the 'torch' implementation."
         )
 
 
@@ -156,9 +157,9 @@ def faults_of_plan(
 _FAULTS: Final = (
     "a list's length in kv_count is not from 0 to {longest}",
     "a chunk number in kv_index is not from 0 to {last_chunk}",
-    "the chunk numbers of a list in kv_index do not rise (each stands in a list once)",
-    "a tile number in q_tiles is not from 0 to {last_tile}, nor -1",
-    "a tile of queries stands in q_tiles twice",
+    "the chunk numbers of a list in kv_index do not rise (each may be in a list only once)",
+    "a tile number in q_tiles is neither from 0 to {last_tile} nor -1",
+    "a tile of queries is in q_tiles twice",
 )
 
 
@@ -253,7 +254,7 @@ def raise_found(answers: list[Answer] = _ON_THE_WAY) -> None:
             if not answer.told and (said := answer.sentence()) is not None:
                 answer.told = True
                 raise ValueError(
-                    f"of an earlier call, {said} Its output is not to be used. "
+                    f"an earlier call had a broken plan: {said} Do not use that call's output. "
                     "Hint: validate=True finds the call."
                 )
 

@@ -47,7 +47,7 @@ class RelativeGate:
         keys: listed keys of a piece, 64 or 128.
 
     Raises:
-        ValueError: λ is a number and not negative, or a size that no kernel knows.
+        ValueError: λ is a number that is not negative, or no kernel knows the size of pieces.
     """
 
     lambda_: float | Tensor
@@ -75,7 +75,7 @@ class RelativeGate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AbsoluteGate:
-    """BSFA's thresholds: skip pieces whose scores are all below a calibrated one.
+    """BSFA's thresholds: skip pieces whose scores are all below a calibrated threshold.
 
     A piece is skipped when every row's largest score is below the threshold of the row's query
     tile. It enters neither the maximum nor the sum. A row that loses all its pieces gives zeros
@@ -85,13 +85,13 @@ class AbsoluteGate:
         threshold: thresholds on the scaled scores, one for every query tile in the order of the
             sequence, or fewer that broadcast to ``[B, H, ceil(S / M)]``; -inf skips nothing. BSFA's
             T for one layer and one sparsity is ``[H, ceil(S / M)]``.
-        keep: chunks never skipped, bool ``[B, H, G, C]`` beside ``kv_index`` (for all rows of the
-            block); a piece with one such key is computed. None: no chunk is.
+        keep: which chunks of ``kv_index`` are never skipped, bool ``[B, H, G, C]`` (for all rows of
+            the block); a piece with one such key is computed. None: any may be skipped.
         rows: query rows of a piece, 32, 64 or 128.
         keys: listed keys of a piece, 64 or 128.
 
     Raises:
-        ValueError: a size that no kernel knows.
+        ValueError: no kernel knows the size of pieces.
     """
 
     threshold: Tensor
@@ -118,8 +118,8 @@ Gate = RelativeGate | AbsoluteGate
 def _check_piece(rows: int, keys: int) -> None:
     if rows not in PIECE_ROWS or keys not in PIECE_KEYS:
         raise ValueError(
-            f"a gate's pieces have rows from {PIECE_ROWS} and keys from {PIECE_KEYS}, "
-            f"not {rows} x {keys}"
+            f"a gate's pieces must have {PIECE_ROWS} rows and {PIECE_KEYS} keys (one of each), "
+            f"got {rows} rows and {keys} keys."
         )
 
 
@@ -131,16 +131,16 @@ def check_gate(gate: Gate, q: Tensor, q_tiles: Tensor, kv_index: Tensor, rows: i
     block_rows = q_tiles.shape[-1] * rows
     if block_rows % gate.rows:
         raise ValueError(
-            f"a gate's pieces of {gate.rows} rows do not divide blocks of {block_rows}. "
-            "Hint: a plan of larger blocks, or fewer rows."
+            f"the rows of a gate's pieces must divide the {block_rows} rows of a block, "
+            f"got {gate.rows}. Hint: a plan of larger blocks, or fewer rows."
         )
     tiles = -(-q.shape[2] // rows)
     if isinstance(gate, AbsoluteGate):
         _check_broadcast("threshold", gate.threshold, (*q.shape[:2], tiles))
         if gate.keep is not None and gate.keep.shape != kv_index.shape:
             raise ValueError(
-                f"keep stands beside kv_index and must have its shape {tuple(kv_index.shape)}, "
-                f"got {tuple(gate.keep.shape)}"
+                f"keep must have the shape of kv_index, {tuple(kv_index.shape)}, "
+                f"got {tuple(gate.keep.shape)}."
             )
     elif isinstance(gate.lambda_, Tensor):
         _check_broadcast("lambda_", gate.lambda_, tuple(q.shape[:2]))

@@ -83,8 +83,8 @@ def check_means(means: KeyMeans, q: Tensor, kv_count: Tensor, keys: int) -> None
     if means.size not in GROUP_SIZES or means.size % keys:
         sizes = ", ".join(str(size) for size in GROUP_SIZES if size % keys == 0)
         raise ValueError(
-            f"means of {means.size} tokens do not go with key chunks of {keys}. "
-            f"Hint: choose from {sizes}."
+            f"the group size of means must be a multiple of the {keys} keys of a chunk, and one of "
+            f"{', '.join(map(str, GROUP_SIZES))}, got {means.size}. Hint: choose from {sizes}."
         )
     groups = -(-tokens // means.size)
     wanted = (batch, heads, groups, dim)

@@ -185,7 +185,7 @@ def top_p_words(
     q_similarity = q.similarity.contiguous() if judged and q.similarity is not None else None
     k_similarity = k.similarity.contiguous() if judged and k.similarity is not None else None
     if judged and (q_similarity is None or k_similarity is None):
-        raise ValueError("theta judges tiles whose self-similarity was not pooled")
+        raise ValueError("theta needs self-similarities. Hint: pool(..., judged=True).")
     with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
         for first in range(0, blocks, at_once):
             now = min(at_once, blocks - first)

@@ -32,8 +32,8 @@ class Extent:
         layers: attention layers of each.
         heads: heads of a layer.
         window: the steps that may be sparse.
-        refresh_steps: those that compute everything and keep what their plan lacks.
-        prompts: how many it is calibrated with.
+        refresh_steps: the steps that compute everything and keep what their plan lacks.
+        prompts: how many prompts it is calibrated with.
     """
 
     parts: int
@@ -50,7 +50,7 @@ class Extent:
     def spread(self, count: int, *, by_plan: bool = False) -> tuple[int, ...]:
         """``count`` steps of the window, each in the middle of an equal share of it.
 
-        With ``by_plan`` steps that only add what a refresh keeps, where there are refreshes.
+        ``by_plan`` leaves refresh steps out.
         """
         steps = [one for one in self.window if not (by_plan and one in self.refresh_steps)]
         count = min(count, len(steps))
@@ -63,14 +63,15 @@ class Pass:
 
     Args:
         title: what it looks for, in a few words.
-        steps: the denoising steps whose calls it wants to see.
-        forwards: the denoising steps of which it wants the transformer's forwards made again, each
-            layer once the only one to go by the plan of ``method``; the videos are dense.
-        whole: whether it wants to see the finished videos; always where it looks at nothing else.
-        method: what the videos are made with, None for dense ones.
-        schedule: what is other than in the schedule that was asked for.
-        first: the prompt that it begins with, counted from 0.
-        prompts: how many prompts it stops after, counted from the first of all; None is all.
+        steps: the denoising steps whose attention calls it wants to see.
+        forwards: the denoising steps whose forwards it wants run again, once for each layer, with
+            ``method`` in that layer alone. The videos are dense then.
+        whole: whether it wants to see the finished videos. A pass without ``steps`` and
+            ``forwards`` makes whole videos.
+        method: what the videos are made with; None for dense ones.
+        schedule: changes of the schedule that was asked for.
+        first: number of its first prompt, counted from 0.
+        prompts: number of the prompt that it stops before, counted from 0; None looks at all.
     """
 
     title: str
@@ -83,17 +84,17 @@ class Pass:
     prompts: int | None = None
 
     def span(self, prompts: int) -> range:
-        """Which of so many prompts it looks at."""
+        """The numbers of the prompts that it looks at, of ``prompts`` in all."""
         return range(self.first, prompts if self.prompts is None else min(self.prompts, prompts))
 
     @property
     def dense(self) -> bool:
-        """Whether its videos are dense ones."""
+        """Whether its videos are dense."""
         return self.method is None or bool(self.forwards)
 
     @property
     def last_step(self) -> int | None:
-        """The last denoising step that it needs, None where it needs all."""
+        """The last denoising step that it needs; None if it needs whole videos."""
         return None if self.whole else max((*self.steps, *self.forwards), default=None)
 
 
@@ -107,51 +108,51 @@ def _target(kind: str, metavar: str, help: str) -> Any:
 class Calibrator(ABC):
     """Finds the numbers of ``method`` in one or more passes over the same prompts.
 
-    A pass sees the calls or the videos of all prompts, then ``finish`` draws its conclusion, which
-    the next pass may build on, and which may add passes. Everything it knows is in ``state()``, so
-    that a killed run can go on.
+    A pass sees the calls or the videos of its prompts. Then ``finish`` draws conclusions, which the
+    next pass may build on, and which may add passes. Everything it knows is in ``state()``, so that
+    a killed run can go on.
 
-    First come the calibrator's own ``looks``. Where a quality or a speed is wanted, tries follow:
-    whole videos, with the number of ``dial`` moved from try to try (``Search``).
+    First come the calibrator's own passes, ``looks``. If a quality or a speed is the target, tries
+    follow: whole videos, with the number of ``dial`` moved from try to try (``Search``).
 
     Fields that are settings carry their command line flag, as a method's options do.
 
     Raises:
-        OptionError: more than one target, or one that no video has.
+        OptionError: more than one target was given, or a value that no video can reach.
     """
 
     calibrates: ClassVar[type[SparseMethod]]
     """The method whose numbers it finds."""
 
     samples: ClassVar[int]
-    """Prompts that it takes by default, for papers' methods as many as the paper does."""
+    """Prompts that it takes by default: for a paper's method as many as the paper."""
 
     bound: ClassVar[str | None] = None
-    """The setting that bounds the relative L1 error of the method's output, where there is one."""
+    """Name of the setting that bounds the relative L1 error of the method's output, if any."""
 
     divides_layers: ClassVar[bool] = False
-    """Whether its numbers say how much each layer or head needs, so that no layer is kept dense."""
+    """Whether it finds how much each layer or head needs, so that no layer has to be dense."""
 
     needs_target: ClassVar[bool] = False
     """Whether there is nothing to find without a target."""
 
     settles_schedule: ClassVar[bool] = False
-    """Whether its numbers hold for one schedule alone even where there is no target."""
+    """Whether its numbers hold for one schedule only, even without a target."""
 
     method: SparseMethod
     extent: Extent
     timesteps: Tensor | None = field(default=None, init=False, repr=False)
-    """The timestep of every denoising step, as far as they were seen."""
+    """The timestep of each denoising step that was seen."""
     search: Search = field(init=False, repr=False)
 
     target_psnr: float | None = _target(
-        "psnr", "DB", "mean PSNR to the dense videos that is wanted, in dB, by the least work"
+        "psnr", "DB", "mean PSNR to the dense videos to reach with the least work, in dB"
     )
     target_ssim: float | None = _target(
-        "ssim", "S", "mean SSIM to the dense videos that is wanted, by the least work"
+        "ssim", "S", "mean SSIM to the dense videos to reach with the least work"
     )
     target_speed: float | None = _target(
-        "speed", "X", "how many times faster than dense denoising is wanted, as near as can be"
+        "speed", "X", "speed to reach, as a multiple of dense denoising, as near as can be"
     )
 
     def __post_init__(self) -> None:
@@ -161,19 +162,18 @@ class Calibrator(ABC):
             if value is not None:
                 wanted.append(Target(kind, value))
         if len(wanted) > 1:
-            raise OptionError(
-                "there can be one target, got " + " and ".join(f"a {one.kind}" for one in wanted)
-            )
+            given = " and ".join(f"target_{one.kind}" for one in wanted)
+            raise OptionError(f"there can be one target, got {given}. Hint: leave one out.")
         self.search = Search(wanted[0] if wanted else None)
 
     @property
     def searches(self) -> bool:
-        """Whether whole videos are made with what it found."""
+        """Whether tries follow its own passes: whole videos made with what it found."""
         return self.search.target is not None
 
     @property
     def passes(self) -> Sequence[Pass]:
-        """The calibrator's own looks, the first of them at whole videos too, then the tries."""
+        """Its own passes, then one pass for each try; with tries the first sees whole videos."""
         looks = list(self.looks)
         if not self.searches:
             return looks
@@ -196,16 +196,16 @@ class Calibrator(ABC):
     def compare(self, number: int, part: int, errors: Sequence[float]) -> None:
         """Take in a forward of transformer ``part`` in pass ``number``.
 
-        ``errors`` are, for each of its layers, the mean squared error of what the transformer gives
-        back where that layer alone goes by a plan.
+        ``errors`` holds one number for each of its layers: the mean squared error of the
+        transformer's output if that layer alone is sparse.
         """
         raise NotImplementedError(f"{type(self).__name__} looks at no forwards")
 
     def watch(self, number: int, prompt: int, video: Video, total: float, seconds: float) -> None:
-        """Take in one video in pass ``number``, of the prompt with that index.
+        """Take in one video in pass ``number``, of prompt number ``prompt``.
 
-        ``total`` is the share of the run's query-key pairs that was computed, ``seconds`` what its
-        denoising took.
+        ``total`` is the share of the run's query-key pairs that was computed, ``seconds`` the time
+        of its denoising.
         """
         if self.passes[number].dense:
             self.search.keep(prompt, video, seconds)
@@ -215,7 +215,7 @@ class Calibrator(ABC):
             self.search.watch(prompt, video, total, seconds)
 
     def finish(self, number: int) -> None:
-        """Conclude pass ``number``."""
+        """Draw conclusions from pass ``number``, which has ended."""
         own = len(self.looks)
         if number < own:
             self.conclude(number)
@@ -225,7 +225,7 @@ class Calibrator(ABC):
             self.search.go_on(self.dial, len(self._schedules))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything known so far."""
+        """Everything known so far, which a killed run needs to go on."""
         tries = {f"search.{name}": value for name, value in self.search.state().items()}
         return {**self.known(), **tries}
 
@@ -240,22 +240,22 @@ class Calibrator(ABC):
         self.recall(state)
 
     def tables(self) -> dict[str, Tensor]:
-        """The numbers, fp32 ``[P, L, H, ...]``, once all passes are finished."""
+        """The numbers by name, fp32 ``[P, L, H, ...]``, once all passes have ended."""
         return self.found(self.search.number if self.searches else None)
 
     def options(self) -> dict[str, Any]:
-        """Options of the method that were found as well."""
+        """Options of the method that were found beside the tables."""
         return self.options_at(self.search.number) if self.searches else {}
 
     def measured(self) -> dict[str, Any]:
-        """What was seen on the way, as JSON values."""
+        """What was measured on the way, as JSON values."""
         own = self.seen()
         if not self.searches:
             return own
         return {**self.search.measured(self.dial.name, self._schedules), **own}
 
     def schedule(self) -> Mapping[str, int]:
-        """What was found to be better than in the schedule that was asked for."""
+        """The changes of the asked-for schedule that were found to be better."""
         return self._schedules[self.search.schedule] if self.searches else {}
 
     @property
@@ -263,7 +263,7 @@ class Calibrator(ABC):
         return [{}, *self.cheaper]
 
     def made(self, number: float) -> SparseMethod:
-        """The method at a number of the dial."""
+        """The method with its dial at ``number``."""
         # fits any grid: the engine compares, and calibration has one grid only.
         numbers = Numbers(self.found(number), None, self.edges)
         changed: dict[str, Any] = {**self.options_at(number), "numbers": numbers}
@@ -271,7 +271,7 @@ class Calibrator(ABC):
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """Timesteps between groups of steps, falling."""
+        """Timesteps that separate the groups of steps, from high to low."""
         if self.timesteps is None:
             return ()
         times = self.timesteps.tolist()
@@ -279,11 +279,11 @@ class Calibrator(ABC):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The steps at which a new group of steps starts, where tables differ by group."""
+        """The first step of every group but the first; empty if tables do not differ by group."""
         return ()
 
     def settings(self) -> dict[str, Any]:
-        """The settings as JSON values, without targets that were not given."""
+        """The settings as JSON values, without those that are None."""
         values = {f.name: getattr(self, f.name) for f in setting_fields(type(self))}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -292,43 +292,46 @@ class Calibrator(ABC):
     @property
     @abstractmethod
     def looks(self) -> Sequence[Pass]:
-        """Its own passes, in order. The first is at dense runs."""
+        """Its own passes, in order. The first looks at dense runs."""
 
     @property
     @abstractmethod
     def dial(self) -> Dial:
-        """The number that is moved to meet a target. Asked after its own passes alone."""
+        """The number that is moved to meet a target. Asked for after its own passes only."""
 
     def learn(self, number: int, prompt: int, video: Video, total: float) -> None:
         """Take in one video of a pass of its own."""
         raise NotImplementedError(f"{type(self).__name__} looks at no videos")
 
     def conclude(self, number: int) -> None:  # noqa: B027 - many have nothing to conclude.
-        """Conclude a pass of its own."""
+        """Draw conclusions from a pass of its own, which has ended."""
 
     @abstractmethod
     def found(self, number: float | None) -> dict[str, Tensor]:
-        """The tables at a number of the dial, None for those of the settings."""
+        """The tables with the dial at ``number``; None: by the settings."""
 
     @property
     def cheaper(self) -> Sequence[Mapping[str, int]]:
-        """Schedules that compute less than the one asked for, the dearest first: its changes."""
+        """Schedules that compute less than the asked-for one, the most work first.
+
+        Each is given as changes of that schedule.
+        """
         return ()
 
     def options_at(self, number: float) -> dict[str, Any]:
-        """Options of the method at a number of the dial, beside the tables."""
+        """Options of the method with the dial at ``number``, beside the tables."""
         return {}
 
     def seen(self) -> dict[str, Any]:
-        """What its own passes saw, as JSON values."""
+        """What its own passes measured, as JSON values."""
         return {}
 
     def known(self) -> dict[str, Tensor]:
-        """What its own passes know so far."""
+        """What its own passes have found so far, which a killed run needs to go on."""
         return {}
 
     def recall(self, state: dict[str, Tensor]) -> None:  # noqa: B027 - many have nothing to recall.
-        """Continue from what is ``known()``."""
+        """Restore what ``known()`` returned."""
 
 
 def setting_fields(cls: type[Calibrator]) -> tuple[dataclasses.Field[Any], ...]:

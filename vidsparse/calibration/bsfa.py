@@ -47,7 +47,7 @@ def block_maxima(q: Tensor, k: Tensor, tile: tuple[int, int]) -> Tensor:
 
 
 def kept_blocks(judged: Tensor, fraction: float) -> Tensor:
-    """k of every query block with ``judged`` blocks: the fraction rounded, at least one."""
+    """k of query blocks with ``judged`` blocks each: the fraction of them, rounded, at least 1."""
     return (judged * fraction).round().clamp_min(1).minimum(judged)
 
 
@@ -59,7 +59,10 @@ class BsfaCalibrator(Calibrator):
     sees each input at many noise levels and in two guidance branches: a group of steps has its own
     thresholds, averaged over all calls seen in it.
 
-    With a target the preset keeps the fraction whose whole videos are as wanted.
+    With a target the preset's ``keep`` is the fraction whose videos meet it.
+
+    Raises:
+        OptionError: the fractions are not different shares in (0, 1], or a count is below 1.
     """
 
     calibrates = Bsfa
@@ -99,7 +102,7 @@ class BsfaCalibrator(Calibrator):
 
     @property
     def looks(self) -> Sequence[Pass]:
-        """One, over a few steps of each group."""
+        """One pass over a few steps of each group."""
         steps = [
             step
             for group in self._windows()
@@ -109,7 +112,7 @@ class BsfaCalibrator(Calibrator):
 
     @property
     def dial(self) -> Dial:
-        """The share kept, one of the fractions."""
+        """The share kept, which is one of the fractions."""
         assert isinstance(self.method, Bsfa)
         return Dial(
             name="keep",
@@ -123,11 +126,11 @@ class BsfaCalibrator(Calibrator):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First steps of all groups but the first."""
+        """The first step of every group but the first."""
         return tuple(group.start for group in self._windows()[1:])
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
-        """Add the thresholds that would have kept just k blocks of each row."""
+        """Add the thresholds that would have kept exactly k blocks of each row."""
         assert isinstance(self.method, Bsfa)
         tile, grid = self.method.tile, site.grid
         # query blocks with a video token; text rows are never judged.
@@ -155,7 +158,7 @@ class BsfaCalibrator(Calibrator):
         self._density_weight += weight
 
     def known(self) -> dict[str, Tensor]:
-        """Sums and counts."""
+        """The sums and counts so far."""
         return {
             "sum": self._sum,
             "calls": self._calls,
@@ -164,7 +167,7 @@ class BsfaCalibrator(Calibrator):
         }
 
     def recall(self, state: dict[str, Tensor]) -> None:
-        """Sums and counts."""
+        """Restore the sums and counts."""
         self._sum, self._calls = state["sum"].clone(), state["calls"].clone()
         self._density = state["density"].clone()
         self._density_weight = state["density_weight"].clone()
@@ -179,14 +182,14 @@ class BsfaCalibrator(Calibrator):
         }
 
     def options_at(self, number: float) -> dict[str, Any]:
-        """The fraction."""
+        """``keep``, the fraction."""
         return {"keep": number}
 
     def seen(self) -> dict[str, Any]:
-        """The density of products with V that each fraction stands for, kept blocks included.
+        """The density of products with V at each fraction, blocks that are always kept included.
 
-        It is what the means so far kept of each call. The fraction itself is what a call's own
-        thresholds keep; a mean of several calls' keeps another share of each.
+        It differs from the fraction. A call's own thresholds keep just the fraction; their mean
+        over several calls keeps another share of each, and that share is measured here.
         """
         density = self._density / self._density_weight.clamp_min(1)
         return {

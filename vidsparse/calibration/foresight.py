@@ -20,16 +20,16 @@ from vidsparse.methods.base import option
 from vidsparse.site import CallSite
 
 RAISED: Final = 3.0
-"""How many times its share a layer gets, to see what it is worth."""
+"""Multiple of its share that a layer gets, to see what it is worth."""
 
 LEAST: Final = 0.02
 """The smallest share of a head."""
 
 AROUND: Final = (0.5, 1.0, 2.0)
-"""Of the share that all have, those at which heads are looked at."""
+"""Multiples of the common share at which heads are looked at."""
 
 MOST_STEPS: Final = 4
-"""In how many steps of a video layers are looked at one by one."""
+"""Most steps of a video in which layers are looked at one by one."""
 
 # what a layer is counted with at least, of an equal part: a few looks are no proof of nothing.
 _FLOOR: Final = 0.1
@@ -76,31 +76,35 @@ def _look(text: str) -> str:
 
 @dataclass(kw_only=True)
 class ForesightCalibrator(Calibrator):
-    """A share of listed chunks for every head, and, where one is asked for, the video's quality.
+    """Finds a share of listed chunks for every head; with a target also their mean, to meet it.
 
-    What a layer is worth is how much it errs at the share that all have at first. ``look`` says
-    what shows it. By ``forwards`` a dense video is made, and in a few of its steps the transformer
-    runs again with one layer alone going by its plan: the error of what it gives back is the
-    layer's. L layers take L forwards for each of these steps, together no more than the video has
-    steps, where it has as many. By ``videos`` whole ones are made, one with the same share in all
-    layers, one with each layer's raised to three times that, and one with all raised: L + 2 runs,
-    in which layers act on each other, and two videos are few to tell them apart by.
+    A layer's worth is its error at the share that all layers have at first. ``look`` says how it is
+    measured:
+
+    - ``forwards``: a dense video is made, and in a few of its steps the transformer runs again with
+      one layer alone sparse. The error of its output is the layer's. L layers take L forwards in
+      each of these steps, in all no more than the video has steps (unless L itself is more).
+    - ``videos``: whole videos are made: one with the same share in all layers, one for each layer
+      with its share raised to three times that, and one with all raised. These are L + 2 runs, in
+      which layers act on each other, and two videos are few to tell the layers apart.
+    - ``none``: all layers are worth the same.
 
     Heads of a layer differ more than layers do: some look at a few places, and others everywhere.
-    With ``forwards`` the calls of the same steps are attended at half, once and twice the share as
-    well. What each head errs then divides the layer's worth, and says how steeply it falls.
+    With ``forwards`` the calls of the same steps also run at half the share, at the share and at
+    twice the share. The errors of the heads then divide the layer's worth among them, and say how
+    steeply errors fall with the share.
 
-    ``allocate`` divides the pairs. The next ``probes`` prompts say whether that is right: where
-    their videos are no nearer than with the same share in all layers, it stays the same in all.
+    ``allocate`` divides the pairs. The next ``probes`` prompts check this: if their videos are no
+    closer to dense than with the same share in all layers, all layers keep the same share.
 
-    Then whole videos are made, and the mean share is moved until they are as wanted; a PSNR that is
-    wanted begins at the share that those videos foretell. Where they are as wanted, the same is
-    tried with half of the refreshes, and so on while that takes less work. Without a target the
-    mean stays the method's ``share``, and what comes of it is measured. One prompt promises
-    nothing, so nothing is measured then: what layers are worth is all that it tells.
+    Then whole videos are made, and the mean share is moved until they meet the target; for a PSNR
+    the first try takes the share that the check's videos suggest. Once the target is met, the same
+    is tried with half of the refreshes, and so on while that takes less work. Without a target the
+    mean stays the method's ``share``, and the videos' quality is measured. With a single prompt it
+    is not: one video says too little of others.
 
     Raises:
-        OptionError: a number out of range, or a look that there is not.
+        OptionError: a number is out of range, or ``look`` is unknown.
     """
 
     calibrates = Foresight
@@ -127,7 +131,10 @@ class ForesightCalibrator(Calibrator):
         self._share = self.method.share
         self._raised = min(1.0, RAISED * self._share)
         if self._raised <= self._share and self.look != "none":
-            raise OptionError("a share of 1 leaves nothing to divide. Hint: --share 0.15.")
+            raise OptionError(
+                "with share 1 every head keeps everything, so there is nothing to calibrate. "
+                "Hint: --share 0.15."
+            )
         layers = self.extent.parts * self.extent.layers
         # of each head at the shares around, in shares of its calls' outputs.
         self._of_heads = self.extent.table(len(AROUND)).double()
@@ -309,7 +316,7 @@ class ForesightCalibrator(Calibrator):
         }
 
     def known(self) -> dict[str, Tensor]:
-        """Errors, and what was concluded."""
+        """The errors measured so far, and what was concluded from them."""
         return {
             "of_heads": self._of_heads,
             "alone": self._alone,
@@ -321,7 +328,7 @@ class ForesightCalibrator(Calibrator):
         }
 
     def recall(self, state: dict[str, Tensor]) -> None:
-        """All of it."""
+        """Restore the errors and conclusions."""
         self._of_heads = state["of_heads"]
         self._alone = state["alone"]
         self._errors = _from_table(state["errors"])

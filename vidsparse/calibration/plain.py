@@ -16,10 +16,10 @@ from vidsparse.methods import FgAttn, SolAttn
 
 @dataclass(kw_only=True)
 class PlainCalibrator(Calibrator):
-    """Moves one number of the method until whole videos are as wanted; calls are not looked at.
+    """Moves one number of the method until whole videos are as wanted; it looks at no calls.
 
     Raises:
-        OptionError: no target, which leaves nothing to find.
+        OptionError: no target was given, without which there is nothing to find.
     """
 
     samples: ClassVar[int] = 8
@@ -29,13 +29,12 @@ class PlainCalibrator(Calibrator):
         super().__post_init__()
         if self.search.target is None:
             raise OptionError(
-                f"{self.method.name} is calibrated for a target and has none. "
-                "Hint: --target-psnr 32."
+                f"calibrating {self.method.name} needs a target. Hint: --target-psnr 32."
             )
 
     @property
     def looks(self) -> Sequence[Pass]:
-        """The dense videos."""
+        """One pass, which makes the dense videos."""
         return [Pass(title="dense")]
 
     def found(self, number: float | None) -> dict[str, Tensor]:
@@ -46,10 +45,10 @@ class PlainCalibrator(Calibrator):
 
 @dataclass(kw_only=True)
 class FgAttnCalibrator(PlainCalibrator):
-    """Finds ``top_p``.
+    """Finds FG-Attn's ``top_p``, one for all heads.
 
     Raises:
-        OptionError: no target, or a method that selects by ``topk``.
+        OptionError: no target was given, or the method selects by ``topk``.
     """
 
     calibrates = FgAttn
@@ -59,7 +58,7 @@ class FgAttnCalibrator(PlainCalibrator):
         assert isinstance(self.method, FgAttn)
         if self.method.top_p is None:
             raise OptionError(
-                "calibration finds top_p, and with topk fg-attn selects without it. "
+                "calibration finds top_p, and fg-attn does not use top_p with topk. "
                 "Hint: leave --topk out."
             )
 
@@ -74,17 +73,17 @@ class FgAttnCalibrator(PlainCalibrator):
 
 @dataclass(kw_only=True)
 class SolAttnCalibrator(PlainCalibrator):
-    """Finds ``tau``.
+    """Finds Sol-Attn's ``tau``, one for all heads.
 
     Raises:
-        OptionError: no target.
+        OptionError: no target was given.
     """
 
     calibrates = SolAttn
 
     @property
     def dial(self) -> Dial:
-        """Deviations above a row's mean score from which on blocks are exact."""
+        """Tau: a block is exact if its score is so many deviations above its row's mean."""
         assert isinstance(self.method, SolAttn)
         start = self.method.tau
         return Dial(name="tau", start=start, least=-4.0, most=4.0, scale="plain", gain=-4.0)

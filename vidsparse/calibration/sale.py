@@ -18,22 +18,22 @@ from vidsparse.methods.sale import relative_scores
 from vidsparse.site import CallSite
 
 HALVINGS: Final = 16
-"""Most halvings of a head: 0.008 / 2^16 keeps what weighs a ten-millionth of the neighbourhood."""
+"""Most halvings of a head: 0.008 / 2^16 keeps scores of a ten-millionth of the neighbourhood's."""
 
 
 @dataclass(kw_only=True)
 class SaleCalibrator(Calibrator):
     """The largest of tau_0, tau_0 / 2, .. whose error was under the bound in every call seen.
 
-    The paper halves on from call to call; all of them are tried on every call here, which is one
-    estimate of the scores and the same result. The paper's error is |O - O'|_1 / N, with a bound of
+    The paper goes on halving from call to call. Here every call tries all of them with one estimate
+    of the scores, which has the same result. The paper's error is |O - O'|_1 / N, with a bound of
     0.4 for one model and 2.0 for another, since it grows with the values; here it is divided by
     |O|_1 / N, so that one bound means the same everywhere. Where the method multiplies q and k in
     8 bits, what that costs is part of the error. With a target the bound is moved until whole
     videos are as wanted.
 
     Raises:
-        OptionError: a number out of range.
+        OptionError: a number is out of range.
     """
 
     calibrates = Sale
@@ -61,7 +61,7 @@ class SaleCalibrator(Calibrator):
 
     @property
     def looks(self) -> Sequence[Pass]:
-        """One pass."""
+        """One pass over a few steps of dense runs."""
         return [Pass(title="tau", steps=self.extent.spread(self.steps))]
 
     @property
@@ -81,21 +81,21 @@ class SaleCalibrator(Calibrator):
         self._sweep.add(site, *masked_errors(masks, tile, q, k, v, rounded))
 
     def known(self) -> dict[str, Tensor]:
-        """The sweep."""
+        """What the sweep has measured so far."""
         return self._sweep.state("sweep")
 
     def recall(self, state: dict[str, Tensor]) -> None:
-        """The sweep."""
+        """Restore the sweep."""
         self._sweep.restore("sweep", state)
 
     def found(self, number: float | None) -> dict[str, Tensor]:
-        """Tau, ``[P, L, H]``; heads that were not seen keep the paper's default."""
+        """Tau, ``[P, L, H]``; heads that were not seen keep the method's own."""
         assert isinstance(self.method, Sale)
         halved = self._taus[self._halvings(number)]
         return {"tau": torch.where(self._was_seen(), halved, self.method.tau)}
 
     def seen(self) -> dict[str, Any]:
-        """Density and halvings."""
+        """Mean density, calls of a head, and how many heads were halved how often."""
         seen, halvings = self._was_seen(), self._halvings(self._bound())
         kept = self._sweep.density.gather(-1, halvings.unsqueeze(-1)).squeeze(-1)
         return {

@@ -41,17 +41,18 @@ PIECE: Final = 64
 
 @dataclass(kw_only=True)
 class SpargeCalibrator(Calibrator):
-    """Finds the sparsest tau and theta with an L1 below l1, then lambda with one below l2.
+    """Finds the sparsest tau and theta with an L1 error below l1, then lambda with one below l2.
 
-    L1 = sum|O - O'| / sum|O| of one head in one call. A head that no pair satisfies keeps all, and
-    one that no lambda satisfies has no gate (-inf). Where q·k will run in 8 bits, errors of the
-    second stage are those of the rounded products.
+    L1 = sum|O - O'| / sum|O| of one head in one call. A head for which no pair of tau and theta is
+    good enough keeps everything, and one for which no lambda is has no gate (-inf). Where q·k will
+    run in 8 bits, the second stage measures errors with the rounded products.
 
     With a target l1 is moved until whole videos are as wanted, and there is no gate: its errors
     would have to be measured anew for every l1.
 
     Raises:
-        OptionError: l2 below l1, numbers out of range, or a tile the gate's pieces do not divide.
+        OptionError: l2 is below l1, a number is out of range, or the gate's pieces do not divide
+            the tile.
     """
 
     calibrates = SpargeAttn
@@ -96,14 +97,14 @@ class SpargeCalibrator(Calibrator):
 
     @property
     def looks(self) -> Sequence[Pass]:
-        """Both stages over the same steps, or the first alone."""
+        """Both stages over the same steps; with a target the first alone."""
         steps = self.extent.spread(self.steps)
         first, second = (Pass(title=title, steps=steps) for title in ("tau and theta", "lambda"))
         return [first] if self.searches else [first, second]
 
     @property
     def dial(self) -> Dial:
-        """l1."""
+        """l1, the bound of the first stage."""
         return Dial(name="l1", start=self.l1, least=1e-3, most=1.0, scale="logarithm", gain=-8.7)
 
     def observe(self, number: int, q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
@@ -120,18 +121,18 @@ class SpargeCalibrator(Calibrator):
             self._tau, self._theta = self._pairs(self.l1)
 
     def known(self) -> dict[str, Tensor]:
-        """Both sweeps and the pairs chosen."""
+        """What both sweeps measured so far, and the chosen tau and theta."""
         chosen = {"tau": self._tau, "theta": self._theta}
         return {**self._first.state("first"), **self._second.state("second"), **chosen}
 
     def recall(self, state: dict[str, Tensor]) -> None:
-        """Both sweeps and the pairs."""
+        """Restore both sweeps and the chosen tau and theta."""
         self._first.restore("first", state)
         self._second.restore("second", state)
         self._tau, self._theta = state["tau"].clone(), state["theta"].clone()
 
     def found(self, number: float | None) -> dict[str, Tensor]:
-        """Tau, theta and lambda, ``[P, L, H]``; no lambda where no head has any."""
+        """Tau, theta and lambda, ``[P, L, H]``; without lambda if no head has any."""
         if number is not None:
             tau, theta = self._pairs(number)
             return {"tau": tau, "theta": theta}
@@ -140,7 +141,7 @@ class SpargeCalibrator(Calibrator):
         return {**tables, "lambda_": lambda_} if bool(lambda_.isfinite().any()) else tables
 
     def seen(self) -> dict[str, Any]:
-        """Densities and errors of the numbers chosen, over the calls seen."""
+        """Densities of the chosen numbers over the calls seen, and counts of heads."""
         calls = {"calls_per_head": int(self._first.calls.max().item())}
         if self.searches:
             selected = self._selected(self.search.number)

@@ -47,7 +47,7 @@ class Target:
     """What is wanted: a mean PSNR in dB, a mean SSIM, or how many times faster than dense.
 
     Raises:
-        OptionError: a value that no video has.
+        OptionError: a value that no video can reach.
     """
 
     kind: Kind
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def level(self) -> float:
-        """The same in decibels, in which errors and times add up alike at any height."""
+        """The target on a logarithmic scale (decibels), where equal steps are equal ratios."""
         return _level(self.kind, self.value)
 
 

@@ -22,26 +22,26 @@ from vidsparse.methods.xattention import block_sums
 from vidsparse.site import CallSite
 
 SHRINK: Final = 0.9
-"""What an adjustment multiplies a threshold with."""
+"""Factor by which an adjustment lowers a threshold."""
 
 
 def best_adjustments(errors: Tensor, densities: Tensor, most: float) -> Tensor:
-    """How often to lower the threshold of every head, int64 ``[H]``: what saves most density.
+    """How often to lower the threshold of every head, int64 ``[H]``, to save most density.
 
-    The density that all heads keep together becomes as small as it can while the sum of their
-    errors stays within ``most``. Each head's choices are taken along the hull of what they save for
-    what they cost, over all heads in the order of saving by cost; what is left of the bound goes to
-    the largest savings that still fit. The answer is off from the best one by at most one step of
-    one head.
+    The density that all heads keep together becomes as small as possible while the sum of their
+    errors stays within ``most``. Steps along the convex hull of each head's savings and errors are
+    taken in the order of saving per error, over all heads; what is left of the bound goes to the
+    largest savings that still fit. The answer differs from the best one by at most one step of one
+    head.
 
-    The paper's dynamic programme, D[h][m] = max(D[h-1][m], P(h, m)), counts adjustments. Lowering
-    one head's threshold saves another share of the pairs than lowering another's, so a count says
-    little about work.
+    The paper's dynamic programme, D[h][m] = max(D[h-1][m], P(h, m)), maximises the number of
+    adjustments. But an adjustment of one head saves more pairs than one of another, so the number
+    says little about work.
 
     Args:
-        errors: of each head after each number of adjustments, ``[H, M + 1]``; infinite where a head
+        errors: error of each head after 0 to M adjustments, ``[H, M + 1]``; infinite where a head
             must not go.
-        densities: share of pairs that it keeps then, ``[H, M + 1]``.
+        densities: share of pairs that the head keeps then, ``[H, M + 1]``.
         most: bound on the sum of the errors. Nothing is adjusted where the start is above it.
     """
     costs, kept = errors.double().tolist(), densities.double().tolist()
@@ -102,12 +102,13 @@ class XAttentionCalibrator(Calibrator):
 
     t_h(m) = 0.9 t_h(m - 1) from the method's tau. The paper leaves P(h, m) open: here it is the
     negative mean relative L1 error of head h after m adjustments. No head is lowered to a mean
-    error above ``error``, and of all ways to keep that of all heads under it the one that saves
-    most density is taken. (Without the bound of each head the sum lets a few go wrong for the sake
-    of the others.) With a target the bound is moved until whole videos are as wanted.
+    error above ``error``; the mean error over all heads stays under it as well, and of all ways to
+    do so the one that saves most density is taken. (Without a bound for each head the mean would
+    let a few go wrong for the sake of the others.) With a target the bound is moved until whole
+    videos are as wanted.
 
     Raises:
-        OptionError: a number out of range, or a method that does not select by tau.
+        OptionError: a number is out of range, or the method does not select by tau.
     """
 
     calibrates = XAttention
@@ -132,7 +133,7 @@ class XAttentionCalibrator(Calibrator):
         check_count("sample_steps", self.steps)
         if self._method.tau is None:
             raise OptionError(
-                "calibration finds tau, and with topk or blocks xattention selects without it. "
+                "calibration finds tau, and xattention does not use tau with topk or blocks. "
                 "Hint: leave --topk and --blocks out."
             )
         check_share("tau", self._method.tau)
@@ -146,7 +147,7 @@ class XAttentionCalibrator(Calibrator):
 
     @property
     def looks(self) -> Sequence[Pass]:
-        """One pass."""
+        """One pass over a few steps of dense runs."""
         return [Pass(title="errors of all thresholds", steps=self.extent.spread(self.steps))]
 
     @property
@@ -165,11 +166,11 @@ class XAttentionCalibrator(Calibrator):
         self._sweep.add(site, *masked_errors(masks, method.tile, q, k, v))
 
     def known(self) -> dict[str, Tensor]:
-        """The sweep."""
+        """What the sweep has measured so far."""
         return self._sweep.state("sweep")
 
     def recall(self, state: dict[str, Tensor]) -> None:
-        """The sweep."""
+        """Restore the sweep."""
         self._sweep.restore("sweep", state)
 
     def found(self, number: float | None) -> dict[str, Tensor]:
@@ -177,7 +178,7 @@ class XAttentionCalibrator(Calibrator):
         return {"tau": self._taus[self._adjusted(number)].float()}
 
     def seen(self) -> dict[str, Any]:
-        """Density and error before and after."""
+        """Mean density and error before and after, and calls of a head."""
         at = self._adjusted(self.search.number if self.searches else None).unsqueeze(-1)
         seen = self._sweep.calls.squeeze(-1) > 0
         before = (self._sweep.density[..., 0], self._sweep.mean[..., 0])

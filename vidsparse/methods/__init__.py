@@ -29,7 +29,7 @@ METHODS: Final[Mapping[str, type[Method]]] = MappingProxyType(
 SPARSE_METHODS: Final[Mapping[str, type[SparseMethod]]] = MappingProxyType(
     {name: cls for name, cls in METHODS.items() if issubclass(cls, SparseMethod)}
 )
-"""Those of them that leave anything out."""
+"""The methods that leave anything out, by name: all but ``dense``."""
 
 
 def _owners(option: str) -> list[str]:
@@ -41,10 +41,10 @@ def _owners(option: str) -> list[str]:
 
 
 def make_method(name: str, **options: Any) -> Method:
-    """A method from its name and its own options.
+    """Make a method from its name and its own options.
 
     Raises:
-        OptionError: no such method, an option of another method, or a value out of range.
+        OptionError: no such method, an option that it does not have, or a value out of range.
     """
     if name not in METHODS:
         raise OptionError(f"unknown method {name!r}. Hint: choose from {', '.join(METHODS)}.")

@@ -93,21 +93,22 @@ class SparseMethod(Method):
     """A method that selects tiles; it has at least the options ``tile`` and ``merge``.
 
     ``quantize`` is the 8-bit format of the products q·k: ``int8``, ``fp8``, ``auto`` (int8 where
-    the kernels gain by it) or None. ``means`` is the number of tokens of a group whose mean key and
-    value stand for those that are not computed, or None where these are left out. ``plans`` says
-    whether the branches of guidance attend by one plan, the conditional one's, or each by its own.
-    Guidance of strength g adds up g and 1 - g times two branches' errors: it leaves an error that
-    they share as it is, and magnifies what they differ by.
+    the kernels are faster for it), ``none``, or None for a method without this option. ``means`` is
+    the number of tokens of a group whose mean key and value stand for those that are not computed;
+    with None these are left out. ``plans`` is ``shared`` if both guidance branches attend by the
+    conditional one's plan, and ``own`` if each has its own. Guidance of strength g adds g times the
+    error of one branch and 1 - g times the error of the other: an error that both share stays as it
+    is, and what they differ by is magnified.
 
-    A method that can be calibrated has a field ``numbers`` too, and says in ``free_options`` which
-    options may change without new numbers and in ``needs_numbers`` whether it can do without any.
+    A method that can be calibrated has a field ``numbers`` too. ``free_options`` names the options
+    that may change without new numbers, and ``needs_numbers`` says that it cannot run without any.
 
     Studies and benchmarks find a method by what it declares: its ``knobs``, of which the first is
-    the usual one; the settings it is ``compared`` in with other methods (each at one density by its
-    knob, or as it stands where there is none); the settings whose ``masks`` are timed; those in
-    which q·k is compared in 16 and in ``eight_bits``, where its paper has these; and its paper's
-    ``ablations``. All of that is measured with ``as_published``, the options that make the method
-    what its paper has, unless the settings say otherwise.
+    the usual one; the settings in which it is ``compared`` with other methods (each brought to one
+    density by the knob, or as it stands without a knob); the settings whose ``masks`` are timed;
+    those in which q·k is compared in 16 and in ``eight_bits``, where its paper has these; and its
+    paper's ``ablations``. All of these are measured with ``as_published``, the options that make
+    the method the one of its paper, unless the settings say otherwise.
     """
 
     tile: tuple[int, int]
@@ -131,12 +132,12 @@ class SparseMethod(Method):
 
     @abstractmethod
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
-        """The tiles to compute: ``q``, ``k`` ``[B, H, S, D]`` to bool ``[B, H, Tq, Tk]``.
+        """The tiles to compute, bool ``[B, H, Tq, Tk]``, of ``q``, ``k`` ``[B, H, S, D]``.
 
-        ``v`` ``[B, H, S, D]`` is for methods that look at values, too (``looks_at_values``).
+        ``v`` ``[B, H, S, D]`` is given to methods that look at values (``looks_at_values``).
 
-        Tokens are in the chosen order already. No host synchronisation. Where plans are reused,
-        ``site`` is that of the call which made the plan.
+        Tokens are in the chosen order already. Nothing may wait for the device. Where plans are
+        reused, ``site`` is that of the call which made the plan.
         """
 
     def selection(self, q: Tensor) -> Selection:
@@ -152,55 +153,64 @@ class SparseMethod(Method):
         return "select"
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
-        """What ``select`` does, as top-p or top-k over pooled scores. Needed by ``rule`` alone."""
+        """The selection as top-p or top-k over pooled scores.
+
+        Needed only where ``selection`` says ``rule``.
+        """
         raise NotImplementedError(f"{self.name} has no rule")
 
     def words(self, q: Tensor, k: Tensor, site: CallSite) -> tuple[Tensor, Tensor]:
-        """What ``select`` does, by kernels of the method's own and with the tiles of text kept.
+        """The selection by kernels of the method's own, with the tiles of text kept.
 
-        Needed by ``words`` alone. ``q``, ``k`` ``[B, H, S, D]`` to the mask in words of 32 key
-        tiles, int32 ``[B, H, Tq, ceil(Tk / 32)]``, the first in the lowest bit, and the key tokens
-        of each query tile, int32 ``[B, H, Tq]``. No host synchronisation.
+        Needed only where ``selection`` says ``words``. ``q``, ``k`` are ``[B, H, S, D]``. Nothing
+        waits for the device.
+
+        Returns:
+            The mask in words of 32 key tiles, int32 ``[B, H, Tq, ceil(Tk / 32)]``, the first tile
+            in the lowest bit; and how many key tokens each query tile keeps, int32 ``[B, H, Tq]``.
         """
         raise NotImplementedError(f"{self.name} has no kernels of its own")
 
     def choose_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, order: TokenOrder
     ) -> BlockChoice:
-        """Order and ``select`` by kernels, for methods whose tiles are whole blocks of rows.
+        """Order the tokens and select by kernels, for methods whose tiles are whole blocks of rows.
 
-        Needed by ``blocks`` alone. ``q``, ``k``, ``v`` ``[B, H, S, D]`` come as the pipeline has
-        them. Chunks and blocks that hold text are kept. No host synchronisation.
+        Needed only where ``selection`` says ``blocks``. ``q``, ``k``, ``v`` ``[B, H, S, D]`` come
+        in the pipeline's order. Chunks and blocks that hold text are kept. Nothing waits for the
+        device.
         """
         raise NotImplementedError(f"{self.name} does not choose by blocks")
 
     @property
     def block_rows(self) -> int | None:
-        """Rows of the blocks that are to share a list, where a kernel runs blocks of so few.
+        """Query rows that share a list, if the method asks for a number; else None.
 
-        None leaves them to the device: tiles of fewer rows join in blocks there, and a block
-        computes what any of its tiles keeps.
+        It is used where a kernel can run blocks of so few rows. Otherwise, and with None, the
+        device decides: smaller tiles are joined in blocks, and a block computes what any of its
+        tiles keeps.
         """
         return None
 
     @property
     def equal_heads(self) -> bool:
-        """Whether all heads of a layer compute equally many pairs by what the options say."""
+        """Whether these options make all heads of a layer compute equally many pairs."""
         return False
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes that ``select`` takes for a tile of its mask at the least.
+        """Least bytes that ``select`` takes for a tile of its mask.
 
-        In any method its flag, and the flag as fp32 where a plan counts what was kept.
+        Every method takes five: the flag, and the flag as fp32, by which a plan counts what was
+        kept.
         """
         return 5
 
     @property
     def gate_keys(self) -> int | None:
-        """Keys of the pieces that ``gate`` judges, None where there is no gate.
+        """Keys of the pieces that ``gate`` judges, or None without a gate.
 
-        Asked before there is a plan: not every kernel has room for every size.
+        It is asked before there is a plan, because not every kernel has room for every size.
         """
         return None
 
@@ -210,11 +220,11 @@ class SparseMethod(Method):
         return False
 
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan, kv_index: Tensor) -> Gate | None:
-        """Which of the plan's products with V to skip once their scores are known; None: none.
+        """The gate of a call, which skips products with V once scores are known; None: no gate.
 
-        Asked at every sparse call, also of a reused plan. ``q`` ``[B, H, S, D]`` is there for its
-        shape, dtype and device: its tokens need not be in order. ``kv_index`` ``[B, H, G, C]`` are
-        the plan's lists. No host synchronisation.
+        It is asked for at every sparse call, also where a plan is reused. Only shape, dtype and
+        device of ``q`` ``[B, H, S, D]`` count: its tokens need not be in order. ``kv_index``
+        ``[B, H, G, C]`` are the plan's lists. Nothing waits for the device.
         """
         return None
 
@@ -243,7 +253,7 @@ class SparseMethod(Method):
         return dataclasses.replace(self, **change)
 
     def number(self, name: str, site: CallSite, device: torch.device) -> Any:
-        """An option, or the calibrated numbers that stand for it, ``[H]`` from the site's first."""
+        """An option, or the calibrated numbers in its place, ``[H]`` from the site's first head."""
         if self.numbers is not None and name in self.numbers:
             return self.numbers.of(name, site, device)
         return getattr(self, name)
@@ -260,7 +270,7 @@ def option(
 ) -> Any:
     """A dataclass field that carries its own command line flag, help and text conversion.
 
-    ``choices`` are all its values as one types them, where these can be listed.
+    ``choices`` are all its values as a user types them, if they can be listed.
     """
     return dataclasses.field(
         default=default,

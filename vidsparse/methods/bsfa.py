@@ -22,7 +22,8 @@ THRESHOLD: Final = "threshold"
 """Table of thresholds on scaled scores, ``[P, L, H, groups, fractions, query blocks]``."""
 
 FRACTION: Final = "fraction"
-"""Table of the kept fractions that they stand for, ``[P, L, H, fractions]``, all rows alike."""
+"""Table of the kept fractions that the thresholds stand for, ``[P, L, H, fractions]``, all rows
+alike."""
 
 
 def always_kept(
@@ -49,9 +50,9 @@ class Bsfa(SparseMethod):
     Symbols: B_M x B_N block, s_max the largest scaled score of a block, T the threshold of a layer,
     a head, a query block and a sparsity, k the blocks kept. Every q·k is computed; a block whose
     s_max is below T enters neither the running maximum nor the sum, and its values are not touched.
-    So at most half of the work can be saved. Here k is a fraction of the blocks that are judged,
-    since 64 blocks are few in a long sequence and all of a short one, and thresholds belong to a
-    group of denoising steps, since scores grow as the noise goes.
+    So at most half of the work can be saved. Two things differ from the paper. k is a fraction of
+    the judged blocks, since 64 blocks are few in a long sequence and all of a short one. And each
+    group of denoising steps has its own thresholds, since scores grow as the noise goes.
 
     Raises:
         OptionError: ``keep`` outside (0, 1], or a tile that is not 128 queries by 64 or 128 keys.
@@ -95,18 +96,18 @@ class Bsfa(SparseMethod):
             )
 
     def check_numbers(self) -> None:
-        """Also raise an ``OptionError`` where ``keep`` is no fraction of the preset."""
+        """Raise an ``OptionError`` without numbers, or where ``keep`` is no fraction of theirs."""
         super().check_numbers()
         self._fraction()
 
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
-        """Everything, bool ``[B, H, Tq, Tk]``: no block is judged before its scores are known."""
+        """All tiles, bool ``[B, H, Tq, Tk]``: no block is judged before its scores are known."""
         tiles = [tile_count(q.shape[2], size) for size in self.tile]
         return torch.ones(*q.shape[:2], *tiles, dtype=torch.bool, device=q.device)
 
     @property
     def gate_keys(self) -> int:
-        """Those of a tile."""
+        """Keys of the pieces that the gate judges: the tile's."""
         return self.tile[1]
 
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan, kv_index: Tensor) -> Gate:

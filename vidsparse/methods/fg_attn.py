@@ -43,20 +43,23 @@ LEAST_ERROR: Final = 1e-30
 class FgAttn(SparseMethod):
     """FG-Attn (arXiv 2509.16518), sections 5.2 and 5.3.
 
-    Symbols: M x N tile, p the kept probability mass, R = 128 / M tiles merged into a block.
-    For tile means q_avg and k_avg, A = softmax(q_avg k_avg^T / sqrt(D)); each row keeps the
-    smallest set of tiles whose sum reaches p. Short tiles count like full ones, as in the paper.
+    Symbols: M x N tile, p the kept probability mass, R = 128 / M tiles merged into a block (on a
+    CPU blocks have 64 rows: R = 64 / M). For tile means q_avg and k_avg, A = softmax(q_avg k_avg^T
+    / sqrt(D)); each row keeps the smallest set of tiles whose sum reaches p. Short tiles count like
+    full ones, as in the paper.
+
     ``topk`` keeps that share of the key tiles instead, rounded up, whatever their mass.
 
-    ``score="residual"`` puts ``error_of_means``, foresight's score, in the place of A, so that
-    choice and approximation can be told apart: where skipped tiles enter by their means, those are
-    computed whose mean would err most. It is made in torch.
+    ``score="residual"`` puts ``error_of_means``, foresight's score, in the place of A: where
+    skipped tiles enter by their means, the tiles whose mean would err most are computed. It is for
+    studies, which tell the choice of tiles apart from what becomes of the others, and runs in
+    torch.
 
     ``top_p`` of every layer and head may come from a preset.
 
     Raises:
-        OptionError: ``top_p`` or ``topk`` outside (0, 1], both of them given, a score, tile or
-            merge that does not exist.
+        OptionError: ``top_p`` or ``topk`` is outside (0, 1], or both are given; ``score``, ``tile``
+            or ``merge`` has an unknown value.
     """
 
     name: ClassVar[str] = "fg-attn"
@@ -109,19 +112,22 @@ class FgAttn(SparseMethod):
 
     @property
     def looks_at_values(self) -> bool:
-        """For the residual score."""
+        """True with ``score="residual"``."""
         return self.score == "residual"
 
     @property
     def equal_heads(self) -> bool:
-        """By ``topk``, where a tile is a block; unions of smaller ones differ."""
+        """True with ``topk`` and tiles of a whole block.
+
+        Smaller tiles are joined, and joined lists differ in length.
+        """
         return self.topk is not None and self.tile[0] >= BLOCK_ROWS
 
     def select(self, q: Tensor, k: Tensor, site: CallSite, *, v: Tensor | None = None) -> Tensor:
         """Top-p of the pooled attention, bool ``[B, H, Tq, Tk]`` (section 5.3).
 
         Raises:
-            OptionError: the residual score, and no values were given.
+            OptionError: the residual score is asked for without values.
         """
         top_p = self.number("top_p", site, q.device)
         if isinstance(top_p, Tensor):
@@ -129,21 +135,21 @@ class FgAttn(SparseMethod):
         if self.score == "mass":
             return choose_tiles(pooled_scores(q, k, self.tile), top_p, self.topk)
         if v is None:
-            raise OptionError("the residual score looks at values, and got queries and keys alone")
+            raise OptionError("the residual score needs values. Hint: select(q, k, site, v=v).")
         errors = error_of_means(q, k, v, self.tile)
         # the softmax of logarithms is each error's share of their sum.
         return choose_tiles(errors.clamp_min(LEAST_ERROR).log(), top_p, self.topk)
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes that ``select`` takes for a tile of its mask at the least."""
+        """Least bytes that ``select`` takes for a tile of its mask."""
         return choosing_bytes(None if self.topk is not None else self.top_p)
 
     def selection(self, q: Tensor) -> Selection:
-        """The project's kernels follow ``rule``; for the residual score they have none."""
+        """``rule``, which kernels follow; ``select`` for the residual score, which they lack."""
         return "rule" if self.score == "mass" else "select"
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
-        """Top-p or top-k alone."""
+        """Top-p, or top-k."""
         top_p = self.number("top_p", site, device)
         return PooledTopP(1.0 if top_p is None else top_p, topk=self.topk)

@@ -43,21 +43,21 @@ def _rows(text: str) -> int | None:
 class Foresight(SparseMethod):
     """This project's own method: equal lists for all blocks, chosen by the error of a mean.
 
-    A block of M query rows attends the ``share`` of key chunks (of N tokens) in which the mean of a
-    chunk would leave the largest squared error, foreseen from means and variances of small tiles;
-    ``error_of_means`` has the formula. All other keys are attended by the means of their groups, as
-    in Sol-Attn (arXiv 2607.24027), so that nothing is left out. Every block lists the same number
-    of chunks, so all heads and all GPUs have the same work.
+    A block of M query rows attends a ``share`` of the key chunks (N tokens each) exactly: those
+    whose mean would leave the largest squared error. The error is estimated from means and
+    variances of small tiles; ``error_of_means`` has the formula. All other keys are attended by the
+    means of their groups, as in Sol-Attn (arXiv 2607.24027), so that nothing is left out. Every
+    block lists the same number of chunks, so all heads and all GPUs have the same work.
 
-    Calibrated, every layer and head has a share of its own (``vidsparse calibrate``); a share still
-    counts alike for all blocks of its head.
+    After calibration (``vidsparse calibrate``) every layer and head has a share of its own, which
+    is the same for all blocks of the head.
 
-    ``rows`` are the query rows of a tile that is judged as one; None takes 16 up to 40,000 tokens,
-    32 beyond, no more than M.
+    ``rows`` is the number of query rows that are judged as one; None takes 16 up to 40,000 tokens
+    and 32 beyond, but no more than M.
 
     Raises:
-        OptionError: ``share`` outside (0, 1], ``rows`` that do not divide M, a tile or a group of
-            means that does not exist.
+        OptionError: ``share`` is outside (0, 1]; ``rows`` does not divide M; ``tile`` or ``means``
+            has an unknown value.
     """
 
     name: ClassVar[str] = "foresight"
@@ -101,31 +101,37 @@ class Foresight(SparseMethod):
 
     @property
     def looks_at_values(self) -> bool:
-        """For their spread."""
+        """True: the score needs the variance of values."""
         return True
 
     @property
     def block_rows(self) -> int:
-        """Those of a tile: a list for each, so that what is listed is what is computed."""
+        """The tile's rows: each tile is a block with a list of its own.
+
+        So nothing more than its list is computed.
+        """
         return self.tile[0]
 
     @property
     def equal_heads(self) -> bool:
-        """Unless numbers differ; where a kernel joins tiles in a block, unions differ a bit."""
+        """True unless calibrated shares differ between the heads of a layer.
+
+        Where a kernel joins several tiles in a block, the joined lists differ a little.
+        """
         if self.numbers is None or "share" not in self.numbers:
             return True
         table = self.numbers.tables["share"]
         return bool((table == table[:, :, :1]).all())
 
     def rows_for(self, tokens: int) -> int:
-        """Query rows of a tile that is judged as one, in a sequence of so many tokens."""
+        """Query rows that are judged as one, in a sequence of ``tokens`` tokens."""
         by_length = FINEST_ROWS if tokens <= FINEST_TOKENS else 2 * FINEST_ROWS
         return self.rows or min(by_length, self.tile[0])
 
     def listed(self, chunks: int, site: CallSite, heads: int, device: torch.device) -> Tensor:
-        """How many of ``chunks`` a block of each of the call's heads lists, int32 ``[H]``.
+        """How many of ``chunks`` each block lists, for each of the call's heads, int32 ``[H]``.
 
-        At least one of any.
+        Never fewer than one.
         """
         if self.numbers is None or "share" not in self.numbers:
             count = min(chunks, max(1, round(self.share * chunks)))
@@ -137,10 +143,10 @@ class Foresight(SparseMethod):
         """The chunks of largest ``error_of_means``, bool ``[B, H, Tq, Tk]``.
 
         Raises:
-            OptionError: no values were given.
+            OptionError: called without values.
         """
         if v is None:
-            raise OptionError("foresight chooses by values, too, and got queries and keys alone")
+            raise OptionError("foresight needs values. Hint: select(q, k, site, v=v).")
         score = error_of_means(q, k, v, self.tile, self.rows_for(q.shape[2]))
         chunks = site.grid.video_tiles(self.tile[1])
         listed = self.listed(chunks, site, q.shape[1], q.device).view(-1, 1, 1)
@@ -149,14 +155,14 @@ class Foresight(SparseMethod):
         return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, kept.expand_as(order))
 
     def selection(self, q: Tensor) -> Selection:
-        """By kernels of its own, for 16-bit queries and keys."""
+        """``blocks``, kernels of its own, for 16-bit queries and keys; otherwise ``select``."""
         able = q.dtype in (torch.bfloat16, torch.float16)
         return "blocks" if able else "select"
 
     def choose_blocks(
         self, q: Tensor, k: Tensor, v: Tensor, site: CallSite, order: TokenOrder
     ) -> BlockChoice:
-        """Order and ``select`` by kernels."""
+        """Order the tokens and choose chunks, by kernels."""
         from vidsparse.kernels.selection.residual import largest_chunks, residual_ranks
         from vidsparse.kernels.tokens.moments import merge_means, reorder_and_measure
 

@@ -22,10 +22,11 @@ class Numbers:
     Args:
         tables: by name, fp32 on the CPU, each ``[P, L, H, ...]``: transformers of the pipeline,
             layers of each, heads.
-        video: frames, height and width of the token grid they were made for; None while it is
-            being found out.
-        edges: timesteps that part groups of steps, falling: group 0 lies at or above the first
-            edge, the last one below all. Tables that differ by group say so themselves.
+        video: frames, height and width of the token grid they were made for; None fits any grid
+            (while they are being calibrated).
+        edges: timesteps that separate the groups of steps, from high to low: group 0 lies at or
+            above the first edge, the last group below all. Empty where tables do not differ by
+            group.
         source: where the numbers come from, for errors.
     """
 

@@ -165,20 +165,21 @@ class Sale(SparseMethod):
     """SALE: Low-bit Estimation for Efficient Sparse Attention, section 3 and algorithm 1.
 
     Symbols: b_q x b_k block (here M x N, the tile), I_SL the keys of the sink and local areas,
-    m_i and l_i maximum and sum of row i over them in full precision, S' = Q'K'^T / sqrt(d) the
-    estimate of all scores from 4-bit queries and keys, tau the threshold. A block is computed
+    m_i and l_i the maximum and the sum of row i over them in full precision, S' = Q'K'^T / sqrt(d)
+    the estimate of all scores from 4-bit queries and keys, tau the threshold. A block is computed
     unless all its relative attention scores exp(S'[i, j] - m_i) / l_i are below tau. With
     logarithms that is one comparison for each element, S'[i, j] >= ln(tau l_i) + m_i (equation 3
     prints ln(tau l_i + m_i)). m is a running maximum, which the printed algorithm overwrites.
 
     Attention here looks both ways: the sink is the text, where there is any, and the local area is
     centred on the query tile and holds it. Queries and keys are smoothed by their means over the
-    head; queries have a scale each, keys one for each tile. q·k of the selected tiles runs in int8
-    where that is faster. Tau of every layer and head comes from a preset, else this option holds.
+    head; each query has a scale of its own, and each tile of keys has one. q·k of the selected
+    tiles runs in int8 where that is faster. Tau of every layer and head comes from a preset, else
+    this option holds.
 
     Raises:
-        OptionError: ``tau`` outside (0, 1], ``local`` below 1, ``quantize`` not one of its values,
-            a tile or merge that does not exist.
+        OptionError: ``tau`` is outside (0, 1]; ``local`` is below 1; ``quantize``, ``tile`` or
+            ``merge`` has an unknown value.
     """
 
     name: ClassVar[str] = "sale"
@@ -235,7 +236,7 @@ class Sale(SparseMethod):
         return site.grid.video // self.tile[1] if site.grid.text else None
 
     def selection(self, q: Tensor) -> Selection:
-        """By kernels of its own, for 16-bit queries and keys and tiles of 8 keys or more."""
+        """``words``, kernels of its own, for 16-bit q and k and tiles of 8 keys or more."""
         from vidsparse.kernels.selection.sale import can_estimate
 
         return "words" if can_estimate(q, self.tile) else "select"

@@ -39,11 +39,11 @@ class SolAttn(SparseMethod):
     all other blocks enter the softmax as the means of groups of ``means`` tokens.
 
     The paper routes inside its kernel, 64 rows at a time; here the map is made first, and blocks of
-    128 rows attend the union of two. Tau of every layer and head may come from a preset.
+    128 rows (64 on a CPU) attend the union of their tiles. Tau of every layer and head may come
+    from a preset.
 
     Raises:
-        OptionError: a tau that is no number, a tile, a merge or a group of means that does not
-            exist.
+        OptionError: ``tau`` is no number; ``tile``, ``merge`` or ``means`` has an unknown value.
     """
 
     name: ClassVar[str] = "sol-attn"

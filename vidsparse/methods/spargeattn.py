@@ -61,10 +61,10 @@ class PooledScores(NamedTuple):
 class SpargeAttn(SparseMethod):
     """SpargeAttn (arXiv 2502.18137), sections 3.2 to 3.6 and algorithm 1.
 
-    Symbols: b_q x b_k block, tau the kept cumulative mass, theta the least self-similarity of a
-    block that its mean may stand for, lambda the distance below the running row maximum from which
-    a product with V is not worth making, c_w the warps that share the rows of a block: each decides
-    for its own ``b_q / c_w`` of them, here ``gate_rows``.
+    Symbols: b_q x b_k block, tau the kept cumulative mass, theta the least self-similarity at which
+    a mean may stand for its block, lambda the distance below the running row maximum from which a
+    product with V is skipped, c_w the warps that share the rows of a block: each decides for its
+    own ``b_q / c_w`` rows, here ``gate_rows``.
 
     First stage: columns of non-self-similar key blocks leave the softmax (their score is -inf) and
     are always computed; so are rows of non-self-similar query blocks. The pooled scores are scaled
@@ -72,14 +72,14 @@ class SpargeAttn(SparseMethod):
     stage: a piece is skipped where max(m_local - m) < lambda, as section 3.4 has it (line 15 of the
     printed algorithm is inverted). q·k runs in int8 with a scale for every block, as in
     SageAttention, where that is faster. ``topk`` keeps that share of the key blocks instead of
-    top-cdf, rounded up, and those of the judge beside them.
+    top-cdf, rounded up, and what the judge keeps beside them.
 
     Tau, theta and lambda of every layer and head come from a preset, else these options hold.
 
     Raises:
-        OptionError: ``tau`` or ``topk`` outside (0, 1], both of them given, ``theta`` outside
-            [-1, 1], ``lambda_`` not negative, ``gate_rows`` or ``quantize`` not one of theirs, a
-            tile or merge that does not exist.
+        OptionError: ``tau`` or ``topk`` is outside (0, 1], or both are given; ``theta`` is outside
+            [-1, 1]; ``lambda_`` is not negative; ``gate_rows``, ``quantize``, ``tile`` or ``merge``
+            has an unknown value.
     """
 
     name: ClassVar[str] = "spargeattn"
@@ -178,7 +178,7 @@ class SpargeAttn(SparseMethod):
         return self.choose(self.pooled(q, k), tau, theta, self.topk)
 
     def pooled(self, q: Tensor, k: Tensor) -> PooledScores:
-        """What the first stage looks at, whatever its numbers."""
+        """What the first stage looks at, whatever tau and theta are."""
         return PooledScores(
             pooled_scores(q, k, self.tile),
             self_similarity(q, self.tile[0]),
@@ -189,9 +189,10 @@ class SpargeAttn(SparseMethod):
     def choose(
         pooled: PooledScores, tau: float | Tensor, theta: float | Tensor, topk: float | None = None
     ) -> Tensor:
-        """The mask ``[..., B, H, Tq, Tk]`` of numbers, or of tensors of them that broadcast.
+        """The mask ``[..., B, H, Tq, Tk]`` that tau and theta select.
 
-        Tau against ``[B, H, Tq, Tk]``, theta against ``[B, H, T]``.
+        Each is a number or a tensor: tau broadcasts against ``[B, H, Tq, Tk]``, theta against
+        ``[B, H, T]``.
         """
         stray_q = pooled.q_similarity < theta
         stray_k = (pooled.k_similarity < theta).unsqueeze(-2)
@@ -201,27 +202,27 @@ class SpargeAttn(SparseMethod):
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes that ``select`` takes for a tile of its mask at the least."""
+        """Least bytes that ``select`` takes for a tile of its mask."""
         return choosing_bytes(None if self.topk is not None else self.tau)
 
     def selection(self, q: Tensor) -> Selection:
-        """The project's kernels follow ``rule``."""
+        """``rule``: the project's kernels follow it."""
         return "rule"
 
     def rule(self, site: CallSite, device: torch.device) -> PooledTopP:
-        """Top-cdf or top-k, and the judge."""
+        """Top-cdf or top-k, with the judge of self-similarity."""
         tau, theta = (self.number(name, site, device) for name in ("tau", "theta"))
         return PooledTopP(1.0 if tau is None else tau, theta, self.topk)
 
     @property
     def gate_keys(self) -> int | None:
-        """64, where there is a lambda."""
+        """64 keys, or None without a lambda."""
         calibrated = self.numbers is not None and "lambda_" in self.numbers
         return None if self.lambda_ is None and not calibrated else GATE_KEYS
 
     @property
     def can_do_without_gate(self) -> bool:
-        """Its products with V are skipped to save time alone."""
+        """True: the gate only saves time."""
         return True
 
     def gate(self, q: Tensor, site: CallSite, plan: SparsePlan, kv_index: Tensor) -> Gate | None:

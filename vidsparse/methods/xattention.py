@@ -123,8 +123,9 @@ class XAttention(SparseMethod):
     every layer and head comes from a preset, else this option holds.
 
     Raises:
-        OptionError: a number out of range, more than one way to select, an unknown pattern or
-            stride, a tile that the stride does not divide, a tile or merge that does not exist.
+        OptionError: a number is out of range; more than one way to select is given; ``stride`` does
+            not divide the tile; ``stride``, ``pattern``, ``tile`` or ``merge`` has an unknown
+            value.
     """
 
     name: ClassVar[str] = "xattention"
@@ -246,7 +247,7 @@ class XAttention(SparseMethod):
         return top_p_mask(sums, tau[:, None, None] if isinstance(tau, Tensor) else tau)
 
     def selection(self, q: Tensor) -> Selection:
-        """By kernels of its own, for 16-bit queries and keys."""
+        """``words``, kernels of its own, for 16-bit queries and keys; otherwise ``select``."""
         from vidsparse.kernels.selection.antidiagonal import can_score
 
         return "words" if can_score(q) else "select"

@@ -24,7 +24,7 @@ from .ptx import MASKED_INTEGER, OFFSET_OF_INTEGERS, as_float, exp2, raised
 
 @gluon.jit
 def mask_keys(scores, keys):
-    """Minus infinity from column ``keys`` on, or of integers what becomes it."""
+    """Set columns from ``keys`` on to minus infinity (integers: to what is converted to it)."""
     # the zero is opaque: known before the loop, the columns would be kept in 32 registers over it.
     zero = gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
