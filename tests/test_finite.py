@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import engine_of, qkv, site
+from engine_calls import engine_of, qkv, site
 from tiny_families import TINY, latents
 from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 from torch import Tensor
