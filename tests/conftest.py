@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# what stands in helpers is asserted for tests, and says as much where it fails.
+HELPERS = (file.stem for file in Path(__file__).parent.glob("*.py"))
+pytest.register_assert_rewrite(*(name for name in HELPERS if not name.startswith("test_")))
+
 # a busy machine is no failure of a test.
 settings.register_profile("vidsparse", deadline=None)
 settings.load_profile("vidsparse")

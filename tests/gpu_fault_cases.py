@@ -14,7 +14,12 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
+import foresight_cases
+import planning_cases
 import pytest
+import quantize_checks
+import rotate_cases
+import selection_cases
 import torch
 import torch.nn.functional as F
 from broken_plans import EXTRAS, SAID, extra_options, of_16_bits, wrecked
@@ -217,16 +222,12 @@ def _dense() -> Iterator[Case]:
 
 
 def _tokens() -> Iterator[Case]:
-    import test_foresight
-    import test_rotate
-    import test_triton_quantize
-
-    yield from test_rotate.cases("rotate", torch.float16)
-    yield "mean", partial(test_triton_quantize.check_mean, DEVICE)
+    yield from rotate_cases.cases("rotate", torch.float16)
+    yield "mean", partial(quantize_checks.check_mean, DEVICE)
     for tile, judged in (((16, 16), False), ((128, 64), True), ((64, 1), True)):
-        check = partial(test_triton_quantize.check_pooled, "int8", tile, judged=judged)
+        check = partial(quantize_checks.check_pooled, "int8", tile, judged=judged)
         yield f"quantise and pool {tile}", partial(check, device=DEVICE)
-    yield from test_foresight.kernel_cases()
+    yield from foresight_cases.cases()
 
 
 def _methods() -> Iterator[Case]:
@@ -260,18 +261,15 @@ def _some(cases: Iterator[Case], every: int) -> list[Case]:
 
 def kernels(every: int) -> Groups:
     """A sample of valid calls of all kernels; of those of planning each ``every``-th."""
-    import test_triton_methods
-    import test_triton_planning
-
     made: Groups = {f"{name} attention": list(_attention(name)) for name in attention_kernels()}
     if "gluon" in attention_kernels():
         made["gluon dense"] = list(_dense())
-        made["sale on hopper"] = _some(test_triton_methods.sale_cases(DEVICE, "fp8"), every)
+        made["sale on hopper"] = _some(selection_cases.sale_cases(DEVICE, "fp8"), every)
     made["tokens"] = list(_tokens())
     made["methods"] = list(_methods()) if DEVICE == "cuda" else []
-    planning = _some(test_triton_planning.cases(DEVICE), every)
+    planning = _some(planning_cases.cases(DEVICE), every)
     made["planning"], made["planning, more"] = planning[::2], planning[1::2]
-    made["selection"] = _some(test_triton_methods.cases(DEVICE), every)
+    made["selection"] = _some(selection_cases.cases(DEVICE), every)
     return made
 
 

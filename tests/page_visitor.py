@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from playwright import sync_api as playwright
@@ -104,6 +105,12 @@ class Visitor:
 
     def see(self, area: str, text: str) -> None:
         playwright.expect(self.page.locator(area)).to_contain_text(text)
+
+    def download(self, link: Any) -> Path:
+        """The file that a click on ``link`` brings."""
+        with self.page.expect_download() as waiting:
+            link.click()
+        return Path(waiting.value.path())
 
     def calls(self) -> int:
         """How often the page has called a function of the server's."""

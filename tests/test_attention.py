@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from budget import Work, check_output, random_qkv, stock, truth
+from budget import Work, check_output, stock, truth
+from engine_calls import GRID, engine_of, qkv, site
 from torch import Tensor
 
 import vidsparse
@@ -30,32 +31,7 @@ from vidsparse.site import CallSite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-GRID = TokenGrid(3, 8, 11)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def engine_of(method: str = "fg-attn", *, layers: int = 1, **options: Any) -> AttentionEngine:
-    schedule = {
-        name: options.pop(name)
-        for name in ("dense_steps", "dense_last_steps", "dense_layers", "reuse")
-        if name in options
-    }
-    keep = ("order", "implementation", "check_finite", "dense_fallback")
-    own = {name: options.pop(name) for name in keep if name in options}
-    return AttentionEngine(
-        make_method(method, **options),
-        schedule=Schedule(**{"dense_steps": 0, **schedule}),
-        layers=layers,
-        **own,
-    )
-
-
-def site(step: int = 0, layer: int = 0, grid: TokenGrid = GRID, **rest: Any) -> CallSite:
-    return CallSite(layer, step, 1.0 - step / 10, grid, **rest)
-
-
-def qkv(grid: TokenGrid = GRID, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return random_qkv(grid.tokens, 64, options.pop("dtype", torch.float32), **options)
 
 
 class CountedDense:

@@ -18,9 +18,9 @@ import peft
 import pytest
 import torch
 from counting_backend import CountingBackend
+from family_checks import first_forward
 from quick import slow_but
 from support_matrix import COMBINATIONS, LIMITS, VARIANTS, VERSIONS, page
-from test_families import first_forward
 from tiny_families import PROMPTS, TINY, latents
 
 from vidsparse.errors import UnsupportedError

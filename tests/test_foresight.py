@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from budget import clustered_qkv, random_qkv
+from foresight_cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, Case, listed
+from kernel_cases import DEVICE, listed
 from torch import Tensor
 
 from vidsparse import OptionError, TokenGrid, attend, make_method
@@ -21,13 +21,11 @@ from vidsparse.engine import AttentionEngine
 from vidsparse.kernels.attention.means import KeyMeans, counts_of_lists, group_means
 from vidsparse.kernels.attention.reference import reference_attention
 from vidsparse.kernels.attention.torch_sdpa import gather_attention
-from vidsparse.masks import unpack_bits
 from vidsparse.methods import Foresight, SparseMethod
 from vidsparse.order import token_order
 from vidsparse.plan import plan_of_blocks
-from vidsparse.planning import key_means, order_and_average, plan_attention
+from vidsparse.planning import key_means, plan_attention
 from vidsparse.residual import error_of_means
-from vidsparse.route import find_route
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
@@ -251,101 +249,6 @@ def test_a_reused_plan_gets_means_of_its_own_step() -> None:
 # ---- its kernels, interpreted or on a GPU ----
 
 
-def kernel_cases() -> Iterator[Case]:
-    def scores(tokens: int, rows: int, dim: int) -> Callable[[], None]:
-        def body() -> None:
-            from vidsparse.kernels.selection.residual import largest_chunks, residual_ranks
-            from vidsparse.kernels.tokens.moments import reorder_and_measure
-
-            dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
-            q, k, v = (x.to(DEVICE) for x in clustered_qkv(tokens, dim, dtype, batch=2, pull=2.0))
-            order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-            q, q_tiles = reorder_and_measure(q, order, rows)
-            k, k_chunks = reorder_and_measure(k, order, 16)
-            v, v_chunks = reorder_and_measure(v, order, 16, summed=True)
-            ranks = residual_ranks(q_tiles, k_chunks, v_chunks, 128 // rows, dim**-0.5)
-            score = error_of_means(q, k, v, (128, 16), rows)
-            chunks = score.shape[-1]
-            for first, second in ((1, 9), (9, 1), (chunks, 5)):
-                kept = torch.tensor([first, second] * (score.shape[1] // 2), dtype=torch.int32)
-                kept = kept.to(DEVICE)
-                words, count = largest_chunks(ranks, kept, chunks, score.shape[-2])
-                chosen = unpack_bits(words, chunks)
-                assert bool((chosen.sum(-1) == kept.unsqueeze(-1)).all())
-                assert bool((count == kept.unsqueeze(-1)).all())
-                inside = torch.arange(chunks, device=DEVICE) < kept.view(-1, 1, 1)
-                best = (score.sort(-1, descending=True).values * inside).sum(-1)
-                # ranks hold 8 bits.
-                assert bool(((score * chosen).sum(-1) >= 0.98 * best).all())
-
-        return body
-
-    for tokens, rows, dim in ((1000, 32, 64), (777, 128, 64), (515, 64, 128), (301, 16, 96)):
-        yield f"scores S={tokens} M={rows} D={dim}", scores(tokens, rows, dim)
-
-    def ties() -> None:
-        from vidsparse.kernels.selection.residual import largest_chunks
-
-        gen = torch.Generator().manual_seed(0)
-        ranks = torch.randint(0, 6, (2, 3, 5, 77), generator=gen).to(torch.int16)
-        ranks[0, 0, 0] = 0
-        ranks[0, 0, 1] = 32767
-        place = torch.arange(77)
-        for kept in (1, 20, 77):
-            expected = (ranks.int() * 100 - place).topk(kept).indices
-            alike = torch.full((3,), kept, dtype=torch.int32, device=DEVICE)
-            words, count = largest_chunks(ranks.to(DEVICE), alike, 77, 5)
-            chosen = unpack_bits(words.cpu(), 77)
-            wanted = torch.zeros_like(chosen).scatter_(-1, expected, True)
-            assert torch.equal(chosen, wanted)
-            assert bool((count == kept).all())
-        # text: the last three chunks of all blocks, and all chunks of the last block.
-        alike = torch.full((3,), 7, dtype=torch.int32, device=DEVICE)
-        words, count = largest_chunks(ranks.to(DEVICE), alike, 74, 4)
-        chosen = unpack_bits(words.cpu(), 77)
-        assert bool(chosen[..., 74:].all())
-        assert bool(chosen[:, :, 4].all())
-        assert count[..., :4].unique().tolist() == [10]
-        assert count[..., 4].unique().tolist() == [77]
-
-    yield "of equal scores the first", ties
-
-    def moments() -> None:
-        from vidsparse.kernels.tokens.moments import merge_means, reorder_and_measure
-
-        x = random_qkv(333, 96, torch.float32, batch=2)[0].transpose(1, 2).contiguous()
-        x = x.transpose(1, 2).to(DEVICE)
-        for size in (16, 4):
-            same, fine = reorder_and_measure(x, None, size)
-            assert same is x
-            runs = list(x.split(size, 2))
-            torch.testing.assert_close(fine.mean, torch.stack([r.mean(2) for r in runs], 2))
-            spread = torch.stack([r.var(2, correction=0) for r in runs], 2)
-            torch.testing.assert_close(fine.variance, spread, rtol=1e-4, atol=1e-5)
-            _, summed = reorder_and_measure(x, None, size, summed=True)
-            torch.testing.assert_close(summed.variance, spread.sum(-1), rtol=1e-4, atol=1e-4)
-            groups = torch.stack([r.mean(2) for r in x.split(64, 2)], 2)
-            torch.testing.assert_close(merge_means(fine, 64), groups)
-            torch.testing.assert_close(merge_means(summed, 64), groups)
-
-    yield "moments", moments
-
-    def averages() -> None:
-        grid = TokenGrid(3, 10, 13)
-        order = token_order("hilbert", grid, torch.device(DEVICE))
-        x = random_qkv(grid.tokens, 96, torch.float32, batch=2)[0].to(DEVICE)
-        route = find_route(Foresight(), x, x, x)
-        by_kernel = replace(route, reorders=True, lists=True)
-        ordered, means = order_and_average(x, order, 64, grid.video, by_kernel)
-        assert torch.equal(ordered, order.apply(x, by_kernel=False))
-        torch.testing.assert_close(means, group_means(ordered, 64))
-        # a group that text stands in is not of the video's tokens alone.
-        assert order_and_average(x, order, 64, grid.video - 9, by_kernel)[1] is None
-        assert order_and_average(x, order, None, grid.video, by_kernel)[1] is None
-
-    yield "means on the way into the order", averages
-
-
 @pytest.mark.parametrize(("block", "rows"), [(128, 16), (128, 128), (32, 16), (64, 32)])
 @pytest.mark.parametrize("text", [0, 30])
 def test_what_kernels_choose_is_as_good(text: int, block: int, rows: int) -> None:
@@ -383,7 +286,7 @@ def test_what_kernels_choose_is_as_good(text: int, block: int, rows: int) -> Non
     assert errors[0] == pytest.approx(errors[1], rel=0.05)
 
 
-@listed(kernel_cases(), quick=8)
+@listed(cases(), quick=8)
 def test_kernels(body: Callable[[], None]) -> None:
     body()
 

@@ -167,6 +167,15 @@ def test_kernels_imports_relatively() -> None:
     assert [path for path in files if absolute.search(path.read_text("utf-8"))] == []
 
 
+def test_no_file_of_the_tests_imports_a_test_file() -> None:
+    # what two of them need stands in a helper: an imported test file is one that runs twice.
+    statement = re.compile(r"^\s*(?:from|import)\s+test_\w+.*$", re.MULTILINE)
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    assert len(files) > 100
+    found = {file.name: statement.findall(file.read_text("utf-8")) for file in files}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def test_names_that_load_late_come_from_where_type_checkers_see_them() -> None:
     # a name in a string is no import to the linter; the same names under TYPE_CHECKING are.
     import vidsparse

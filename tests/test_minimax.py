@@ -9,7 +9,7 @@ import pytest
 import torch
 from counting_backend import CountingBackend
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3AudioReference, MiniMaxH3ImageReference
-from test_families import check_within_twice_the_stock_error, first_forward, forward
+from family_checks import check_within_twice_the_stock_error, first_forward, forward
 from tiny_families import TINY, latents
 from tiny_minimax import minimax_h3
 from tiny_parts import IMAGE, noise

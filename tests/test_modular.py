@@ -9,11 +9,11 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from family_checks import state_of
 from quick import slow_but
-from test_families import state_of
-from test_ltx_kin import KIN
 from tiny_cosmos import Unguarded
 from tiny_families import TINY, wan_vace
+from tiny_ltx_kin import KIN
 from tiny_parts import IMAGE, flow_scheduler, ready
 from tiny_pipelines import tiny_wan
 from torch import Tensor

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budget import random_qkv
+from engine_calls import GRID, site
 from hypothesis import given
 from hypothesis import strategies as st
-from test_attention import GRID, site
 from torch import Tensor
 
 import vidsparse
