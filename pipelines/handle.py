@@ -133,7 +133,7 @@ class SparseHandle:
 
         Raises:
             UnsupportedError: ``torch.distributed`` was not started, the pipeline's transformer
-                cannot be dealt to processes, or runs under context parallelism already.
+                cannot run in several processes, or runs under context parallelism already.
             OptionError: ``ring`` does not divide the number of processes, or ``apart`` was asked
                 for with an odd number of them.
         """
