@@ -1,4 +1,4 @@
-"""``accelerate``: a speed's whole bundle on a pipeline of one's own."""
+"""``accelerate``: all settings of a speed on a pipeline of one's own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from vidsparse.pipelines.speed import SPEEDS, Bundle, bundle_for, described
 
 
 class AcceleratedPipeline(AbstractContextManager["AcceleratedPipeline"]):
-    """What ``accelerate`` has done to a pipeline.
+    """What ``accelerate`` did to a pipeline, and how to undo it (``remove()``).
+
+    As a context manager it removes itself when the block ends.
 
     Attributes:
-        bundle: what it stands for here, changed parts included.
-        sparse: the handle of its attention; method ``dense`` in the exact bundle.
+        bundle: the settings in effect, with those that were given.
+        sparse: the handle of its attention; its method is ``dense`` at the speed ``exact``.
         cache: its step cache, None without one.
-        linear: what became of its linear layers, None where they were left.
+        linear: what was done to its linear layers, None if nothing.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class AcceleratedPipeline(AbstractContextManager["AcceleratedPipeline"]):
         self.linear = linear
 
     def remove(self) -> None:
-        """Take sparse attention and the cache off; rounded weights and compiled blocks stay."""
+        """Remove sparse attention and the cache; rounded weights and compiled blocks stay."""
         if self.cache is not None:
             self.cache.remove()
         self.sparse.remove()
@@ -66,23 +68,23 @@ def accelerate(
     cache: str | None = None,
     **method_options: Any,
 ) -> AcceleratedPipeline:
-    """Put a speed's bundle on a pipeline that stands on its device; parts that are given override.
+    """Speed a pipeline up by a speed's settings; arguments that are given override them.
 
     Args:
-        pipe: a pipeline of a supported class.
+        pipe: a pipeline of a supported class, on its device already.
         speed: ``exact``, ``high``, ``balanced`` or ``fast``.
-        steps: denoising steps that it will take; the family's own where None.
-        method: as ``sparsify``.
-        dense_steps: as ``sparsify``.
-        refresh: as ``sparsify``.
-        linear: ``none``, ``fp8`` or ``int8``; rounds weights for good.
-        compile: whether blocks are compiled, for good.
+        steps: denoising steps that it will take; None: the family's own.
+        method: as in ``sparsify``.
+        dense_steps: as in ``sparsify``.
+        refresh: as in ``sparsify``.
+        linear: ``none``, ``fp8`` or ``int8``; ``remove()`` does not bring rounded weights back.
+        compile: whether blocks are compiled; ``remove()`` does not undo it.
         cache: ``none``, ``first-block`` or ``taylorseer``.
         **method_options: the method's own options.
 
     Raises:
-        OptionError: a value that is not valid.
-        UnsupportedError: a part cannot run on this pipeline or device.
+        OptionError: a value is not valid.
+        UnsupportedError: a setting cannot be used with this pipeline or device.
     """
     check_choice("speed", speed, SPEEDS)
     check_cache(cache, None)

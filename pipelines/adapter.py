@@ -35,21 +35,22 @@ class Adapter:
         transformers: pipeline attributes that hold a transformer, in the order they denoise.
         attention: matches the module names of video self-attention inside a transformer, whose
             layers are numbered in the order of its modules. Cross-attention, text refiners and
-            audio must not match. A group ``block`` is the block around one, where that is not what
-            the module is in.
-        stock_processors: the diffusers processors that ``processor`` stands in for; any other is
-            somebody's own and is refused.
+            audio must not match. A group named ``block`` matches the transformer block, where that
+            is not the module's parent.
+        stock_processors: the diffusers processors that ``processor`` replaces; a pipeline with any
+            other is refused.
         processor: the family's processor class, one for all layers.
         layout: reads the token layout from a transformer and the arguments of its forward, by
-            name. A forward that cannot be sparse has a reason instead, in words for the trace, or
-            None where its arguments are not what the family's pipelines pass.
-        branches: guidance branches in the order of a step's forwards; one entry where guidance
-            is batched or distilled. Used where the pipeline does not name the branch itself.
-        stacked: where a forward's branch is not named and there is guidance, both branches stand
-            in its batch, the conditional one last.
-        shares: how the sequence is dealt to several processes.
-        tiled: a step may be more forwards than there are branches, each for a part of the video.
-        outputs: the transformer's last modules, one for the video and one for each thing beside it.
+            name. For a forward that cannot be sparse it returns the reason, in words for the trace,
+            or None if the arguments are not those that the family's pipelines pass.
+        branches: guidance branches in the order of a step's forwards; one entry if guidance is
+            batched or distilled. Used where the pipeline does not name the branch itself.
+        stacked: whether a forward with guidance whose branch is not named has both branches in its
+            batch, the conditional one last.
+        shares: how the sequence is divided among several processes.
+        tiled: whether a step may have more forwards than branches, each for a part of the video.
+        outputs: the transformer's last modules: one for the video, and one for each other output
+            (sound).
     """
 
     family: Family
@@ -121,10 +122,10 @@ class PipelineState(Attends, Protocol):
 
 
 class SparseProcessor:
-    """Base of the families' processors: stands in for one stock processor.
+    """Base of the families' processors: replaces one stock processor.
 
     Args:
-        stock: the host's processor; dense calls go through it, removal puts it back.
+        stock: diffusers' processor; dense calls go through it, and removal puts it back.
         session: the pipeline's state.
         part: which of the pipeline's transformers.
         layer: which layer of it.
@@ -162,10 +163,10 @@ class SparseProcessor:
             self.stock._parallel_config = config
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention of one call, ``[B, S, H, D]``; dense where the host has a mask for it.
+        """Attention of one call, ``[B, S, H, D]``; dense where diffusers passes a mask.
 
         Raises:
-            UnsupportedError: a gradient is asked for, and the call is sparse.
+            UnsupportedError: the call is sparse and needs a gradient.
         """
         out: Tensor
         if not wants_gradient(q, k, v):
@@ -180,7 +181,10 @@ class SparseProcessor:
         return self.session.attend(q, k, v, part, layer, mask)
 
     def unexpected(self, what: str) -> UnsupportedError:
-        """The error for a call that the family's pipelines never make: it came ``what``."""
+        """The error for a call that this family's pipelines never make.
+
+        ``what`` completes "was called", such as "with a mask".
+        """
         family = self.session.adapter.family.name
         return UnsupportedError(
             f"sparse attention in {family} was called {what}. "

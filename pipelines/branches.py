@@ -43,12 +43,12 @@ HOOK: Final = "vidsparse_branches"
 """The name under which diffusers keeps the hook of a transformer."""
 
 BRANCHES_ARE_APART: Final = (
-    "this pipeline's guidance branches are shared out to processes already. "
+    "this pipeline's guidance branches run in different processes already. "
     "Hint: remove() its handle first."
 )
 
 _CACHED: Final = (
-    "a step cache does not work where guidance branches are shared out to processes. "
+    "a step cache does not work where guidance branches run in different processes. "
     "Hint: leave one of them out."
 )
 
@@ -63,7 +63,7 @@ def check_apart(transformers: Iterable[Any], known: tuple[str, ...]) -> None:
     for transformer in transformers:
         if type(transformer).__name__ not in known:
             raise UnsupportedError(
-                f"guidance branches of {type(transformer).__name__} cannot be shared out to "
+                f"the guidance branches of {type(transformer).__name__} cannot run in different "
                 "processes. Hint: parallelize() without apart."
             )
         if getattr(transformer, "_parallel_config", None) is not None:
@@ -76,7 +76,7 @@ def check_apart(transformers: Iterable[Any], known: tuple[str, ...]) -> None:
 
 
 def check_both_branches(transformer: Any) -> None:
-    """Raise an ``UnsupportedError`` where a transformer that is to be cached has one branch."""
+    """Raise an ``UnsupportedError`` if a transformer that is to get a cache has one branch only."""
     registry = getattr(transformer, "_diffusers_hook", None)
     if registry is not None and HOOK in registry.hooks:
         raise UnsupportedError(_CACHED)
@@ -98,10 +98,10 @@ class _First:
 
 
 class Halves:
-    """This process's half.
+    """What this process, in one of two halves, knows of the two guidance branches.
 
     Args:
-        branches: their names, in the order of a step's calls.
+        branches: the branches' names, in the order of a step's calls.
     """
 
     def __init__(self, branches: tuple[str, ...]) -> None:
@@ -171,8 +171,8 @@ class Halves:
         step, branch = at[0], self._branches.index(at[1])
         if first is not None and first.branch == branch:
             raise UnsupportedError(
-                f"the {at[1]} branch was called twice in step {step}, and several processes share "
-                "the two branches out. Hint: parallelize() without apart."
+                f"the pipeline called the {at[1]} branch twice in step {step}; with apart=True it "
+                "must call each branch once. Hint: parallelize() without apart."
             )
         if branch != self._own:
             theirs = empty() if first is None else torch.empty_like(first.sample)
@@ -191,8 +191,8 @@ class Halves:
             self._first = _First(step, branch, own)
         elif (first.sample.shape, first.sample.dtype) != (own.shape, own.dtype):
             raise UnsupportedError(
-                f"a prediction has shape {tuple(own.shape)} and {own.dtype}, where "
-                f"{tuple(first.sample.shape)} and {first.sample.dtype} were awaited. "
+                f"a prediction has shape {tuple(own.shape)} and {own.dtype}, expected "
+                f"{tuple(first.sample.shape)} and {first.sample.dtype}. "
                 "Hint: parallelize() without apart."
             )
         else:

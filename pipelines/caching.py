@@ -270,21 +270,21 @@ def _norms(values: Tensor) -> Tensor:
 
 
 class StepCache(AbstractContextManager["StepCache"]):
-    """A step cache on a pipeline's transformers, and what was run all the same.
+    """A step cache on a pipeline's transformers, with counts of the blocks that were run.
 
     As a context manager it removes itself when the block ends.
 
     Args:
         pipe: a pipeline of a supported class.
         cache: ``first-block`` or ``taylorseer``.
-        threshold: of that cache; its default where None.
+        threshold: of that cache; None: its default.
         warmup: first steps that ``taylorseer`` runs whole, at least 3.
 
     Attributes:
         swung: whether ``taylorseer`` left no step of the last run out, because its outputs swing.
 
     Raises:
-        OptionError: no such cache, or another kind of threshold.
+        OptionError: there is no such cache, or the threshold is not valid for it.
         UnsupportedError: the cache does not know the family's blocks, or the pipeline has a cache
             already.
     """

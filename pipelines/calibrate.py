@@ -56,11 +56,11 @@ def calibrate(
 ) -> Preset:
     """Calibrate ``request.method`` on ``prompts`` and write the preset ``out``.
 
-    In each pass the prompts are denoised once: densely, where calls are looked at (q, k and v as
-    they appear; they are never kept), or to the finished video, where that decides. Such numbers
-    hold for the dense steps and layers they were found with; no layer is kept dense for methods
-    whose numbers say how much each layer needs. After each prompt what is known goes to a file
-    beside ``out``, from which the same call goes on when it was interrupted.
+    Each pass denoises the prompts once: densely, to look at the attention calls (their q, k and v
+    are never kept), or to finished videos, to look at these. Numbers found by finished videos hold
+    for the dense steps and layers that they were found with; with methods whose calibration finds
+    how much each layer needs, no layer is dense. After each batch everything known is written to a
+    file beside ``out``; when a call was interrupted, the same call goes on from there.
 
     Args:
         loaded: the model.
@@ -68,9 +68,9 @@ def calibrate(
             Prompt i starts from the noise of ``seed + i``.
         prompts: what to denoise; at least one.
         out: the preset's path.
-        settings: of the method's calibrator, such as ``l1``.
+        settings: settings of the method's calibrator, such as ``{"l1": 0.05}``.
         batch: prompts denoised at once, for a GPU with room.
-        progress: told after each denoising step.
+        progress: called after each denoising step.
 
     Raises:
         OptionError: the method cannot be calibrated, or a setting is not valid.
@@ -112,7 +112,7 @@ def calibrate(
 
 
 def check_calibration(request: GenerateRequest, steps: int, settings: dict[str, Any]) -> Calibrator:
-    """A calibrator for one layer and head: whether the method and settings are valid.
+    """Make a calibrator for one layer and head, to see whether method and settings are valid.
 
     Raises:
         OptionError: they are not.

@@ -143,7 +143,9 @@ def _check_methods(defaults: Defaults, folder: Path) -> None:
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise ModelError(f"{number} of {name} in {folder} must be a number")
         if ("psnr" in speed) != ("prompts" in speed):
-            raise ModelError(f"{name} in {folder} must say psnr with prompts, or neither")
+            raise ModelError(
+                f"speed {name} in {folder} must have both psnr and prompts, or neither"
+            )
 
 
 def _read_defaults(

@@ -75,7 +75,7 @@ def _plan(transformer: Any) -> Mapping[str, Any]:
     """Split before the blocks, where video and text have parted again."""
     if type(transformer).__name__ != "CogVideoXTransformer3DModel":
         raise UnsupportedError(
-            f"{type(transformer).__name__} looks at faces beside attention, and cannot be dealt to "
+            f"{type(transformer).__name__} looks at faces beside attention, and cannot run in "
             "several processes. Hint: run it in one process."
         )
     return {

@@ -44,8 +44,8 @@ class Dealing:
         count = dist.get_world_size(self.group)
         if heads % count:
             raise UnsupportedError(
-                f"{heads} attention heads cannot be dealt to {count} processes in equal shares. "
-                "Hint: take a number of processes that divides them, or a ring as well."
+                f"{count} processes cannot share {heads} attention heads equally. "
+                "Hint: take a number of processes that divides the heads, or a ring as well."
             )
         place = dist.get_rank(self.group)
         return slice(heads // count * place, heads // count * (place + 1))

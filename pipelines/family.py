@@ -26,7 +26,7 @@ class Defaults:
         guidance: classifier-free guidance scale; 1 or less turns guidance off.
         fps: frames per second of the written video.
         frame_factor: valid frame counts are ``frame_factor * k + frame_rest``.
-        frame_rest: what is left of them.
+        frame_rest: see ``frame_factor``.
         size_factor: width and height are multiples of this.
         order: token order that sparse attention cuts its tiles in.
         dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
@@ -35,17 +35,16 @@ class Defaults:
         reuse: steps that a plan serves.
         refresh: steps at which sparse layers compute everything and keep what their plan lacks;
             None leaves them to the method.
-        method: what runs where no method is asked for.
-        method_options: options of methods by their names, where they differ from the methods' own.
-        schedules: settings of methods by their names, where a method is best with others than the
-            model's: any of ``dense_steps``, ``dense_layers``, ``dense_last_layers``, ``reuse`` and
-            ``refresh``.
-        speeds: by the names of ``--speed``, what this model's own bundles change of the method's
-            settings (``method_options``, ``schedule``, ``cache``), and what was measured with them:
-            ``psnr``, the mean in dB against the dense run over so many ``prompts``.
-        presets: files of calibrated numbers that come with the model, by the names of methods.
-        on_cpu: ``frames``, ``width`` and ``height`` where there is no GPU, if those above would
-            take hours there.
+        method: the method that runs if none is asked for.
+        method_options: by method, options that differ from the method's own defaults.
+        schedules: by method, settings that are better for it than the ones above: any of
+            ``dense_steps``, ``dense_layers``, ``dense_last_layers``, ``reuse`` and ``refresh``.
+        speeds: by the name of ``--speed``, what this model's bundles change (``method_options``,
+            ``schedule``, ``cache``) and the quality measured with them: ``psnr``, the mean in dB
+            against the dense run, over ``prompts`` prompts.
+        presets: by method, files of calibrated numbers that come with the model.
+        on_cpu: ``frames``, ``width`` and ``height`` without a GPU, if those above would take hours
+            there.
         source: where these settings of sparse attention come from.
     """
 
@@ -74,7 +73,7 @@ class Defaults:
     source: str
 
     def with_method(self, method: str) -> Defaults:
-        """These defaults with the schedule that ``method`` has here."""
+        """These defaults with this model's schedule for ``method``."""
         return replace(self, **self.schedules.get(method, {}))
 
     def on(self, device: str) -> Defaults:
@@ -82,7 +81,7 @@ class Defaults:
         return replace(self, **self.on_cpu) if device == "cpu" else self
 
     def tokens_beyond(self, other: Defaults) -> float:
-        """How many times the video tokens of the ``other``'s video are in this one's."""
+        """Video tokens of this one's video, as a multiple of the ``other``'s."""
 
         def volume(own: Defaults) -> int:
             frames = (own.frames - own.frame_rest) // own.frame_factor + 1
@@ -99,20 +98,21 @@ class Family:
         name: as errors and tables print it.
         adapter: the module of this package that attaches to it.
         text_to_video: pipeline classes that make a video from text alone; ``generate`` runs these.
-            Empty where diffusers has modular pipelines alone.
-        image_to_video: those that make one from text and its first frame; ``generate`` runs these.
-        image_twin: the one of those that the weights of a text-to-video model serve as well.
+            Empty if diffusers has modular pipelines only.
+        image_to_video: classes that make a video from text and its first frame; ``generate`` runs
+            these.
+        image_twin: the class of ``image_to_video`` that runs with a text-to-video model's weights.
         image_twin_if: entry of ``model_index.json`` that must be true for that, if any.
-        last_image: the one of those that takes the last frame too.
-        keyframes: the one of those that takes frames between them too.
+        last_image: the class of ``image_to_video`` that also takes the last frame.
+        keyframes: the class of ``image_to_video`` that also takes frames in between.
         other: further pipeline classes around the same transformer; ``sparsify`` takes these too.
-        refused: those whose attention is another one, each with what it is.
+        refused: classes whose attention is of another kind, each with a description of it.
         libraries: modules of diffusers' pipelines that its models take components from.
-        vae_fp32: its VAE decodes visibly worse in 16 bits.
-        vae_tiling: decoding a whole video at once takes more memory than denoising it.
-        caches: step caches that go with it: ``first-block`` where diffusers knows its blocks.
-        sound: it makes sound beside the video.
-        defaults: settings of a model that brings none of its own.
+        vae_fp32: whether its VAE decodes visibly worse in 16 bits.
+        vae_tiling: whether decoding a whole video at once takes more memory than denoising it.
+        caches: step caches that work with it (``first-block`` if diffusers knows its blocks).
+        sound: whether it makes sound beside the video.
+        defaults: settings of a model that has none of its own.
     """
 
     name: str

@@ -53,7 +53,7 @@ class GenerationCancelled(VidsparseError):
 class Generated:
     """One video, ``frames`` uint8 ``[T, H, W, 3]``, and the JSON-able record of its making.
 
-    ``sound`` is what the model made to be heard beside it; None where it makes none.
+    ``sound`` is the sound that the model made beside it, or None.
     """
 
     frames: NDArray[np.uint8]
@@ -80,15 +80,16 @@ def generate(
     together (``SparseHandle.parallelize``), and each must be called with the same request.
 
     Args:
-        loaded: the model; its device, dtype, offload, compile, linear and LoRA are what runs.
+        loaded: the model; it runs with the device, dtype, offload, compile, linear and LoRA that it
+            was loaded with.
         request: what to generate.
-        progress: told after each step.
-        cancel: asked after each step, and before each block of the text encoders and the VAE.
-        attach: given the handle of a sparse run, for its trace or a probe.
-        ring: of several processes, how many keys and values travel round; None leaves it to
-            ``SparseHandle.parallelize``.
-        apart: whether halves of the processes compute one guidance branch each, as there; None
-            where that can be, which is faster.
+        progress: called after each step.
+        cancel: called after each step, and before each block of the text encoders and the VAE; the
+            run stops if it returns True.
+        attach: called with the handle of a sparse run before it starts, for its trace or a probe.
+        ring: with several processes, the size of a ring, as in ``SparseHandle.parallelize``.
+        apart: with several processes, whether each half computes one guidance branch, as in
+            ``SparseHandle.parallelize``; None: if possible, since it is faster.
 
     Raises:
         OptionError: the request does not fit the model, or asks for another device or dtype than
@@ -117,9 +118,9 @@ def generate_batch(
     Times and densities in a record are those of the whole batch.
 
     Raises:
-        OptionError: as ``generate``, or requests that differ in more than the prompt, or several
-            for a pipeline that takes one.
-        NonFiniteError: as ``generate``; it ends the whole batch.
+        OptionError: as in ``generate``; or requests differ in more than the prompt; or there are
+            several for a pipeline that takes one.
+        NonFiniteError: as in ``generate``; it ends the whole batch.
         GenerationCancelled: ``cancel`` returned True.
     """
     if not requests:

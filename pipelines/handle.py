@@ -39,7 +39,7 @@ from vidsparse.trace import Trace, TraceSummary
 
 
 class SparseHandle:
-    """A sparse pipeline: what its attention did, and ``remove()`` to make it stock again.
+    """Handle of a sparse pipeline: says what its attention did, and undoes it (``remove()``).
 
     As a context manager it removes itself when the block ends.
     """
@@ -55,12 +55,12 @@ class SparseHandle:
 
     @property
     def engine(self) -> AttentionEngine:
-        """What runs the attention calls (of the first transformer, where there are two)."""
+        """The engine that runs the attention calls (of the first transformer, if there are two)."""
         return self._session.engines[0]
 
     @property
     def engines(self) -> tuple[AttentionEngine, ...]:
-        """What runs the attention calls of each transformer."""
+        """The engine of each transformer."""
         return self._session.engines
 
     @property
@@ -78,30 +78,36 @@ class SparseHandle:
         return self.trace.summary()
 
     def probe(self, probe: CellProbe | None) -> None:
-        """Have ``probe`` record its call in the runs to come; None records nothing."""
+        """Have ``probe`` record its call in the next runs; None records nothing."""
         for engine in self._session.engines:
             engine.probe = probe
 
     def watch(self, watcher: Watcher | None) -> None:
-        """Have ``watcher`` told what the transformers give back in the runs to come; None for none.
+        """Have ``watcher`` see what the transformers return in the next runs; None: no watcher.
 
-        Where an attention call has rows that do not reach what a transformer gives back, it is told
-        of those calls too that are enough to see them.
+        Some rows of attention (padding, text of the last layers) never reach a transformer's
+        output; the watcher also sees the outputs of the calls that hold them.
         """
         self._session.watcher = watcher
 
     def outputs_with(self, forward: Forward, layers: Collection[int]) -> list[Tensor]:
-        """What a forward that a watcher is told of gives back where only ``layers`` go by plans.
+        """Run a watched forward again with sparse attention in ``layers`` only.
 
-        It runs again, all its other layers dense; the run goes on as if it had not.
+        All its other layers are dense. The run goes on as if this had not happened.
+
+        Returns:
+            The tensors that the transformer returns.
         """
         return self._session.outputs_with(forward, layers)
 
     def find_non_finite(self, forwards: Sequence[Forward]) -> NonFiniteCall | None:
-        """The first attention call that is not finite in ``forwards``, of one step, run again.
+        """Run the ``forwards`` of one step again to find the first call with NaN or infinity.
 
-        None where no call shows it. All processes of a run must call it, and each has its own
-        answer. A step cache must be off by then.
+        All processes of a run must call it, and each gets its own answer. A step cache must be off
+        by then.
+
+        Returns:
+            That call, or None if no attention call shows NaN or infinity.
         """
         return self._session.find_non_finite(forwards)
 
@@ -111,25 +117,25 @@ class SparseHandle:
         """Denoise each video over all processes of ``torch.distributed``, until ``remove()``.
 
         Every process makes the same pipeline, and calls it with the same arguments and seeds; each
-        returns the whole video. Text is the same in all of them, and each computes an equal share
-        of the video's tokens, and attention for an equal share of the heads. With one process
-        nothing changes.
+        returns the whole video. Each process holds all text and an equal share of the video's
+        tokens, and computes attention for an equal share of the heads. With one process nothing
+        changes.
 
         Args:
-            ring: how many processes keys and values travel round, each with its own tokens'
-                queries; the heads are shared out by as many as are left: N / ``ring``. None for
-                as few as make the heads a multiple of that; 1 is Ulysses alone.
-            balance: deal heads that differ in work so that all processes have equally much of it,
-                by what each head computed a step before. Outputs do not change.
-            apart: share the two guidance branches of a step out, where the pipeline calls its
-                transformer once for each (Wan): one half of the processes computes the one, the
-                other half the other, and the above is meant of a half.
+            ring: size of a ring: so many of the N processes hold different tokens and pass keys and
+                values round; N / ``ring`` processes share the heads. None takes the smallest ring
+                for which N / ``ring`` divides the heads; 1 is Ulysses without a ring.
+            balance: deal the heads so that all processes have equally much work, by what each head
+                computed a step before. Outputs do not change.
+            apart: let one half of the processes compute one guidance branch, and the other half
+                the other, where the pipeline calls its transformer once for each (Wan). ``ring``
+                and N then refer to one half.
 
         Raises:
             UnsupportedError: ``torch.distributed`` was not started, the pipeline's transformer
-                cannot be dealt to processes, or runs under context parallelism already.
-            OptionError: ``ring`` does not divide the processes, or ``apart`` asks for an even
-                number of them.
+                cannot run in several processes, or runs under context parallelism already.
+            OptionError: ``ring`` does not divide the number of processes, or ``apart`` was asked
+                for with an odd number of them.
         """
         session = self._session
         if session.halves is not None:
@@ -146,9 +152,9 @@ class SparseHandle:
 
     @property
     def can_be_apart(self) -> bool:
-        """Whether ``parallelize(apart=True)`` can share guidance branches out here.
+        """Whether ``parallelize(apart=True)`` works with this pipeline and number of processes.
 
-        It pays where a run has guidance: without it both halves compute the same.
+        It saves time only in runs with guidance: without it both halves compute the same.
         """
         if process_count() % HALVES:
             return False
@@ -160,20 +166,22 @@ class SparseHandle:
 
     @property
     def apart(self) -> bool:
-        """Whether guidance branches are shared out to processes."""
+        """Whether each half of the processes computes one guidance branch."""
         return self._session.halves is not None
 
     @property
     def ring(self) -> int:
-        """How many processes keys and values travel round; 1 where they do not."""
+        """How many processes pass keys and values round a ring; 1 without a ring."""
         groups = self._session.groups()
         return 1 if groups is None or groups.ring is None else groups.ring.count
 
     def gather_trace(self) -> bool:
-        """Make the trace of the last run that of all heads, where processes have theirs alone.
+        """Complete the trace of the last run with the heads that other processes computed.
 
-        All processes must call it, once after a run; seconds stay this process's. Returns whether
-        it could be done: not where a call of one process became dense by itself.
+        All processes must call it, once after a run. Seconds stay those of this process.
+
+        Returns:
+            False if it could not be done, because a call of one process alone became dense.
         """
         groups, halves = self._session.groups(), self._session.halves
         whole = groups is None or gather_heads(self.trace, groups)
@@ -221,16 +229,16 @@ def sparsify(
     """Make the video self-attention of a diffusers pipeline sparse.
 
     The pipeline keeps working as before: same call, same arguments, any size and length. Options
-    belong to this pipeline alone; others are untouched. What is left open is the family's default
-    (``Defaults`` in ``vidsparse.pipelines.family``; `vidsparse models` prints them).
+    belong to this pipeline alone; others are untouched. An option that is left out has the family's
+    default (``Defaults`` in ``vidsparse.pipelines.family``; `vidsparse models` prints them).
 
     Args:
         pipe: a stock diffusers pipeline of a supported family.
-        method: a name from ``vidsparse.METHODS``, or a method built already; ``fg-attn`` by
-            default, or the preset's.
+        method: a name from ``vidsparse.METHODS``, or a method object. By default the preset's, else
+            the family's own (``fg-attn``).
         preset: a calibrated method, or the file of one (``vidsparse calibrate`` makes them). Its
             transformer's configuration is compared; weights are not, since a loaded pipeline does
-            not say where they are from.
+            not say where they came from.
         order: how video tokens are ordered before tiles are cut; by default the preset's, else the
             method's own (``hilbert`` for foresight), else the family's.
         dense_steps: first denoising steps kept dense (decimal: share rounded up; integer: count).
@@ -240,26 +248,26 @@ def sparsify(
         reuse: steps that a plan serves.
         refresh: steps at which sparse layers compute everything again and keep what their plan
             lacks, for the steps that follow to add (decimal: share rounded up; integer: count; 0:
-            none). Takes ``S * (D + 2)`` bytes for each head, layer and guidance branch.
+            none). Takes ``S * (D + 2)`` bytes for each head, layer and guidance branch; where
+            all of these come to more than 1 GiB on a GPU, about half (4 bits instead of 8).
         implementation: ``auto`` or one of ``vidsparse.kernels.IMPLEMENTATIONS``.
         dense_kernel: what runs dense steps and layers: ``stock`` (the pipeline's own attention),
             ``gluon`` (Hopper), or ``auto``: ``gluon`` where it can run and is faster, unless an
             attention backend was set on the pipeline.
-        check_finite: raise when attention returns NaN or Inf, naming layer and step; every call is
-            waited for. ``generate`` looks at the transformer's output between steps instead, which
-            costs next to nothing.
-        dense_fallback: make a sparse call again densely where it returns NaN or Inf; every call is
-            looked at and waited for. The trace and the report count such calls as dense and say
-            why.
+        check_finite: raise when attention returns NaN or Inf, naming layer and step. The host waits
+            for every call. (``generate`` looks at the transformer's output between steps instead,
+            which costs next to nothing.)
+        dense_fallback: run a sparse call again densely if it returns NaN or Inf. The host waits for
+            every call. The trace and the report count such calls as dense and say why.
         **method_options: the method's own options, such as ``top_p=0.9``.
 
     Returns:
         A handle: what the attention did, and ``remove()`` to make the pipeline stock again.
 
     Raises:
-        UnsupportedError: the pipeline's class is not supported, it is sparse already, it runs
-            under ``enable_parallelism`` and is not Wan's over equal shards (see
-            ``SparseHandle.parallelize``), or its attention processors are not diffusers' own.
+        UnsupportedError: the pipeline's class is not supported; it is sparse already; its attention
+            processors are not diffusers' own; or it runs under ``enable_parallelism``, which is
+            supported for Wan with equal shards alone (use ``SparseHandle.parallelize``).
         OptionError: an option is unknown, or has a value that is not valid; a preset cannot be
             read, or was made for another model, method or order.
     """
@@ -270,8 +278,8 @@ def sparsify(
         preset = preset if isinstance(preset, Preset) else load_preset(preset)
         if isinstance(method, Method):
             raise OptionError(
-                f"{preset.source} brings its own {preset.method}, and a method that is built "
-                f"already was given beside it ({method.name}). Hint: leave one of them out."
+                f"{preset.source} is a preset of {preset.method}, and a method was given as well "
+                f"({method.name}). Hint: leave one of them out."
             )
         if method not in (None, preset.method):
             raise OptionError(
@@ -288,8 +296,8 @@ def sparsify(
     elif method_options and isinstance(method, Method):
         names = ", ".join(sorted(method_options))
         raise OptionError(
-            f"{names} given beside a method that is built already. "
-            "Hint: give the options when building it."
+            f"options ({names}) were given together with a method object. "
+            "Hint: give them when making that object."
         )
 
     if isinstance(method, Method):

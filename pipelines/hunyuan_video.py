@@ -62,7 +62,7 @@ def _plan(transformer: Any) -> Mapping[str, Any] | Packed:
     if getattr(transformer.config, "image_condition_type", None) == "token_replace":
         raise UnsupportedError(
             "HunyuanVideo's image-to-video by token replacement modulates the first frame's tokens "
-            "apart, and cannot be dealt to several processes. Hint: run it in one process."
+            "apart, and cannot run in several processes. Hint: run it in one process."
         )
     return {
         "x_embedder": split_outputs(1, 3),

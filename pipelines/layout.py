@@ -23,9 +23,9 @@ class Layout:
     Args:
         grid: video tokens and the text tokens beside them, padding included.
         valid: the number of real text tokens of each sample, which come first in its text; what
-            follows them is padding that takes no part in attention. Empty where all are real.
-        layers_with_text: how many layers, from the first, have the text in their sequence; None
-            where all have.
+            follows them is padding that takes no part in attention. Empty if all are real.
+        layers_with_text: how many layers, from the first, have the text in their sequence; None if
+            all have.
     """
 
     grid: TokenGrid
@@ -33,7 +33,7 @@ class Layout:
     layers_with_text: int | None = None
 
     def groups(self, batch: int, layer: int = 0) -> list[tuple[slice | list[int], int]]:
-        """Samples with equally much valid text, and how many tokens to cut off their end."""
+        """Samples grouped by their valid text, and how many tokens to cut off each group's end."""
         if self.layers_with_text is not None and layer >= self.layers_with_text:
             return [(slice(0, batch), 0)]
         samples: dict[int, list[int]] = {}
@@ -48,7 +48,10 @@ class Layout:
         return self.grid.text - self.valid[sample] if self.valid else 0
 
     def new_texts(self, stacked: int, known: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Valid text of the samples of each of ``stacked`` branches, where it is not ``known``."""
+        """Text lengths of the samples of each branch that are not in ``known`` yet.
+
+        The batch holds ``stacked`` branches, one after another.
+        """
         count = len(self.valid) // stacked
         halves = (self.valid[i * count : (i + 1) * count] for i in range(stacked))
         return [text for text in dict.fromkeys(halves) if text and text not in known]
@@ -56,16 +59,16 @@ class Layout:
     def calls(
         self, batch: int, site: CallSite, texts: Sequence[tuple[int, ...]]
     ) -> list[tuple[slice | list[int], int, CallSite]]:
-        """The attention calls of a batch: its samples, the tokens to cut off, and where it stands.
+        """The attention calls of a batch: for each its samples, tokens to cut off, and call site.
 
-        Samples run together that have equally much text in every branch of guidance, so that each
-        finds there the plan that it was given here. Branches of one batch whose text differs run
-        apart, the conditional one first, which plans for both.
+        Samples run together if they have equally much text in every branch of guidance, so that
+        each finds in one branch the plan that was made in the other. Branches of one batch whose
+        text differs run apart, the conditional one first, which plans for both.
 
         Args:
-            batch: samples, of all branches that stand in it.
+            batch: samples of all branches in the batch.
             site: the forward's, with its layer.
-            texts: valid text of a branch's samples, for every branch that the run has shown.
+            texts: text lengths of a branch's samples, for every branch seen in the run so far.
         """
         groups = self.groups(batch, site.layer)
         stacked = 1 if batch % site.stacked else site.stacked
@@ -120,11 +123,12 @@ def latent_grid(
 def with_history(
     video: TokenGrid, clean: Tensor | None, coarse: Iterable[Tensor | None], patch: Patch
 ) -> TokenGrid:
-    """The grid of a section of a video, behind frames of the past ``[B, C, T, H, W]``.
+    """The grid of a section of a video that follows frames of the past ``[B, C, T, H, W]``.
 
-    In front of it stand ``coarse`` ones, in patches twice as large each way, then four times; then
-    ``clean`` ones. Clean frames of the video's size are frames of its grid, all others count as
-    text, of which ``video`` has what stands behind it.
+    The sequence holds the ``coarse`` frames (in patches twice as large each way, then four times),
+    then the ``clean`` ones, then the section. Clean frames of the video's size are frames of its
+    grid; all others count as text before it. ``video`` is the section's own grid, with the text
+    behind it.
     """
     lead, scale = 0, 2
     for latent in coarse:

@@ -41,14 +41,14 @@ _ADAPTIVE: Final = re.compile("^norm|modulation$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearFacts:
-    """What became of a pipeline's linear layers.
+    """What ``quantize_linear`` did.
 
     Args:
         format: ``fp8`` or ``int8``.
-        layers: how many are in 8 bits.
-        of: how many the transformers have.
-        bytes_before: of all the transformers' weights.
-        bytes_after: the same now.
+        layers: number of linear layers in 8 bits.
+        of: number of linear layers in the transformers.
+        bytes_before: bytes of all the transformers' weights before.
+        bytes_after: and after.
     """
 
     format: str
@@ -76,22 +76,22 @@ def quantize_linear(
 ) -> LinearFacts:
     """Put the large linear layers of a pipeline's transformers into 8 bits, for good.
 
-    A LoRA must be fused before, or it stays beside in its own format. What is in that format
-    already stays as it is.
+    A LoRA that is not fused before stays separate, in its own format. Layers that are in the format
+    already stay as they are.
 
     Args:
         pipe: a pipeline of a supported class, in the number format that it is to run in.
         linear: ``fp8`` (weights in bf16 only) or ``int8``.
         device: where weights are rounded.
-        rest: where they are left afterwards; ``device`` where None.
-        edges: blocks left as they are at either end.
-        smallest: features that a layer must have on both sides.
+        rest: where they are moved afterwards; None: they stay on ``device``.
+        edges: number of blocks at either end that stay as they are.
+        smallest: least number of features on both sides of a layer that is rounded.
 
     Raises:
         UnsupportedError: the pipeline's class is not supported, torchao is missing, the device
-            cannot do it, or no layer is large enough.
-        OptionError: another format than layers are in already, or one that weights of this type
-            cannot be put into.
+            cannot run such layers, or no layer is large enough.
+        OptionError: layers are in another 8-bit format already, or weights of this dtype cannot be
+            put into the format.
     """
     from vidsparse.pipelines.adapter import transformers_of
     from vidsparse.pipelines.lookup import find_adapter

@@ -97,7 +97,7 @@ class LoadedPipeline:
 
     ``takes_image`` says whether it makes videos from an image or from text alone; ``weights_hash``
     is the SHA-256 over the names and contents of its safetensors files, as they were before linear
-    layers were put into 8 bits, of which ``linear_facts`` tells.
+    layers were put into 8 bits (``linear_facts``).
     """
 
     pipe: Any
@@ -145,7 +145,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:
-    """Where a bundled model or a folder lies; of a hub id, a folder that is not there.
+    """The folder of a bundled model or a given folder; a hub id gives one that does not exist.
 
     Raises:
         ModelError: no folder can have such a name.
@@ -210,7 +210,7 @@ def load(
         model: what ``resolve_model`` takes, or the ``ModelRef`` that it returned.
         device: ``cpu``, ``cuda`` or ``cuda:N``; CUDA where there is any, by default.
         dtype: ``fp32``, ``bf16`` or ``fp16``; bf16 on CUDA and fp32 on the CPU by default. Wan's
-            VAE stays in fp32, as its own instructions have it.
+            VAE stays in fp32, as the model's instructions say.
         offload: ``none``, ``model`` or ``group`` (CUDA only).
         lora: a LoRA file, folder or hub id to put on the transformer.
         compile: compile the transformer's blocks when they first run.
@@ -220,9 +220,9 @@ def load(
 
     Raises:
         ModelError: it is not there, or its files cannot be loaded.
-        OptionError: a device or format that cannot be had, or an image the model does not take.
-        UnsupportedError: LoRA, compilation or 8-bit layers without what they need, or too little
-            GPU memory.
+        OptionError: the device or number format does not exist here, or the model takes no image.
+        UnsupportedError: LoRA, compilation or 8-bit layers lack a package or the hardware they
+            need, or memory is too small.
     """
     began = time.perf_counter()
     device = check_device(device)
@@ -317,9 +317,9 @@ def memory_hint(
     """Turn memory that has run out, a GPU's or this machine's, into a sentence with a hint.
 
     Args:
-        what: did not fit.
-        smaller: what would take less.
-        offloads: whether a part of it could be kept off the GPU.
+        what: what does not fit, in words.
+        smaller: what would need less memory, in words.
+        offloads: whether to hint at ``--offload``.
 
     Raises:
         UnsupportedError: memory ran out.
@@ -463,9 +463,9 @@ def _hub_errors(hub_id: str, *, what: str = "model", option: str = "--model") ->
     """Turn the hub client's errors into a sentence that says what to do.
 
     Args:
-        hub_id: what is fetched.
-        what: it is, in words.
-        option: that takes a path of it instead.
+        hub_id: the repository that is fetched.
+        what: what it holds, in words.
+        option: the flag that takes a local path instead.
     """
     from huggingface_hub import errors
 

@@ -63,8 +63,8 @@ def _plan(transformer: Any) -> Mapping[str, Any]:
     """Split after the patches and the angles, since the forward asks the latent for its size."""
     if transformer.config.num_decoder_layers:
         raise UnsupportedError(
-            "this Motif-Video has blocks that attend to the video twice, and cannot be dealt to "
-            "several processes. Hint: run it in one process."
+            "this Motif-Video has blocks that attend to the video twice, and cannot run in several "
+            "processes. Hint: run it in one process."
         )
     return {
         "x_embedder": split_outputs(1, 3),

@@ -84,7 +84,7 @@ class _Sequence:
         grid = self._grid()
         if grid is None:
             raise UnsupportedError(
-                "a sequence whose video is not known cannot be dealt to several processes. "
+                "a sequence whose token grid is unknown cannot be divided among several processes. "
                 "Hint: run this pipeline in one process."
             )
         return grid

@@ -72,8 +72,8 @@ def own_plan(transformer: Any) -> Mapping[str, Any]:
     plan: Mapping[str, Any] | None = transformer._cp_plan
     if plan is None:
         raise UnsupportedError(
-            f"{type(transformer).__name__} cannot be dealt to several processes: diffusers has no "
-            "plan of context parallelism for it. Hint: run it in one process."
+            f"{type(transformer).__name__} cannot run in several processes: diffusers has no plan "
+            "of context parallelism for it. Hint: run it in one process."
         )
     return plan
 
@@ -179,15 +179,15 @@ def all_processes(heads: int, ring: int | None = None, halves: int = 1) -> Any:
     count, more = divmod(dist.get_world_size(), halves)
     if more:
         raise OptionError(
-            f"two guidance branches cannot be shared out by {dist.get_world_size()} processes. "
-            "Hint: take an even number."
+            f"apart=True needs an even number of processes, got {dist.get_world_size()}. "
+            "Hint: parallelize() without apart."
         )
     if ring is None:
         ring = count // math.gcd(count, heads)
     if type(ring) is not int or ring < 1 or count % ring:
         raise OptionError(
-            f"a ring of {ring!r} cannot be made of {count} processes. "
-            "Hint: take a number that divides them."
+            f"ring must be a whole number that divides the {count} processes, got {ring!r}. "
+            "Hint: leave it out."
         )
     return None if count == 1 else _configured(ring, count // ring, halves)
 
@@ -258,14 +258,14 @@ def _deal_one(
         )
     if isinstance(getattr(transformer, "_cache_config", None), diffusers.FirstBlockCacheConfig):
         raise UnsupportedError(
-            "a first-block cache that is there before parallelize() decides by what a process "
-            "holds of the video, which would be a part: processes would leave out other steps. "
+            "a first-block cache put on before parallelize() would see only one process's part of "
+            "the video, so processes would skip different steps. "
             "Hint: call parallelize() first, and put the StepCache on after it."
         )
     if is_compiled(transformer):
         raise UnsupportedError(
-            "a transformer that is compiled as a whole cannot be dealt to several processes: what "
-            "splits its sequence looks at data. "
+            "a transformer that is compiled as a whole cannot run in several processes: the code "
+            "that splits its sequence depends on data, which compilation does not allow. "
             "Hint: pipe.transformer.compile_repeated_blocks(fullgraph=True)."
         )
     plan = shares.plan(transformer)
@@ -314,19 +314,19 @@ def _exchange_config(config: Any, modules: list[Any]) -> Any:
     for heads in map(heads_of, modules):
         if heads % count:
             raise UnsupportedError(
-                f"the model's sound listens to the video with {heads} heads, which cannot be dealt "
-                f"to {count} processes. Hint: take a number of processes that divides them."
+                f"the sound's attention to the video has {heads} heads, which {count} processes "
+                "cannot share equally. Hint: take a number of processes that divides the heads."
             )
     return _configured(1, count)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Whom this process attends together with.
+    """The processes that this one attends together with.
 
     Args:
-        heads: the process group that shares heads out; None where each process has all.
-        ring: the processes that keys and values travel round; None where each sees all.
+        heads: the process group that shares the heads; None if each process has all of them.
+        ring: the processes that pass keys and values round; None if each sees all.
     """
 
     heads: Any
@@ -334,21 +334,21 @@ class Groups:
 
     @property
     def sharers(self) -> int:
-        """How many share the heads out."""
+        """How many processes share the heads."""
         return 1 if self.heads is None else dist.get_world_size(self.heads)
 
     @property
     def processes(self) -> int:
-        """How many there are."""
+        """How many processes attend together."""
         return self.sharers * (1 if self.ring is None else self.ring.count)
 
     @property
     def place(self) -> int:
-        """This process's among those that share the heads out."""
+        """This process's number among those that share the heads."""
         return 0 if self.heads is None else dist.get_rank(self.heads)
 
     def first_head(self, heads: int) -> int:
-        """The first of a layer's ``heads`` that this process has where they keep their order."""
+        """Number of this process's first head, of ``heads`` that are dealt in their order."""
         return heads // self.sharers * self.place
 
 
@@ -395,17 +395,17 @@ def check_tokens(grid: TokenGrid, config: Any, plan: Mapping[str, Any] | Packed)
         return
     packed = isinstance(plan, Packed)
     if grid.lead and (groups.ring is not None or not packed):
-        among = "in a ring" if packed else "to several processes"
+        among = "in a ring" if packed else "among several processes"
         other = "share all heads out" if packed else "run this pipeline in one process"
         raise UnsupportedError(
-            f"tokens on both sides of the video cannot be dealt {among}. Hint: {other}."
+            f"text on both sides of the video cannot be divided {among}. Hint: {other}."
         )
     count = groups.processes
     tokens = grid.tokens - grid.text
     if tokens % count:
         raise UnsupportedError(
-            f"{tokens} tokens cannot be dealt to {count} processes in equal shares. "
-            "Hint: take a size or length whose tokens, or a number of processes that divides them."
+            f"{count} processes cannot share {tokens} video tokens equally. Hint: change the "
+            "video's size or length, or take a number of processes that divides the tokens."
         )
 
 
@@ -430,7 +430,7 @@ def exchanged(
     together = (q.shape[1] - text) * groups.processes + text
     if grid is None or together != grid.tokens:
         raise UnsupportedError(
-            f"the processes hold {together} tokens together, which is not the video's grid. "
+            f"the processes hold {together} tokens together, which do not fit the video's grid. "
             "Hint: split the sequence by the model's own plan."
         )
     if group is None:

@@ -55,17 +55,18 @@ def step_count(scheduler: Any) -> int:
 
 
 def _step_of_frames(pipe: Any, told: Tensor, timesteps: Any) -> int:
-    """The step that all frames are at which are denoised; ``told`` has 0 for the others.
+    """The step of all frames that are being denoised; ``told`` is 0 for the other frames.
 
-    By diffusion forcing every frame has a copy of the scheduler, and the pipeline's counts nothing.
+    With diffusion forcing every frame has a copy of the scheduler, and the pipeline's own counts
+    no steps.
 
     Raises:
-        UnsupportedError: frames are denoised at several steps.
+        UnsupportedError: frames are at different steps.
     """
     place = _place(timesteps, told[told > 0], alike=True)
     if place is None or pipe.num_timesteps > len(timesteps):
         raise UnsupportedError(
-            "frames that are each at a step of their own cannot be sparse. "
+            "sparse attention needs all frames at the same denoising step. "
             "Hint: leave ar_step at 0, or remove() the handle to run densely."
         )
     return place

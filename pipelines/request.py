@@ -51,22 +51,22 @@ class GenerateRequest:
 
     ``None`` leaves a setting to the model (``order``, ``dense_steps``, ``dense_layers``,
     ``dense_last_layers``, ``reuse``, ``refresh``, ``steps``, ``frames``, ``width``, ``height``,
-    ``fps``, ``guidance``) or to the machine (``device``, ``dtype``); ``resolve`` fills it in, the
-    method's options that are not given, ``linear`` and ``cache`` with ``none``.
+    ``fps``, ``guidance``) or to the machine (``device``, ``dtype``). ``resolve`` fills these in,
+    and the method's options that are left out. ``linear`` and ``cache`` become the speed's, or
+    ``none``.
 
     Args:
         prompt: what to show, at most 10,000 characters.
         negative_prompt: what to avoid; used when guidance is on.
         image: file of the video's first frame, for image-to-video.
         last_image: file of its last frame, where the model takes one.
-        keyframes: files of frames between them by their numbers, counted from 0, where the model
-            takes some.
+        keyframes: files of frames between them, by frame number from 0, where the model takes some.
         model: a bundled model's name, a diffusers folder, or a hub id.
         method: a name from ``vidsparse.METHODS``; ``dense`` skips nothing. Left empty it becomes
             the preset's, the model's own, or the one whose options are given.
-        method_options: the method's own numbers.
-        preset: file of a calibrated method; it says the method, its numbers, the order, and frames
-            and size where those are left open.
+        method_options: the method's own options.
+        preset: file of a calibrated method. It sets the method, its numbers, the order and the
+            schedule, and frames and size if they are left open.
         order: how video tokens are ordered.
         dense_steps: first steps kept dense (decimal: share rounded up; integer: count).
         dense_last_steps: last steps kept dense.
@@ -85,14 +85,15 @@ class GenerateRequest:
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``fp32``, ``bf16`` or ``fp16``; the VAE stays in fp32.
         offload: ``none``, ``model`` or ``group``.
-        compile: compile the transformer's blocks with ``torch.compile``; left open it is the
-            speed's, or False.
+        compile: compile the transformer's blocks with ``torch.compile``; None is the speed's, or
+            False.
         linear: number format of the transformers' large linear layers: ``none`` (the model's own),
             ``fp8`` or ``int8``.
-        speed: a bundle of what is left open: ``exact``, ``high``, ``balanced`` or ``fast``.
+        speed: a bundle of settings for what is left open: ``exact``, ``high``, ``balanced`` or
+            ``fast``.
         cache: diffusers' step cache: ``none``, ``first-block`` or ``taylorseer``.
-        cache_threshold: what the cache goes by: the change of the first block's residual below
-            which ``first-block`` leaves the others out; of how many steps ``taylorseer`` runs one.
+        cache_threshold: with ``first-block`` the change of the first block's residual below which
+            the other blocks are left out; with ``taylorseer`` N, to run one of N steps.
         lora: a LoRA file, folder or hub id.
         implementation: ``auto`` or the kernel implementation to insist on.
         dense_kernel: what runs dense attention: ``stock``, ``gluon`` or ``auto``, the faster.
@@ -153,7 +154,10 @@ class GenerateRequest:
         if self.last_image is not None and self.image is None:
             raise OptionError("last_image needs image, the first frame. Hint: give both.")
         if any(type(at) is not int for at in self.keyframes):
-            raise OptionError("keyframes must be files by whole numbers of frames")
+            raise OptionError(
+                "keyframes must map whole frame numbers to files, "
+                f"got {f'{dict(self.keyframes)}'[:60]}. Hint: {{41: 'middle.png'}}."
+            )
         if self.keyframes and self.image is None:
             raise OptionError("keyframes need image, the first frame. Hint: give both.")
         for path in self.images().values():
@@ -221,10 +225,10 @@ class GenerateRequest:
 def own_method(model: str, speed: str | None, options: Collection[str]) -> str:
     """The method of a request that names none.
 
-    It is ``dense`` at the speed ``exact``, at another what that runs on the model, and without one
-    what the model's card says, or ``fg-attn`` where there is no card or the model is not on this
-    machine. Where options are given that this method does not have, it is the one that would run
-    without the speed if that has them, or else the only other one that has.
+    It is ``dense`` at the speed ``exact``, and at another speed the method of that speed on the
+    model. Without a speed it is the one of the model's card, or ``fg-attn`` if there is no card or
+    the model is not on this machine. If options are given that this method does not have, it is the
+    method that would run without the speed, if that has them, or else the only one that has them.
 
     Raises:
         ModelError: the model's card cannot be read.
@@ -276,10 +280,10 @@ def check_ready(request: GenerateRequest, defaults: Defaults) -> None:
 
 
 def _own_preset(request: GenerateRequest, defaults: Defaults) -> str | None:
-    """The preset that comes with the model, where it fits what the request says; else None.
+    """The preset that comes with the model if it fits the request, else None.
 
-    It does not where the request names a speed, which has settings of its own, or a LoRA, or
-    changes what the numbers were found with.
+    It does not fit if the request names a speed, which has settings of its own, or a LoRA, or
+    changes a setting that the numbers were found with.
     """
     from vidsparse.methods import METHODS
     from vidsparse.presets import load_preset
@@ -307,13 +311,12 @@ def resolve(
 ) -> GenerateRequest:
     """Fill in what the request leaves open, and check it against the model's units.
 
-    Calibrated numbers that come with the model are taken where they fit the request, unless they
-    are not wanted (``own_presets``). A size left open follows the shape of the image, where there
-    is one, at the model's area.
+    A preset that comes with the model is used if it fits the request; ``own_presets=False`` turns
+    that off. A size left open has the model's area, and the shape of the image if there is one.
 
     Raises:
-        OptionError: frames or size that the model cannot make, or a device that is not there.
-        UnsupportedError: linear layers cannot run in the format asked for here.
+        OptionError: the model cannot make such frames or size, or the device does not exist.
+        UnsupportedError: this machine cannot run linear layers in the format asked for.
     """
     from vidsparse.methods import make_method
     from vidsparse.presets import load_preset
@@ -363,7 +366,7 @@ def resolve(
 def _bundled(
     request: GenerateRequest, defaults: Defaults, steps: int, device: str, dtype: str
 ) -> dict[str, Any]:
-    """What the request's speed says of what it leaves open, and what is so without a speed."""
+    """The settings of the request's speed, or the plain ones, under what the request gives."""
     found: dict[str, Any] = {
         "linear": "none", "compile": False, "cache": "none", "schedule": {}, "method_options": {},
     }  # fmt: skip
@@ -454,7 +457,7 @@ def _check_prompt(name: str, text: object) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise OptionError(
-            f"{name} holds what is no Unicode text, at character {error.start + 1}. "
+            f"{name} is not valid Unicode text at character {error.start + 1}. "
             "Hint: give it in UTF-8."
         ) from None
 
@@ -512,14 +515,19 @@ def _check_keyframes(request: GenerateRequest, frames: int, defaults: Defaults) 
     for at in request.keyframes:
         if at % factor != 1 or not 0 < at <= last:
             if last < 1:
-                raise OptionError(f"a video of {frames} frames has no room for keyframes")
+                raise OptionError(
+                    f"a video of {frames} frames has no room for keyframes. "
+                    "Hint: ask for more frames, or leave keyframes out."
+                )
             nearest = min(max(0, round((at - 1) / factor)) * factor + 1, last)
             raise OptionError(
                 f"keyframes of {defaults.family} must be {factor}k+1, counted from 0, and at most "
                 f"{last} in {frames} frames, got {at}. Hint: use {nearest}."
             )
         if at == last and request.last_image is not None:
-            raise OptionError(f"keyframe {at} is where last_image stands. Hint: leave one out.")
+            raise OptionError(
+                f"keyframe {at} and last_image are the same frame. Hint: leave one out."
+            )
 
 
 def _check_size(name: str, pixels: int, defaults: Defaults) -> None:

@@ -210,8 +210,8 @@ class Session:
         check_apart(self._living(), self.adapter.shares.apart)
         if any(engine.dense_fallback for engine in self.engines):
             raise UnsupportedError(
-                "dense_fallback does not work where guidance branches are shared out to "
-                "processes, which plan together. Hint: leave one of them out."
+                "dense_fallback does not work with apart=True, where processes plan together. "
+                "Hint: leave one of them out."
             )
 
     def split_branches(self) -> None:
@@ -457,7 +457,7 @@ class Session:
             return self._attend_whole(q, k, v, part, layer, mask=mask)
         if mask is not None:
             raise UnsupportedError(
-                "attention with a mask cannot be dealt to several processes. "
+                "attention with a mask cannot run in several processes. "
                 "Hint: run this pipeline in one process."
             )
         if wants_gradient(q, k, v):

@@ -46,13 +46,13 @@ _LESS: Final = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bundle:
-    """What a speed stands for on one model and one machine.
+    """The settings of a speed on one model and one machine.
 
     Args:
         speed: its name.
         method: ``dense``, the model's own or ``foresight``.
-        method_options: of that method, beside the model's own.
-        schedule: dense steps and the like, beside the model's own.
+        method_options: options of that method that differ from the model's.
+        schedule: dense steps and refreshes that differ from the model's.
         linear: number format of the large linear layers.
         compile: whether blocks are compiled.
         cache: step cache.
@@ -159,7 +159,7 @@ def speed_reaching(psnr: float, model: str, defaults: Defaults) -> str:
             return speed
     nearest = max(known, key=lambda speed: known[speed], default=None)
     why = (
-        f"no speed was measured on {model}, so that none can be chosen for {psnr:g} dB"
+        f"no speed was measured on {model}, so none can be chosen for {psnr:g} dB"
         if nearest is None
         else f"no speed was measured to give {psnr:g} dB on {model}; {nearest} is nearest with "
         f"{known[nearest]:.1f}"

@@ -71,13 +71,13 @@ def _unstartable(path: str, error: OSError) -> UnsupportedError:
 
 @dataclass(frozen=True, kw_only=True)
 class Sound:
-    """What is heard beside a video: ``samples`` float32 ``[C, N]`` within -1 and 1, ``rate`` Hz."""
+    """Sound of a video: ``samples`` float32 ``[C, N]`` between -1 and 1, ``rate`` in Hz."""
 
     samples: NDArray[np.float32]
     rate: int
 
     def facts(self) -> dict[str, float | int]:
-        """What a record says of it."""
+        """Its facts as JSON values, for a record."""
         channels, samples = self.samples.shape
         return {"rate": self.rate, "channels": channels, "seconds": samples / self.rate}
 
@@ -98,11 +98,11 @@ def write_video(
     The file appears whole or not at all: it is written beside its place under a hidden name, read
     back, put on the disk and only then moved to its place; what was there before stays until then.
     Odd sizes gain one row or column, since the format halves the colour planes. ``check`` is called
-    before every frame; what it raises ends the writing, and no file stays. ``rate_factor`` is
-    x264's: 14 looks like the frames, more is smaller and looks it.
+    before every frame; if it raises, writing ends and no file stays. ``rate_factor`` is x264's: 14
+    looks like the frames, larger numbers make smaller files that look worse.
 
     Raises:
-        OptionError: frames or samples of another shape or type, or a rate that is not positive.
+        OptionError: frames or samples have another shape or dtype, or a rate is not positive.
         FolderError: the folder is gone or cannot be written to, or the disk is full.
         OutputError: the encoder failed, or the file does not hold these frames.
         UnsupportedError: there is no encoder.

@@ -184,7 +184,7 @@ def test_rings_and_heads_left_in_order_are_not_fitted() -> None:
     assert fit([LARGE, ring, in_order, apart], 2).videos.keys() == {key_of(LARGE)}
     with pytest.raises(OptionError, match="bench gpus --gpus 2"):
         fit([ring, in_order], 2)
-    with pytest.raises(OptionError, match="at most 2 GPUs"):
+    with pytest.raises(OptionError, match="no row of 2 GPUs or fewer"):
         fit([made_up(4)], 2)
 
 

@@ -146,7 +146,7 @@ def test_what_a_preset_settles_is_not_given_beside_it(sparge: Path) -> None:
         ({"method": "fg-attn"}, "is for spargeattn, not for fg-attn"),
         ({"order": "hilbert"}, "in rowmajor order, not in hilbert"),
         ({"frames": 13}, "calibrated on 9 frames of 64x64, not on 13"),
-        ({"method_options": {"tau": 0.5}}, "tau is settled"),
+        ({"method_options": {"tau": 0.5}}, "sets tau"),
     ):
         with pytest.raises(vidsparse.OptionError, match=message):
             GenerateRequest(prompt="", preset=str(sparge), **given)
@@ -454,7 +454,7 @@ def test_a_preset_that_does_not_fit_ends_with_2(
     for args, message in (
         ((f"{sparge}-not-there",), "there is no preset file"),
         ((str(sparge), "--method", "fg-attn"), "is for spargeattn, not for fg-attn"),
-        ((str(sparge), "--tau", "0.5"), "tau is settled"),
+        ((str(sparge), "--tau", "0.5"), "sets tau (a number for each head), got 0.5"),
         ((str(sparge), "--size", "32x32"), "calibrated on 9 frames of 64x64"),
     ):
         result = invoke(*base, *args)

@@ -147,7 +147,7 @@ def test_pipelines_that_attend_otherwise_are_refused_with_the_reason(name: str) 
     ("asked", "reason"),
     [
         ({"causal_block_size": 3}, "not in causal blocks"),
-        ({"ar_step": 1}, "frames that are each at a step of their own"),
+        ({"ar_step": 1}, "needs all frames at the same denoising step"),
     ],
 )
 def test_skyreels_frames_that_do_not_go_together_are_refused(

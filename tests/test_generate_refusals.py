@@ -28,7 +28,7 @@ def out(tmp_path: Path) -> Path:
 
 def test_a_negative_prompt_that_is_no_text_is_refused(generate: Run, out: Path) -> None:
     # how Python hands over a byte of the command line that is no UTF-8.
-    _assert_refused(generate("--negative-prompt", "grey\udcff"), out, "no Unicode text")
+    _assert_refused(generate("--negative-prompt", "grey\udcff"), out, "not valid Unicode text at")
 
 
 def test_a_second_run_in_one_folder_is_refused(generate: Run, machine: Machine, out: Path) -> None:

@@ -146,7 +146,7 @@ def test_keyframes_from_the_command_line_and_the_sound_beside_them(
         ({"keyframes": {0: ""}}, "got 0. Hint: use 1"),
         ({"keyframes": {25: ""}}, "at most 17 in 25 frames, got 25. Hint: use 17"),
         ({"keyframes": {1: ""}, "frames": 1}, "1 frames has no room for keyframes"),
-        ({"keyframes": {17: ""}, "last_image": ""}, "17 is where last_image stands"),
+        ({"keyframes": {17: ""}, "last_image": ""}, "17 and last_image are the same frame"),
     ],
 )
 def test_keyframes_stand_where_a_frame_of_the_latent_begins(
@@ -164,7 +164,7 @@ def test_keyframes_that_cannot_be(
 ) -> None:
     with pytest.raises(OptionError, match="keyframes need image"):
         a_request(keyframes={9: image})
-    with pytest.raises(OptionError, match="by whole numbers of frames"):
+    with pytest.raises(OptionError, match="must map whole frame numbers to files"):
         a_request(image=image, keyframes={"9": image})
     with pytest.raises(OptionError, match="there is no image file"):
         a_request(image=image, keyframes={9: str(tmp_path / "missing.png")})

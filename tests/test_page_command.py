@@ -91,7 +91,7 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(
         command = ["ui", "--port", str(port), "--out", str(tmp_path / "o"), *options]
         done = CliRunner().invoke(main, command)
     assert done.exit_code == 2
-    assert f"port {port} cannot be had: address already in use. Hint: give another" in done.stderr
+    assert f"port {port} cannot be used: address already in use. Hint: give another" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "o").exists()
 

@@ -15,7 +15,7 @@ import torch
 
 import vidsparse
 from vidsparse.grid import TokenGrid
-from vidsparse.methods import Numbers, SpargeAttn, SparseMethod
+from vidsparse.methods import FgAttn, Numbers, SpargeAttn, SparseMethod
 from vidsparse.presets import SCHEMA, Preset, load_preset, preset_files
 from vidsparse.site import CallSite
 
@@ -98,6 +98,12 @@ def test_options_that_the_numbers_settle_cannot_be_changed() -> None:
         a_preset().make_method(tile="64x64")
     # the same value is no change.
     assert a_preset().make_method(tile="128x64") == SpargeAttn()
+
+
+def test_a_preset_of_a_method_without_free_options_says_what_it_sets() -> None:
+    preset = a_preset(method="fg-attn", options=FgAttn().options(), tables={})
+    with pytest.raises(vidsparse.OptionError, match=r"sets top_p \(0.9\), got 0.5.*again\.$"):
+        preset.make_method(top_p=0.5)
 
 
 def test_a_method_without_numbers_takes_none() -> None:

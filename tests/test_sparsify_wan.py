@@ -249,7 +249,7 @@ def test_somebodys_own_processor_is_refused() -> None:
 
 
 def test_options_beside_a_built_method_are_refused() -> None:
-    with pytest.raises(OptionError, match="top_p given beside a method"):
+    with pytest.raises(OptionError, match=r"options \(top_p\) were given together"):
         sparsify(tiny_wan(), make_method("fg-attn"), top_p=0.5)
 
 

@@ -92,9 +92,10 @@ class Preset:
             if name not in free and value != self.options[name]:
                 per_head = name in self.tables
                 settled = "a number for each head" if per_head else self.options[name]
+                others = f"; only {listed(free)} can be changed" if free else ""
                 raise OptionError(
                     f"{self.source} sets {name} ({settled}), got {value}. Hint: leave it out or "
-                    f"calibrate again; only {listed(free)} can be changed."
+                    f"calibrate again{others}."
                 )
         assert isinstance(given, SparseMethod)
         numbers = Numbers(self.tables, self.grid, self.edges, self.source)

@@ -87,7 +87,7 @@ def check_port(port: int | None, *, listen: bool) -> None:
             probe.bind(("0.0.0.0" if listen else "127.0.0.1", port))
         except OSError as error:
             raise OptionError(
-                f"port {port} cannot be had: {(error.strerror or 'unknown').lower()}. "
+                f"port {port} cannot be used: {(error.strerror or 'unknown').lower()}. "
                 "Hint: give another --port, or none for the first free one from 7860."
             ) from None
 

@@ -117,9 +117,9 @@ Gate = RelativeGate | AbsoluteGate
 
 def _check_piece(rows: int, keys: int) -> None:
     if rows not in PIECE_ROWS or keys not in PIECE_KEYS:
+        wanted = (" or ".join(map(str, sizes)) for sizes in (PIECE_ROWS, PIECE_KEYS))
         raise ValueError(
-            f"a gate's pieces must have {PIECE_ROWS} rows and {PIECE_KEYS} keys (one of each), "
-            f"got {rows} rows and {keys} keys."
+            f"a gate's pieces must have {' rows and '.join(wanted)} keys, got {rows} and {keys}."
         )
 
 
