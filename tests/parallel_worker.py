@@ -16,6 +16,8 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from vidsparse.pipelines.adapter import SparseProcessor
 from vidsparse.pipelines.caching import StepCache
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.exchange import Dealing, bring_to_tokens, send_to_heads
+from vidsparse.trace import Trace
 
 # the first stage of a pyramid is a quarter as high and as wide.
 JOINT = ("hunyuan-", "cogvideox", "mochi-", "motif-", "helios-pyramid")
@@ -75,11 +78,16 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 device = "cpu"
+# built once, before processes are forked: the first of each name that they ask for.
+_BUILT: dict[str, Any] = {}
 
 
 def tiny(name: str) -> Any:
     """The variant ``name``, where it is computed."""
-    return TINY[name].build().to(device)
+    pipe = _BUILT.pop(name) if name in _BUILT else TINY[name].build()
+    # some hosts draw noise without a generator.
+    torch.manual_seed(0)
+    return pipe.to(device)
 
 
 def video(name: str, pipe: Any, *, large: bool = False, guidance: float = 3.0) -> torch.Tensor:
@@ -151,6 +159,36 @@ def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
             }
     handle.remove()
     return found
+
+
+@dataclass
+class Alone:
+    """What one process makes: a video, the sound beside it, the trace and the share computed."""
+
+    video: torch.Tensor
+    sound: torch.Tensor
+    trace: Trace
+    computed: float | None
+
+
+# by family, method, size and guidance: cases share them.
+_ALONE: dict[tuple[Any, ...], Alone] = {}
+
+
+def alone(pipe: Any, name: str, kind: str, sounds: list[torch.Tensor], **how: Any) -> Alone:
+    """What ``pipe`` makes in one process, or what one like it made for another case."""
+    key = (name, kind, *how.items())
+    if key not in _ALONE:
+        with sparsify(pipe, **METHODS[kind]) as handle:
+            expected = video(name, pipe, **how)
+            _ALONE[key] = Alone(expected, sounds[-1], handle.trace, handle.summary().computed)
+    return _ALONE[key]
+
+
+@cache
+def stock(name: str) -> torch.Tensor:
+    """What a pipeline makes that nobody has touched."""
+    return video(name, tiny(name))
 
 
 def lost(name: str, expected: torch.Tensor) -> float:
@@ -290,18 +328,17 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     pipe = tiny(name)
     # a ring of all processes, or of half as many.
     half = dist.get_world_size() // 2
-    ring = {"ring": 2 * half, "both": half, "apart-ring": half}.get(when)
-    large = ring is not None or when == "host-ring"
+    rings = {"ring": 2 * half, "ring-refused": 2 * half, "both": half, "apart-ring": half}
+    ring = rings.get(when)
+    large = when == "host-ring" or (ring is not None and not when.endswith("refused"))
     # of a small video both branches have the same plans.
     large = large or (when.startswith("apart") and kind != "sparse")
     guidance = 1.0 if when == "apart-unguided" else 3.0
     sounds: list[torch.Tensor] = []
     heard = pipe.transformer.register_forward_hook(lambda *said: sounds.append(sound_of(said[2])))
-    if is_first():
-        with sparsify(pipe, **options) as alone:
-            expected = video(name, pipe, large=large, guidance=guidance)
-            sound_alone = sounds[-1]
-            computed_alone = alone.summary().computed
+    single = None
+    if is_first() and when != "cached" and not when.endswith("refused"):
+        single = alone(pipe, name, kind, sounds, large=large, guidance=guidance)
     if when in ("host-after", "host-ring"):
         enable(pipe, ring=when == "host-ring")
     if when.endswith("compiled"):
@@ -349,35 +386,35 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
     refused = second_thoughts(pipe, handle) if again else []
     handle.remove()
     stock_error = 0.0
-    stock = kind == "sparse" and not large
+    is_stock = kind == "sparse" and not large
     # what the host was asked for is its own, and stays.
-    if stock and (is_first() or when.startswith("host")):
+    if is_stock and (is_first() or when.startswith("host")):
         left = video(name, pipe)
-    if not is_first():
+    if single is None:
         return {}
-    assert handle.trace.cells[0].pairs == alone.trace.cells[0].pairs
+    assert handle.trace.cells[0].pairs == single.trace.cells[0].pairs
     kinds = [
-        [(cell.step, cell.layer, cell.branch, cell.action) for cell in one.trace.cells]
-        for one in (handle, alone)
+        [(cell.step, cell.layer, cell.branch, cell.action) for cell in trace.cells]
+        for trace in (handle.trace, single.trace)
     ]
-    if stock:
-        stock_error = float((left - video(name, tiny(name))).abs().max())
+    if is_stock:
+        stock_error = float((left - stock(name)).abs().max())
     # a run begins with noise, which some schedulers make large.
     noise = 4 * float(getattr(pipe.scheduler, "sigmas", torch.ones(1)).max())
     return {
-        "error": float((actual - expected).abs().max()),
-        "largest": max(noise, float(expected.abs().max())),
-        "sound_error": float((sounds[-1] - sound_alone).abs().max()),
-        "loudest": float(sound_alone.abs().max()),
-        "lost": lost(name, expected) if kind == "refreshed" else 0.0,
+        "error": float((actual - single.video).abs().max()),
+        "largest": max(noise, float(single.video.abs().max())),
+        "sound_error": float((sounds[-1] - single.sound).abs().max()),
+        "loudest": float(single.sound.abs().max()),
+        "lost": lost(name, single.video) if kind == "refreshed" else 0.0,
         "rounding": rounding(name) if ring is not None else 0.0,
         "notes": notes,
         "tokens": max(seen, default=0),
         "computed": 1.0 if computed is None else float(computed),
-        "alone": 1.0 if computed_alone is None else float(computed_alone),
+        "alone": 1.0 if single.computed is None else float(single.computed),
         "stock_error": stock_error,
         "calls": calls,
-        "calls_alone": len(alone.trace.cells),
+        "calls_alone": len(single.trace.cells),
         "same_calls": kinds[0] == kinds[1],
         "refused": refused,
         "compiled": counters["stats"]["unique_graphs"] - compiled_before,
@@ -460,13 +497,16 @@ def main() -> int:
     compute_on(on)
     # as conftest.py does for tests.
     gc.set_threshold(10_000, 20, 20)
-    gc.freeze()
     groups: list[tuple[int, list[str]]] = []
     for word in words:
         if word.isdecimal():
             groups.append((int(word), []))
         else:
             groups[-1][1].append(word)
+    if device == "cpu":
+        names = dict.fromkeys(case.split("/")[0] for _, cases in groups for case in cases)
+        _BUILT.update({name: TINY[name].build() for name in names if name in TINY})
+    gc.freeze()
     return 0 if all(together(count, cases, Path(out)) for count, cases in groups) else 1
 
 

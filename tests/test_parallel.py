@@ -112,7 +112,7 @@ APART = [
 COMPILED = ["wan/fine/compiled", "cosmos3/fine/compiled", "wan/fine/apart-compiled"]
 BY_HOST = [f"{name}/sparse/host-refused" for name in ("hunyuan", "ltx2", "helios")]
 EXCHANGE = "exchange/of/heads"
-NO_RING = "cosmos3/fine/ring"
+NO_RING = "cosmos3/fine/ring-refused"
 # of which text is encoded by the pipeline, so that all of it follows to a GPU.
 ON_GPUS = ("wan", "wan-two-experts", "wan-vace", "chronoedit", "hunyuan", "skyreels-v2")
 # what is heard beside the video.
@@ -127,7 +127,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What two processes found, all cases by one pair of them."""
     out = tmp_path_factory.mktemp("parallel") / "found.json"
-    refused = [f"{name}/sparse/parallelize" for name in REFUSED]
+    refused = [f"{name}/sparse/refused" for name in REFUSED]
     balanced = {n: [one[:-2] for one in BALANCED if one.endswith(n)] for n in ("2", "4")}
     two = [
         *CASES,
@@ -365,7 +365,7 @@ def test_a_cache_that_decides_by_a_part_of_the_video_is_refused(
 def test_what_cannot_be_dealt_is_refused_in_a_sentence(
     found: dict[str, dict[str, Any]], name: str
 ) -> None:
-    assert REFUSED[name] in found[f"{name}/sparse/parallelize"]["refused"]
+    assert REFUSED[name] in found[f"{name}/sparse/refused"]["refused"]
 
 
 @pytest.mark.parametrize("case", BY_HOST)
