@@ -164,7 +164,7 @@ def sparse(name: str, **options: Any) -> SparseMethod:
     return method
 
 
-@pytest.mark.parametrize("one", MEASURED, ids=lambda one: f"{one.device} {one.method} {one.tile}")
+@pytest.mark.parametrize("one", MEASURED, ids=lambda one: f"{one.device} {one.method} {one.tokens}")
 def test_every_cost_is_that_of_a_row(one: Any) -> None:
     document = json.loads((ROOT / one.file).read_text("utf-8"))
     assert one.hardware in str(document["hardware"])

@@ -75,6 +75,26 @@ def _h200(
     )
 
 
+def _cpu(
+    method: str, tile: str, options: Mapping[str, object], short: float, long: float
+) -> tuple[Measured, ...]:
+    """What it was at 2,304 and at 7,488 tokens."""
+    return tuple(
+        Measured(
+            device="cpu",
+            hardware="x86_64 CPU, 2 threads",
+            method=method,
+            tile=tile,
+            options=options,
+            tokens=tokens,
+            dtype="fp32",
+            share=share,
+            file="docs/benchmarks/masks-cpu.json",
+        )
+        for tokens, share in ((2304, short), (7488, long))
+    )
+
+
 MEASURED: Final[tuple[Measured, ...]] = (
     _h200("fg-attn", "16x16", _WINDOWS, 0.0287, "attention-h200.json"),
     _h200("spargeattn", "128x64", _WINDOWS, 0.0147),
@@ -83,6 +103,15 @@ MEASURED: Final[tuple[Measured, ...]] = (
     _h200("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 16}, 0.0350),
     _h200("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 64}, 0.0175),
     _h200("sale", "64x32", _SALE, 0.2412),
+    *_cpu("fg-attn", "16x16", _WINDOWS, 0.1865, 0.0911),
+    *_cpu("spargeattn", "128x64", _WINDOWS, 0.0445, 0.0196),
+    *_cpu("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 4}, 0.2104, 0.2780),
+    *_cpu("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 8}, 0.1187, 0.0864),
+    *_cpu("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 16}, 0.0968, 0.0395),
+    *_cpu("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 64}, 0.0537, 0.0206),
+    *_cpu("sale", "64x32", _SALE, 2.4371, 1.5159),
+    *_cpu("sol-attn", "64x64", {"merge": "consecutive"}, 0.0402, 0.0116),
+    *_cpu("foresight", "128x16", {}, 0.3048, 0.1340),
 )
 """Every share that is known."""
 
