@@ -16,6 +16,8 @@ SCHEMES = ("light", "dark")
 
 # so many steps of so large a video that it runs for as long as it is looked at.
 _LONG = {"Steps": 400, "Frames (4k+1)": 17, "Width": 128, "Height": 128}
+# milliseconds after which a press of Cancel is one of its own, and some to spare.
+DOUBLE_CLICK = 700
 _DRAWN = "() => [...document.images].every((image) => image.complete || image.loading === 'lazy')"
 _SEEN = "(away) => document.querySelector('vs-fold')?.fold(away)"
 # in the place of another visit, with the settings that are there; at once, not by a transition.
@@ -101,6 +103,8 @@ def _called_off(visitor: Visitor, tab: str, jobs: int = 1) -> None:
         page.click(f"#cancel-{tab}")
         if left:
             playwright.expect(page.locator(status)).not_to_have_attribute("data-job", job)
+            # sooner, the next press would be the second of a double click.
+            page.wait_for_timeout(DOUBLE_CLICK)
     playwright.expect(page.locator(f"#cancel-{tab}")).to_be_disabled()
     visitor.see(f"#{tab}-status", "Cancelled")
 
