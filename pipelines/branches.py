@@ -316,9 +316,11 @@ class Halves:
         start = trace.cells[0].step
         for cell in trace.cells:
             handed = _serves_both(engine, engine.method, start, cell.step)
-            if handed and cell.branch == self._branches[1] and cell.action == Action.REPLAN:
-                # as one process calls it.
-                cell.action, cell.selection = Action.REUSE.value, None
+            if handed and cell.branch == self._branches[1]:
+                # as one process calls it, and counts it.
+                cell.made_plan, cell.selection = False, None
+                if cell.action == Action.REPLAN:
+                    cell.action = Action.REUSE.value
         return True
 
 

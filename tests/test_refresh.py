@@ -20,6 +20,7 @@ from vidsparse.engine import AttentionEngine
 from vidsparse.methods import make_method
 from vidsparse.remainder import Keeping, Remainder, choose_keeping, likeness
 from vidsparse.schedule import Action, Schedule
+from vidsparse.work import SelectionCost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -451,6 +452,27 @@ def test_work_counts_a_refresh_whole_and_the_plan_beside_it() -> None:
         0,
         *engine.schedule.refresh_steps(STEPS),
     ]
+
+
+@pytest.mark.parametrize("plans", ["shared", "own"])
+def test_a_refresh_by_the_other_branch_s_plan_chose_nothing(
+    monkeypatch: pytest.MonkeyPatch, plans: str
+) -> None:
+    cost = SelectionCost(0.2, "a file of rows")
+    monkeypatch.setattr("vidsparse.engine.selection_cost", lambda *call: cost)
+    engine = engine_of(plans=plans)
+    engine.begin_run(STEPS)
+    branches = ("conditional", "unconditional")
+    for step in range(STEPS):
+        for number, branch in enumerate(branches):
+            engine.attend(*operands(number), site(step, branch=branch))
+    made = dict.fromkeys(branches, 0)
+    for cell in engine.trace.cells:
+        made[cell.branch] += cell.made_plan
+    assert made == {"conditional": 3, "unconditional": 0 if plans == "shared" else 3}
+    work = engine.trace.summary().work
+    assert work is not None
+    assert work.selection == pytest.approx(0.2 * sum(made.values()) / (2 * STEPS))
 
 
 @pytest.mark.gpu

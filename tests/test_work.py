@@ -105,6 +105,7 @@ def trace_of(costs: list[tuple[str, SelectionCost | None]]) -> Trace:
     trace = Trace([Cell(0, 0, "conditional", "dense", "dense", 10)])
     for step, (action, cost) in enumerate(costs, 1):
         cell = Cell(step, 0, "conditional", action, "torch", 10, half, half, selection=cost)
+        cell.made_plan = action != "reuse"
         trace.cells.append(cell)
     return trace
 

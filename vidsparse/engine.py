@@ -368,7 +368,7 @@ class AttentionEngine:
             plan, tiles = plan_stretch(
                 ring, deal, (q, k, v), site, method, self.order, route, self.planner
             )
-            cell.selection = self._selection_cost(q, grid.tokens)
+            cell.made_plan, cell.selection = True, self._selection_cost(q, grid.tokens)
             plan = self._keep(plan, site, cell, key, tiles)
         cell.selected, cell.computed = plan.selected, share_with_means(plan, method.means)
         return attend_in_ring(ring, deal, (q, k, v), plan, grid, method.means, route, self.kernel)
@@ -402,7 +402,7 @@ class AttentionEngine:
         if plan is None:
             made = self._planned(q, k, v, site, order, route)
             plan = self._keep(made.plan, site, cell, key)
-            cell.selection = self._selection_cost(q, q.shape[2])
+            cell.made_plan, cell.selection = True, self._selection_cost(q, q.shape[2])
         else:
             q = order.apply(q, by_kernel=route.reorders)
             k, mean = order_and_average(k, order, size, video, route)

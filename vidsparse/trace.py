@@ -22,13 +22,14 @@ class Cell:
     ``pairs`` counts its query-key pairs, batch and heads included. ``selected`` and ``computed``
     are shares of them, ``[B, H]`` (None when dense). ``skipped`` is the share whose product with V
     a gate left out (None without a gate); such a pair counts half in ``computed``. ``seconds`` is
-    the time of the whole call: order, mask, plan and kernel. ``selection`` is the cost of a new
-    plan (None if it was never measured, or no plan was made). ``action`` is ``dense``, ``replan``,
-    ``reuse``, ``refresh`` (all pairs, and those of a new plan as well) or ``dense: <why>`` if a
-    sparse call could not be made. ``plan_step`` is the step that made the call's plan (None when
-    dense). ``heads`` are the layer's numbers of its heads, if it has a part of them or another
-    order. ``implementation`` made the output (in a refresh the sparse one). ``dense_by`` computed
-    all pairs: a kernel's name, ``dense`` for the pipeline's own attention, or None.
+    the time of the whole call: order, mask, plan and kernel. ``made_plan`` says whether the call
+    chose its pairs itself, and ``selection`` what that cost (None if it was never measured, or no
+    plan was made). ``action`` is ``dense``, ``replan``, ``reuse``, ``refresh`` (all pairs, and
+    those of a new plan as well) or ``dense: <why>`` if a sparse call could not be made.
+    ``plan_step`` is the step that made the call's plan (None when dense). ``heads`` are the layer's
+    numbers of its heads, if it has a part of them or another order. ``implementation`` made the
+    output (in a refresh the sparse one). ``dense_by`` computed all pairs: a kernel's name,
+    ``dense`` for the pipeline's own attention, or None.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Cell:
     computed: Tensor | None = None
     skipped: Tensor | None = None
     seconds: float | None = None
+    made_plan: bool = False
     selection: SelectionCost | None = None
     plan_step: int | None = None
     heads: tuple[int, ...] | None = None
@@ -232,8 +234,8 @@ class Trace:
 
     def _selection(self, pairs: int) -> tuple[float | None, str]:
         """What all new plans cost, as a share of dense attention over ``pairs``, and its source."""
-        made = (Action.REPLAN.value, Action.REFRESH.value)
-        planned = [c for c in self.cells if c.action in made]
+        # a branch of guidance that goes by the other one's plan chooses nothing, in a refresh too.
+        planned = [c for c in self.cells if c.made_plan]
         if not planned:
             return 0.0, NOTHING_SELECTED
         known = [(c.selection, c.pairs) for c in planned if c.selection is not None]
