@@ -115,6 +115,36 @@ def test_what_a_browser_kept_is_asked_for_until_the_server_answers(visit: Any) -
     playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
 
 
+def test_a_model_chosen_before_the_server_is_asked_again_is_answered(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    page = visitor.page
+    visitor.set("Seed", 11)
+    visitor.calls_at_rest()
+    asked: list[Any] = []
+
+    def busy(call: Any) -> None:
+        told = call.request.post_data
+        if r"\"name\":\"kept\"" in told:
+            call.fulfill(status=503, json={"detail": "not now"})
+        elif r"\"name\":\"model\"" in told:
+            asked.append(call)
+        else:
+            call.continue_()
+
+    page.route(CALLS, busy)
+    page.reload()
+    page.get_by_label("Model", exact=True).click()
+    page.get_by_role("option", name="shapes-joint", exact=True).click()
+    # its answer comes once the page would have asked again for what the browser kept.
+    page.wait_for_timeout(9000)
+    for call in asked:
+        call.continue_()
+    visitor.see("#model-card", resolve_model("shapes-joint").description)
+    steps = str(resolve_model("shapes-joint").defaults.steps)
+    playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value(steps)
+    assert len(asked) == 1
+
+
 def test_the_settings_of_a_video_bring_its_model_and_what_is_said_of_it(visit: Any) -> None:
     visitor = visit()
     page = visitor.page

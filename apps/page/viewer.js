@@ -531,17 +531,19 @@ const TRIES = 4;
 let tried = 0;
 async function vidsparseRefused(now) {
   const [at, kept] = [...due].find(([, each]) => each.name === "kept") ?? [];
-  if (kept && !kept.told?.linked && tried < TRIES) {
+  if (at === questions && kept && !kept.told?.linked && tried < TRIES) {
     await new Promise((passed) => setTimeout(passed, 1000 * 2 ** tried));
     tried += 1;
-    // unless all numbers of a model were asked for meanwhile.
-    if (at === questions) {
-      const next = waiting;
-      const again = vidsparseAsk("kept", kept.held, kept.told);
-      waiting = next;
-      due.delete(at);
-      return again;
+    due.delete(at);
+    // all numbers of a model were asked for meanwhile, and their answer is on its way or there.
+    if (at !== questions) {
+      answeredKept = true;
+      return undefined;
     }
+    const next = waiting;
+    const again = vidsparseAsk("kept", kept.held, kept.told);
+    waiting = next;
+    return again;
   }
   answeredKept ||= Boolean(kept);
   due.clear();

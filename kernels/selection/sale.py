@@ -14,7 +14,6 @@ looks at the sums is a kernel for Hopper or a plain one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 import triton
@@ -84,12 +83,8 @@ def _hopper_trial() -> Callable[[torch.device], None]:
     return try_out
 
 
-@cache
 def hopper_sale_reason(device: torch.device) -> str | None:
-    """Why Hopper's kernel cannot run on a GPU that the plain one can run on, or None if it can.
-
-    Found once for a device, like the sizes of kernels: it does not depend on a call.
-    """
+    """Why Hopper's kernel cannot run on a GPU that the plain one can run on, or None if it can."""
     return hopper_reason(device, _hopper_trial)
 
 
