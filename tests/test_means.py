@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from kernel_cases import DEVICE, LISTS, Case, listed, skip_without, triton_kernel
 
 from vidsparse.kernels import AbsoluteGate, RelativeGate, quantize_qk, sparse_attention
+from vidsparse.kernels.attention import torch_sdpa
 from vidsparse.kernels.attention.gates import Gate
 from vidsparse.kernels.attention.means import counts_of_chunks, counts_of_lists, group_means
 from vidsparse.kernels.attention.reference import reference_attention
@@ -148,6 +149,37 @@ def test_every_chunk_and_group(on_cpu: Callable[..., Any], dim: int, keys: int, 
 def test_ragged_lists(on_cpu: Callable[..., Any], counts: list[int], dtype: torch.dtype) -> None:
     q, k, v = random_qkv(333, 64, dtype)
     check_with_means(on_cpu, q, k, v, random_work(333, (16, 16), counts=counts), 64)
+
+
+@pytest.mark.parametrize("means", [True, False])
+@pytest.mark.parametrize("counts", [[5], [5, 1], [0], [20, 21]], ids=str)
+def test_a_short_call_goes_together_and_is_as_one_in_threads(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], means: bool
+) -> None:
+    # the last chunk lacks 3 of its 16 tokens.
+    q, k, v = clustered_qkv(333, 64, torch.float32, batch=2)
+    work = random_work(333, (32, 16), batch=2, counts=counts)
+    options = {
+        "tile": work.tile,
+        "scale": 0.125,
+        "means": means_for(k, v, work, 64) if means else None,
+    }
+    spans = []
+    attend = torch_sdpa._attend_span
+
+    def watched(call: Any, span: Any, pieces: Any) -> Any:
+        spans.append(span)
+        return attend(call, span, pieces)
+
+    monkeypatch.setattr(torch_sdpa, "_attend_span", watched)
+    together = gather_attention(q, k, v, *work.tensors, **options)
+    assert (len(spans) == 1) == (counts != [5, 1] and (means or counts != [0]))
+    monkeypatch.setattr(torch_sdpa, "SHORT_BYTES", 0)
+    spans.clear()
+    apart = gather_attention(q, k, v, *work.tensors, **options)
+    assert len(spans) >= 4
+    for got, expected in zip(together, apart, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

@@ -5,9 +5,13 @@ measured at S = 8,192 with 4 heads of 64 at 30 % on two cores:
 
 - whole chunks are gathered by ``index_select`` over a ``[chunks, N * D]`` view (fancy indexing of
   tokens loses everything that sparsity won);
-- blocks of 256 rows together go in one call, which saves calls; more at a time leave the cache;
-- every thread has blocks of its own (``threads`` says why);
-- neighbours in a longest-first plan have nearly equal lengths, so padding a batch costs little.
+- as many blocks go in one call as their gathered keys fit in the cache, which saves calls;
+- every thread has blocks of its own (``threads`` says why), but where all blocks of a short call
+  fit in the cache, they go together: PyTorch's threads turn in place for some milliseconds after
+  each operation, beside ours, and those are much of such a call;
+- neighbours in a longest-first plan have nearly equal lengths, so padding a batch costs little;
+- means of skipped keys are chunks like others, with the logarithm of what they stand for as a bias:
+  threads that call many small operations wait for each other, whatever else they share.
 
 Blocks that keep every chunk are not gathered at all: they go to the dense kernel together.
 
@@ -18,7 +22,8 @@ Both are here for what they do to the output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +34,14 @@ from .gates import AbsoluteGate, Gate, kept_pieces, skipped_pairs, weigh
 from .means import KeyMeans
 from .threads import in_threads
 
-ROWS_AT_ONCE = 256
+# rows of blocks that go in one call: as many as have their keys and values in so many bytes.
+ROWS_AT_ONCE = (256, 1024)
+BYTES_AT_ONCE = 1 << 20
+
+# a call whose lists are nearly equal and have so many bytes in all goes without threads of our own.
+SHORT_BYTES = 64 << 20
+BYTES_TOGETHER = 4 << 20
+PADDED_TOGETHER = 1.125
 
 # with fewer keys than numbers in a vector, pytorch's kernel takes a query that is NaN for one
 # without keys. two products of so few cost no more.
@@ -57,8 +69,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) 
             q, k, v, attn_mask=mask, scale=scale
         )
         # in 16 bits its output is finite where scores are infinite; its log-sum-exp tells.
-        there = lse.isfinite()
-        if not there.all():
+        if q.dtype.itemsize == 2 and not (there := lse.isfinite()).all():
             out = out.masked_fill(~there.unsqueeze(-1), torch.nan)
         return [out, lse]
     # in fp32: scores rounded to the inputs' 16 bits would cost more than all the rest.
@@ -152,14 +163,23 @@ def gather_attention(
             means.v.to(work).flatten(0, 1),
             means.counts[..., : means.groups].to(work).log().flatten(0, 1),
         )
-    call = _prepare(q, k, v, q_tiles, kv_count, kv_index, tile, scale)
+    # as chunks of the lists they are in the operands' own numbers, and gates judge no means.
+    listed = averages is not None and gate is None and averages.k.dtype == q.dtype
+    fused = gate is None and _has_flash(q.device)
+    call = _prepare(
+        q, k, v, q_tiles, kv_count, kv_index, tile, scale, averages if listed else None, fused
+    )
     counts = kv_count.flatten(0, 1).tolist()
     on_cpu = q.device.type == "cpu"
+    if fused and (averages is None or listed) and _is_short(call, counts):
+        counts = [list(chain.from_iterable(counts))]
+        call = _together(call, max(counts[0]))
     share = kv_count.sum().item() / (SPANS_A_THREAD * torch.get_num_threads())
+    split = on_cpu and not call.together
     spans = [
         _Span(head, blocks, counts[head][blocks])
         for head in range(len(counts))
-        for blocks in _spans(counts[head], call.at_once, share if on_cpu else float("inf"))
+        for blocks in _spans(counts[head], call.at_once, share if split else float("inf"))
     ]
 
     def attend(span: _Span) -> tuple[Tensor, Tensor]:
@@ -174,11 +194,11 @@ def gather_attention(
         o, s, count = _attend_span(call, span, pieces)
         if skipped is not None:
             skipped[(*divmod(span.head, heads), span.blocks)] = count
-        if averages is not None:
+        if averages is not None and not listed:
             o, s = _with_averages(call, span, averages, o, s)
         return o, s
 
-    if on_cpu:
+    if split:
         answers = in_threads(attend, spans, weights=[sum(span.counts) for span in spans])
     else:
         answers = [attend(span) for span in spans]
@@ -194,9 +214,11 @@ def gather_attention(
 class _Call:
     """What the spans of a call read. Heads of all batch entries are counted through.
 
-    ``q`` ``[heads, G, 1, block rows, D]``; ``k_chunks`` and ``v_chunks`` ``[heads, chunks,
-    keys * D]``; ``chosen``, chunk numbers ``[heads, G, C]`` that are safe to read in full;
-    ``ends`` ``[C + 1, C * keys]``: row C - c hides all but the first c chunks.
+    ``q`` ``[heads, G, 1, block rows, D]``; ``k_chunks`` and ``v_chunks`` ``[heads, chunks + M,
+    keys * D]``, M chunks of means behind the others; ``chosen`` ``[heads, G, M + C]``, chunk
+    numbers that are safe to read in full, the means' first; ``ends`` ``[C + 1, C * keys]``: row
+    C - c hides all but the first c chunks; ``mean_bias`` ``[heads, G, M * keys]``, None without
+    means.
     """
 
     q: Tensor
@@ -204,10 +226,27 @@ class _Call:
     v_chunks: Tensor
     chosen: Tensor
     ends: Tensor
+    mean_bias: Tensor | None
+    chunks: int
     tokens: int
     tile: tuple[int, int]
     scale: float
     at_once: int
+
+    @property
+    def means(self) -> int:
+        """Chunks of means, M."""
+        return self.chosen.shape[-1] - self.ends.shape[0] + 1
+
+    @property
+    def together(self) -> bool:
+        """Whether the blocks of all heads are one head's, their chunks one behind the other."""
+        return self.k_chunks.shape[1] > self.chunks + self.means
+
+    @property
+    def bytes_a_chunk(self) -> int:
+        """Of keys and values."""
+        return 2 * self.k_chunks.shape[-1] * self.k_chunks.element_size()
 
 
 def _prepare(
@@ -219,6 +258,8 @@ def _prepare(
     kv_index: Tensor,
     tile: tuple[int, int],
     scale: float,
+    averages: _Averages | None,
+    fused: bool,
 ) -> _Call:
     """For all heads at once: a thread that calls PyTorch keeps the others from calling it."""
     rows, keys = tile
@@ -234,19 +275,69 @@ def _prepare(
     # and a bias of -inf does not hide it. an empty list has chunk 0, and its rows are not kept.
     # index_select takes no 16-bit numbers.
     chosen = torch.where(beyond, kv_index[..., :1], kv_index).to(torch.int32)
-    chosen = chosen.masked_fill_(kv_count.unsqueeze(-1) == 0, 0)
+    chosen = chosen.masked_fill_(kv_count.unsqueeze(-1) == 0, 0).flatten(0, 1)
+    k_chunks, v_chunks = _chunks(k, keys), _chunks(v, keys)
+    chunks, mean_bias = k_chunks.shape[1], None
+    if averages is not None:
+        means_k, means_v = (_chunks(x.unsqueeze(0), keys) for x in (averages.k, averages.v))
+        own = torch.arange(chunks, chunks + means_k.shape[1], dtype=torch.int32, device=q.device)
+        chosen = torch.cat((own.expand(*chosen.shape[:2], -1), chosen), -1)
+        k_chunks, v_chunks = torch.cat((k_chunks, means_k), 1), torch.cat((v_chunks, means_v), 1)
+        mean_bias = F.pad(averages.bias, (0, -averages.bias.shape[-1] % keys), value=-torch.inf)
     end = torch.zeros(2 * places * keys, dtype=q.dtype, device=q.device)
     end[places * keys :] = -torch.inf
     return _Call(
         grouped.view(batch * heads, blocks, 1, per_block * rows, q.shape[3]),
-        _chunks(k, keys),
-        _chunks(v, keys),
-        chosen.flatten(0, 1),
+        k_chunks,
+        v_chunks,
+        chosen,
         end.unfold(0, max(1, places * keys), keys) if places else end.view(1, 0),
+        mean_bias,
+        chunks,
         q.shape[2],
         tile,
         scale,
-        max(1, ROWS_AT_ONCE // (per_block * rows)),
+        _at_once(
+            kv_count.sum().item() / max(1, kv_count.numel()) + k_chunks.shape[1] - chunks,
+            2 * k_chunks.shape[-1] * k_chunks.element_size(),
+            per_block * rows,
+            fused,
+        ),
+    )
+
+
+def _at_once(listed: float, bytes_a_chunk: int, block_rows: int, fused: bool) -> int:
+    """Blocks that go in one call, of which each has so many chunks, the means' among them.
+
+    A kernel that is not fused holds their scores: these are of few rows.
+    """
+    least, most = (rows // block_rows for rows in ROWS_AT_ONCE)
+    if not fused:
+        return max(1, least)
+    fitting = BYTES_AT_ONCE // max(1, round(listed * bytes_a_chunk))
+    return max(1, min(max(fitting, least), most))
+
+
+def _is_short(call: _Call, counts: list[list[int]]) -> bool:
+    """Whether all blocks may go together: they are few enough, and their lists nearly equal."""
+    blocks = len(counts) * len(counts[0]) if counts else 0
+    longest = max(map(max, counts)) if blocks else 0
+    padded, listed = (blocks * call.means + n for n in (blocks * longest, sum(map(sum, counts))))
+    return 0 < padded * call.bytes_a_chunk <= SHORT_BYTES and padded <= PADDED_TOGETHER * listed
+
+
+def _together(call: _Call, longest: int) -> _Call:
+    """The same call with all heads' blocks as one head's; ``longest`` is their longest list."""
+    heads, each = call.k_chunks.shape[:2]
+    first = torch.arange(0, heads * each, each, dtype=torch.int32, device=call.chosen.device)
+    return replace(
+        call,
+        q=call.q.flatten(0, 1).unsqueeze(0),
+        k_chunks=call.k_chunks.view(1, heads * each, -1),
+        v_chunks=call.v_chunks.view(1, heads * each, -1),
+        chosen=(call.chosen + first.view(-1, 1, 1)).flatten(0, 1).unsqueeze(0),
+        mean_bias=None if call.mean_bias is None else call.mean_bias.flatten(0, 1).unsqueeze(0),
+        at_once=max(1, BYTES_TOGETHER // ((call.means + longest) * call.bytes_a_chunk)),
     )
 
 
@@ -307,15 +398,16 @@ def _attend_span(call: _Call, span: _Span, pieces: _Pieces | None) -> tuple[Tens
     (rows, keys), counts = call.tile, span.counts
     q, chosen = call.q[span.head, span.blocks], call.chosen[span.head, span.blocks]
     k_chunks, v_chunks = call.k_chunks[span.head], call.v_chunks[span.head]
+    mean_bias = None if call.mean_bias is None else call.mean_bias[span.head, span.blocks]
     blocks, _, block_rows, dim = q.shape
     device = q.device
-    last = len(k_chunks) - 1
+    last, means, each = call.chunks - 1, call.means, call.chunks + call.means
     short = (last + 1) * keys - call.tokens
     outs, sums = [], []
     skipped = torch.zeros(blocks if pieces is not None else 0, dtype=torch.int32, device=device)
 
     full = 0
-    if _has_flash(device) and pieces is None:
+    if _has_flash(device) and pieces is None and not call.together:
         # else the scores of all these rows would be held at once.
         while full < blocks and counts[full] == last + 1:
             full += 1
@@ -329,7 +421,7 @@ def _attend_span(call: _Call, span: _Span, pieces: _Pieces | None) -> tuple[Tens
 
     # written anew by every batch of blocks: fresh memory for each would spend more time in page
     # faults than in copying.
-    most = call.at_once * max(counts[full:], default=0)
+    most = call.at_once * (means + max(counts[full:], default=0))
     k_room, v_room = k_chunks.new_empty(2, most, k_chunks.shape[1])
     if pieces is not None:
         token = pieces.q_tiles.long().view(-1, 1) * rows + torch.arange(rows, device=device)
@@ -339,17 +431,20 @@ def _attend_span(call: _Call, span: _Span, pieces: _Pieces | None) -> tuple[Tens
     for g in range(full, blocks, call.at_once):
         batch = slice(g, min(g + call.at_once, blocks))
         length, n = max(counts[batch]), batch.stop - g
-        if length == 0:
+        if means + length == 0:
             outs.append(q.new_zeros(n, 1, block_rows, dim))
             sums.append(q.new_full((n, block_rows), -torch.inf, dtype=torch.float32))
             continue
-        lists = chosen[batch, :length]
+        lists = chosen[batch, : means + length]
         flat = lists.reshape(-1)
         kk = torch.index_select(k_chunks, 0, flat, out=k_room[: len(flat)])
         vv = torch.index_select(v_chunks, 0, flat, out=v_room[: len(flat)])
-        kk, vv = (x.view(n, 1, length * keys, dim) for x in (kk, vv))
-        aligned = short == 0 and min(counts[batch]) == length
+        kk, vv = (x.view(n, 1, -1, dim) for x in (kk, vv))
+        lists = lists[:, means:] % each
+        aligned = short == 0 and min(counts[batch]) == length and not means
         mask = None if aligned else _hidden(call, counts[batch], lists, last, short)
+        if mean_bias is not None and mask is not None:
+            mask = torch.cat((mean_bias[batch, None, None], mask), -1)
         if pieces is not None:
             o, s, skipped[batch] = _attend_gated(
                 q[batch],
@@ -367,8 +462,10 @@ def _attend_span(call: _Call, span: _Span, pieces: _Pieces | None) -> tuple[Tens
             o, s = _attend(q[batch], kk, vv, mask, call.scale)
         s = s.flatten(1)
         if min(counts[batch]) == 0:
-            # an empty block beside one with keys is all masked, which is no softmax.
+            # an empty block without means beside one with keys is all masked, which is no softmax.
             empty = [i for i, count in enumerate(counts[batch]) if count == 0]
+            if mean_bias is not None:
+                empty = [i for i in empty if not (mean_bias[g + i] > -torch.inf).any()]
             o[empty] = 0
             s[empty] = -torch.inf
         outs.append(o)
@@ -415,7 +512,7 @@ def _hidden(call: _Call, counts: list[int], lists: Tensor, last: int, short: int
 
     They are those past a list's end, and the ``short`` tokens that the ``last`` chunk lacks.
     """
-    keys, places = call.tile[1], call.chosen.shape[-1]
+    keys, places = call.tile[1], call.ends.shape[0] - 1
     length = lists.shape[1]
     row = torch.tensor([places - count for count in counts], device=lists.device)
     bias = call.ends[:, : length * keys].index_select(0, row)
@@ -423,7 +520,7 @@ def _hidden(call: _Call, counts: list[int], lists: Tensor, last: int, short: int
         missing = torch.arange(keys, device=lists.device) >= keys - short
         lacking = (lists == last).unsqueeze(-1) & missing
         bias = bias.masked_fill_(lacking.flatten(1), -torch.inf)
-    return bias.view(len(counts), 1, 1, -1)
+    return bias[:, None, None]
 
 
 def _lengths(counts: list[int], lists: Tensor, keys: int, last: int, short: int) -> Tensor:
