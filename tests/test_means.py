@@ -159,7 +159,7 @@ def test_a_short_call_goes_together_and_is_as_one_in_threads(
     # the last chunk lacks 3 of its 16 tokens.
     q, k, v = clustered_qkv(333, 64, torch.float32, batch=2)
     work = random_work(333, (32, 16), batch=2, counts=counts)
-    options = {
+    options: dict[str, Any] = {
         "tile": work.tile,
         "scale": 0.125,
         "means": means_for(k, v, work, 64) if means else None,
