@@ -103,6 +103,8 @@ MEASURED: Final[tuple[Measured, ...]] = (
     _h200("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 16}, 0.0350),
     _h200("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 64}, 0.0175),
     _h200("sale", "64x32", _SALE, 0.2412),
+    _h200("sol-attn", "64x64", {"merge": "consecutive"}, 0.0452, "masks-h200-foresight.json"),
+    _h200("foresight", "128x16", {}, 0.0437, "masks-h200-foresight.json"),
     *_cpu("fg-attn", "16x16", _WINDOWS, 0.1865, 0.0911),
     *_cpu("spargeattn", "128x64", _WINDOWS, 0.0445, 0.0196),
     *_cpu("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 4}, 0.2104, 0.2780),
