@@ -75,7 +75,7 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
 
     # one control for quality and speed, in the command line's words; the numbers follow it.
     visitor.see("#speed-facts", "high: foresight (share 0.08)")
-    visitor.see("#speed-facts", "40.1 dB on shapes")
+    visitor.see("#speed-facts", "41.7 dB on shapes")
     share = page.get_by_label("share", exact=True)
     playwright.expect(share).to_be_hidden()
     page.get_by_label("balanced", exact=True).check()
@@ -85,7 +85,7 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
     # a quality chooses the fastest speed that has it, and goes when another choice is made.
     target = page.locator("#target input, #target textarea")
     playwright.expect(target).to_have_value("")
-    target.fill("37")
+    target.fill("40")
     playwright.expect(page.get_by_label("high", exact=True)).to_be_checked()
     playwright.expect(share).to_have_value("0.08")
     target.fill("99")

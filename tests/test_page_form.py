@@ -360,7 +360,7 @@ def test_what_a_speed_stands_for_is_said_without_what_the_page_leaves_out(form: 
 
     text = speed_text(form, form.host.models[0], "fast")
     assert "foresight (share 0.09), refresh 0.1, step cache first-block" in text
-    assert "35.7 dB on shapes, mean of 24 prompts" in text
+    assert "37.4 dB on shapes, mean of 24 prompts" in text
 
 
 def test_a_line_of_settings_leaves_out_what_is_nothing(form: Any) -> None:

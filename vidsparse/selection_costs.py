@@ -114,6 +114,7 @@ MEASURED: Final[tuple[Measured, ...]] = (
     *_cpu("sale", "64x32", _SALE, 2.4371, 1.5159),
     *_cpu("sol-attn", "64x64", {"merge": "consecutive"}, 0.0402, 0.0116),
     *_cpu("foresight", "128x16", {}, 0.3048, 0.1340),
+    *_cpu("foresight", "32x16", {}, 0.6127, 0.1600),
 )
 """Every share that is known."""
 

@@ -87,10 +87,11 @@ class Wan(SmallModel):
         reuse=2,
         method_options={
             "fg-attn": {"top_p": 0.8},
-            "foresight": {"share": 0.08},
+            # a list for every 32 rows is worth 1.7 dB at 2,304 tokens (docs/experiments.md).
+            "foresight": {"share": 0.08, "tile": "32x16"},
             "sol-attn": {"tau": 1.0},
         },
-        # what the rows of "refreshes" and "plans" were measured with.
+        # what the rows of "refreshes", "plans" and "rows" were measured with.
         schedules={
             "foresight": {
                 "dense_steps": 0.15,
@@ -102,16 +103,16 @@ class Wan(SmallModel):
         },
         method="foresight",
         speeds={
-            "high": {"psnr": 40.1, "prompts": 24},
+            "high": {"psnr": 41.7, "prompts": 24},
             "balanced": {
-                "psnr": 35.7,
+                "psnr": 37.4,
                 "prompts": 24,
                 "method_options": {"share": 0.09},
                 "schedule": {"refresh": 0.1},
             },
             # where its steps alternate, taylorseer extrapolates the wrong way (docs/speed.md).
             "fast": {
-                "psnr": 35.7,
+                "psnr": 37.4,
                 "prompts": 24,
                 "cache": "first-block",
                 "method_options": {"share": 0.09},

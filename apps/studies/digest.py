@@ -49,8 +49,14 @@ def digest(paths: Sequence[Path]) -> dict[str, Any]:
     for path in sorted(paths):
         file = quality_file(path)
         heading, rows = file.header, file.rows
-        # a dense run has nothing to be far from, and identical videos have no PSNR.
-        rows = [row for row in rows if row["study"] in _LINES and row["psnr_mean"] is not None]
+        # a dense run by another kernel is no method's, and identical videos have no PSNR.
+        rows = [
+            row
+            for row in rows
+            if row["study"] in _LINES
+            and row["method"] in SPARSE_METHODS
+            and row["psnr_mean"] is not None
+        ]
         for place in dict.fromkeys(map(_place, rows)):
             own = [row for row in rows if _place(row) == place]
             study, model, size, frames, prompts = place

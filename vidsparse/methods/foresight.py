@@ -23,7 +23,7 @@ from vidsparse.methods.base import (
     tile_option,
 )
 from vidsparse.methods.numbers import Numbers
-from vidsparse.methods.studied import Knob
+from vidsparse.methods.studied import Knob, Settings
 from vidsparse.residual import FINEST_ROWS, error_of_means
 from vidsparse.site import CallSite
 
@@ -68,6 +68,7 @@ class Foresight(SparseMethod):
     # groups of neighbours in space and time have nearer means; dropping is another matter.
     token_order: ClassVar[str] = "hilbert"
     refresh: ClassVar[int | float] = 0.2
+    masks: ClassVar[tuple[Settings, ...]] = ({}, {"tile": "32x16"})
 
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("share", 0.01, 1.0),)
 
