@@ -151,14 +151,17 @@ def test_ragged_lists(on_cpu: Callable[..., Any], counts: list[int], dtype: torc
     check_with_means(on_cpu, q, k, v, random_work(333, (16, 16), counts=counts), 64)
 
 
+@pytest.mark.parametrize("tokens", [333, 336])
 @pytest.mark.parametrize("means", [True, False])
-@pytest.mark.parametrize("counts", [[5], [5, 1], [0], [20, 21]], ids=str)
+@pytest.mark.parametrize("counts", [[5], [5, 1], [0], [19, 20], [21]], ids=str)
 def test_a_short_call_goes_together_and_is_as_one_in_threads(
-    monkeypatch: pytest.MonkeyPatch, counts: list[int], means: bool
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], means: bool, tokens: int
 ) -> None:
-    # the last chunk lacks 3 of its 16 tokens.
-    q, k, v = clustered_qkv(333, 64, torch.float32, batch=2)
-    work = random_work(333, (32, 16), batch=2, counts=counts)
+    # the last chunk lacks 3 of its 16 tokens, or none, where heads do not follow one another.
+    q, k, v = clustered_qkv(tokens, 64, torch.float32, batch=2)
+    if tokens % 16 == 0:
+        k, v = (F.pad(x, (0, 0, 0, 16))[:, :, :tokens] for x in (k, v))
+    work = random_work(tokens, (32, 16), batch=2, counts=counts)
     options: dict[str, Any] = {
         "tile": work.tile,
         "scale": 0.125,
@@ -173,7 +176,8 @@ def test_a_short_call_goes_together_and_is_as_one_in_threads(
 
     monkeypatch.setattr(torch_sdpa, "_attend_span", watched)
     together = gather_attention(q, k, v, *work.tensors, **options)
-    assert (len(spans) == 1) == (counts != [5, 1] and (means or counts != [0]))
+    apart_anyway = counts in ([5, 1], [21]) or (counts == [0] and not means)
+    assert (len(spans) == 1) == (not apart_anyway)
     monkeypatch.setattr(torch_sdpa, "SHORT_BYTES", 0)
     spans.clear()
     apart = gather_attention(q, k, v, *work.tensors, **options)

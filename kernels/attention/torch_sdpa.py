@@ -322,6 +322,9 @@ def _is_short(call: _Call, counts: list[list[int]]) -> bool:
     """Whether all blocks may go together: they are few enough, and their lists nearly equal."""
     blocks = len(counts) * len(counts[0]) if counts else 0
     longest = max(map(max, counts)) if blocks else 0
+    # what lists everything is not gathered at all.
+    if longest == call.chunks:
+        return False
     padded, listed = (blocks * call.means + n for n in (blocks * longest, sum(map(sum, counts))))
     return 0 < padded * call.bytes_a_chunk <= SHORT_BYTES and padded <= PADDED_TOGETHER * listed
 
@@ -333,8 +336,8 @@ def _together(call: _Call, longest: int) -> _Call:
     return replace(
         call,
         q=call.q.flatten(0, 1).unsqueeze(0),
-        k_chunks=call.k_chunks.view(1, heads * each, -1),
-        v_chunks=call.v_chunks.view(1, heads * each, -1),
+        k_chunks=call.k_chunks.reshape(1, heads * each, -1),
+        v_chunks=call.v_chunks.reshape(1, heads * each, -1),
         chosen=(call.chosen + first.view(-1, 1, 1)).flatten(0, 1).unsqueeze(0),
         mean_bias=None if call.mean_bias is None else call.mean_bias.flatten(0, 1).unsqueeze(0),
         at_once=max(1, BYTES_TOGETHER // ((call.means + longest) * call.bytes_a_chunk)),
