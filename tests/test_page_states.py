@@ -105,6 +105,8 @@ def _violations(page: Any, options: Any, context: Any = None) -> list[tuple[Any,
     ]
 
 
+# on a busy machine it has taken 268 seconds.
+@pytest.mark.timeout(600)
 def test_every_state_fits_at_every_width_and_can_be_used_by_everybody_in_light_and_dark(
     visit: Any, url: str, latch: Latch
 ) -> None:
