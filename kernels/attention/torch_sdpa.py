@@ -166,15 +166,16 @@ def gather_attention(
     # as chunks of the lists they are in the operands' own numbers, and gates judge no means.
     listed = averages is not None and gate is None and averages.k.dtype == q.dtype
     fused = gate is None and _has_flash(q.device)
-    call = _prepare(
-        q, k, v, q_tiles, kv_count, kv_index, tile, scale, averages if listed else None, fused
-    )
+    call = _prepare(q, k, v, q_tiles, kv_count, kv_index, tile, scale, averages if listed else None)
     counts = kv_count.flatten(0, 1).tolist()
+    total = sum(map(sum, counts))
     on_cpu = q.device.type == "cpu"
-    if fused and (averages is None or listed) and _is_short(call, counts):
+    if fused and (averages is None or listed) and _is_short(call, counts, total):
         counts = [list(chain.from_iterable(counts))]
         call = _together(call, max(counts[0]))
-    share = kv_count.sum().item() / (SPANS_A_THREAD * torch.get_num_threads())
+    else:
+        call = replace(call, at_once=_at_once(call, total, fused))
+    share = total / (SPANS_A_THREAD * torch.get_num_threads())
     split = on_cpu and not call.together
     spans = [
         _Span(head, blocks, counts[head][blocks])
@@ -231,7 +232,7 @@ class _Call:
     tokens: int
     tile: tuple[int, int]
     scale: float
-    at_once: int
+    at_once: int = 1
 
     @property
     def means(self) -> int:
@@ -259,7 +260,6 @@ def _prepare(
     tile: tuple[int, int],
     scale: float,
     averages: _Averages | None,
-    fused: bool,
 ) -> _Call:
     """For all heads at once: a thread that calls PyTorch keeps the others from calling it."""
     rows, keys = tile
@@ -297,35 +297,30 @@ def _prepare(
         q.shape[2],
         tile,
         scale,
-        _at_once(
-            kv_count.sum().item() / max(1, kv_count.numel()) + k_chunks.shape[1] - chunks,
-            2 * k_chunks.shape[-1] * k_chunks.element_size(),
-            per_block * rows,
-            fused,
-        ),
     )
 
 
-def _at_once(listed: float, bytes_a_chunk: int, block_rows: int, fused: bool) -> int:
-    """Blocks that go in one call, of which each has so many chunks, the means' among them.
+def _at_once(call: _Call, total: int, fused: bool) -> int:
+    """Blocks that go in one call, where all of them list ``total`` chunks.
 
     A kernel that is not fused holds their scores: these are of few rows.
     """
+    heads, blocks, _, block_rows, _ = call.q.shape
     least, most = (rows // block_rows for rows in ROWS_AT_ONCE)
     if not fused:
         return max(1, least)
-    fitting = BYTES_AT_ONCE // max(1, round(listed * bytes_a_chunk))
-    return max(1, min(max(fitting, least), most))
+    each = (total / max(1, heads * blocks) + call.means) * call.bytes_a_chunk
+    return max(1, min(max(BYTES_AT_ONCE // max(1, round(each)), least), most))
 
 
-def _is_short(call: _Call, counts: list[list[int]]) -> bool:
+def _is_short(call: _Call, counts: list[list[int]], total: int) -> bool:
     """Whether all blocks may go together: they are few enough, and their lists nearly equal."""
     blocks = len(counts) * len(counts[0]) if counts else 0
     longest = max(map(max, counts)) if blocks else 0
     # what lists everything is not gathered at all.
     if longest == call.chunks:
         return False
-    padded, listed = (blocks * call.means + n for n in (blocks * longest, sum(map(sum, counts))))
+    padded, listed = (blocks * call.means + n for n in (blocks * longest, total))
     return 0 < padded * call.bytes_a_chunk <= SHORT_BYTES and padded <= PADDED_TOGETHER * listed
 
 
@@ -443,7 +438,9 @@ def _attend_span(call: _Call, span: _Span, pieces: _Pieces | None) -> tuple[Tens
         kk = torch.index_select(k_chunks, 0, flat, out=k_room[: len(flat)])
         vv = torch.index_select(v_chunks, 0, flat, out=v_room[: len(flat)])
         kk, vv = (x.view(n, 1, -1, dim) for x in (kk, vv))
-        lists = lists[:, means:] % each
+        lists = lists[:, means:]
+        if call.together:
+            lists = lists % each
         aligned = short == 0 and min(counts[batch]) == length and not means
         mask = None if aligned else _hidden(call, counts[batch], lists, last, short)
         if mean_bias is not None and mask is not None:
