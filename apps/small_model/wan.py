@@ -91,7 +91,7 @@ class Wan(SmallModel):
             "foresight": {"share": 0.08, "tile": "32x16"},
             "sol-attn": {"tau": 1.0},
         },
-        # what the rows of "refreshes", "plans" and "rows" were measured with.
+        # what the rows of "refreshes", "plans" and "block-rows" were measured with.
         schedules={
             "foresight": {
                 "dense_steps": 0.15,

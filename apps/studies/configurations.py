@@ -18,8 +18,8 @@ another number. The studies:
   same numbers. Of a model whose heads have 64 channels 16 bits are what ``auto`` means.
 - ``dense-steps``: how many first steps are dense, from none to the papers' quarter, at two shares,
   so that runs of equal work can be compared.
-- ``rows``: lists for blocks of 128, 64, 32 and 16 rows, which compute as much of a short sequence
-  in all, at three schedules of the model `shapes` and one of `shapes-joint`.
+- ``block-rows``: lists for blocks of 128, 64, 32 and 16 rows, which compute as much of a short
+  sequence in all, at three schedules of the model `shapes` and one of `shapes-joint`.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
@@ -73,7 +73,7 @@ STUDIES: Final = (
     "plans",
     "precision",
     "dense-steps",
-    "rows",
+    "block-rows",
     "few-steps",
     "seconds",
     "speeds",
@@ -121,8 +121,8 @@ PLANNED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
 PRECISIONS: Final = ("none", "int8", "fp8")
 DENSE_STEPS: Final = (0.12, 0.0, 0.24, 0.04, 0.16, 0.08)
 DENSE_STEPS_SHARES: Final = (0.1, 0.2)
-ROW_TILES: Final = ("32x16", "128x16", "64x16", "16x16")
-ROW_SCHEDULES: Final[tuple[tuple[float, Mapping[str, Any]], ...]] = (
+BLOCK_TILES: Final = ("32x16", "128x16", "64x16", "16x16")
+BLOCK_SCHEDULES: Final[tuple[tuple[float, Mapping[str, Any]], ...]] = (
     (0.08, {"dense_steps": 0.15, "refresh": 0.2}),
     (0.09, {"dense_steps": 0.15, "refresh": 0.1}),
     (0.06, {"dense_steps": 0.15, "refresh": 0.2}),
@@ -368,11 +368,11 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                     order=None,
                     dense_steps=dense_steps,
                 )
-    if "rows" in studies:
-        for share, schedule in ROW_SCHEDULES:
-            for tile in ROW_TILES:
+    if "block-rows" in studies:
+        for share, schedule in BLOCK_SCHEDULES:
+            for tile in BLOCK_TILES:
                 yield Configuration(
-                    study="rows",
+                    study="block-rows",
                     method="foresight",
                     options={"share": share, "tile": tile, "plans": "shared"},
                     order=None,

@@ -203,7 +203,7 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         "worst dB": number_text("psnr_worst", ".2f"),
     },
     "dense-steps": _REFRESH_COLUMNS,
-    "rows": {"tile": option_text("tile"), **_REFRESH_COLUMNS},
+    "block-rows": {"tile": option_text("tile"), **_REFRESH_COLUMNS},
     "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
         "method": lambda row: str(row["method"]),
