@@ -115,17 +115,23 @@ def test_what_a_browser_kept_is_asked_for_until_the_server_answers(visit: Any) -
     playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
 
 
-def test_a_model_chosen_before_the_server_is_asked_again_is_answered(visit: Any) -> None:
+@pytest.mark.parametrize("chosen", ["before the refusal", "after it"])
+def test_a_model_chosen_before_the_server_is_asked_again_is_answered(
+    visit: Any, chosen: str
+) -> None:
     visitor = visit(by_hand=False)
     page = visitor.page
     visitor.set("Seed", 11)
     visitor.calls_at_rest()
+    refused: list[Any] = []
     asked: list[Any] = []
 
     def busy(call: Any) -> None:
         told = call.request.post_data
         if r"\"name\":\"kept\"" in told:
-            call.fulfill(status=503, json={"detail": "not now"})
+            refused.append(call)
+            if chosen == "after it":
+                call.fulfill(status=503, json={"detail": "not now"})
         elif r"\"name\":\"model\"" in told:
             asked.append(call)
         else:
@@ -135,6 +141,11 @@ def test_a_model_chosen_before_the_server_is_asked_again_is_answered(visit: Any)
     page.reload()
     page.get_by_label("Model", exact=True).click()
     page.get_by_role("option", name="shapes-joint", exact=True).click()
+    if chosen == "before the refusal":
+        # behind a question that is not answered yet, the model waits.
+        page.wait_for_timeout(1000)
+        assert (len(refused), len(asked)) == (1, 0)
+        refused[0].fulfill(status=503, json={"detail": "not now"})
     # its answer comes once the page would have asked again for what the browser kept.
     page.wait_for_timeout(9000)
     for call in asked:
@@ -142,7 +153,11 @@ def test_a_model_chosen_before_the_server_is_asked_again_is_answered(visit: Any)
     visitor.see("#model-card", resolve_model("shapes-joint").description)
     steps = str(resolve_model("shapes-joint").defaults.steps)
     playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value(steps)
-    assert len(asked) == 1
+    visitor.calls_at_rest()
+    playwright.expect(page.get_by_label("Model", exact=True)).to_have_value("shapes-joint")
+    playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value(steps)
+    visitor.see("#model-card", resolve_model("shapes-joint").description)
+    assert len(refused) == 1
 
 
 def test_the_settings_of_a_video_bring_its_model_and_what_is_said_of_it(visit: Any) -> None:
@@ -200,3 +215,25 @@ def test_what_waits_for_an_answer_that_never_comes_is_answered_all_the_same(visi
             page.get_by_label(label, exact=True).click()
             page.get_by_role("option", name=option, exact=True).click()
     playwright.expect(tau).to_be_visible()
+
+
+def test_a_model_that_is_merely_left_changes_no_numbers(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    page = visitor.page
+    model = page.get_by_label("Model", exact=True)
+    visitor.set("Steps", 7)
+    calls = visitor.calls_at_rest()
+    model.focus()
+    model.press("Tab")
+    model.click()
+    page.get_by_role("option", name="shapes", exact=True).click()
+    model.press("Tab")
+    # its answer would be there.
+    page.wait_for_timeout(1500)
+    playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value("7")
+    assert visitor.calls() == calls
+    # another one brings its own.
+    model.click()
+    page.get_by_role("option", name="shapes-joint", exact=True).click()
+    steps = str(resolve_model("shapes-joint").defaults.steps)
+    playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value(steps)

@@ -108,8 +108,8 @@ class Choices:
         ):
             control(
                 None,
-                js=f"(last, ...values) => vidsparseAsk('{name}', {held}) ?? last",
-                inputs=[self._question, *fields],
+                js=f"(...values) => vidsparseChoose('{name}', {held})",
+                inputs=fields,
                 outputs=[self._question],
                 **_QUIET,
             )
@@ -133,8 +133,8 @@ class Choices:
         # what waited for an answer that does not come is asked for without it.
         failed = answered.failure(
             None,
-            js=f"async (last, ...values) => (await vidsparseRefused({held})) ?? last",
-            inputs=[self._question, *fields],
+            js=f"(...values) => vidsparseRefused({held})",
+            inputs=fields,
             outputs=[self._question],
             **_QUIET,
         )

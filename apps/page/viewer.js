@@ -465,6 +465,9 @@ const same = (one, other) => String(one ?? "") === String(other ?? "");
 // them: it waits until they are there, the last one alone, and is asked for beside them.
 const WHOLE = ["kept", "model", "settings"];
 let waiting;
+// what each of these held when it was asked for or answered last.
+const standing = { model: undefined, method: undefined, preset: undefined };
+const stand = (held) => Object.keys(standing).forEach((name) => { standing[name] = held[name]; });
 const isDue = (names) => [...due.values()].some((each) => names.includes(each.name));
 function askWaiting(held) {
   const name = waiting;
@@ -479,7 +482,14 @@ function vidsparseAsk(name, held, told = held) {
   if (waiting) return undefined;
   questions += 1;
   due.set(questions, { name, held, told });
+  if (name in standing) standing[name] = held[name];
   return JSON.stringify({ at: questions, name, held: told });
+}
+// a dropdown that is merely left says that it was chosen, and an answer would put a model's own numbers
+// over those of a visitor.
+function vidsparseChoose(name, held) {
+  const left = standing[name] !== undefined && same(standing[name], held[name]);
+  return left ? undefined : vidsparseAsk(name, held);
 }
 // what a link carries, or else the browser kept, is asked for as the page opens; `made` is what the
 // fields hold then where nobody writes into them.
@@ -487,6 +497,7 @@ let answeredKept = false;
 function vidsparseReturn(kept, made) {
   const found = vidsparseLinked() ?? kept;
   window.vidsparseRestored = found === null;
+  stand(made);
   return vidsparseAsk("kept", made, found);
 }
 // whether it stands in the fields, or never will: from then on it is they that are kept.
@@ -519,35 +530,43 @@ function vidsparseAnswered(answer, now, places) {
     // a named size or length that another model does not have: its numbers are there, by hand.
     put[place].value = written(place) && (place === "size" || place === "length") ? "" : value;
     if (place in held) held[place] = put[place].value;
+    if (place in standing) standing[place] = put[place].value;
     // to those who are still to be answered, what the page puts there was not written since.
     for (const each of due.values()) if (same(each.held[place], now[place])) each.held[place] = put[place].value;
   }
   return [askWaiting(held), ...places.map((place) => put[place])];
 }
-// no answer comes, and gradio does not ask what waited behind it either. What the browser kept is asked
-// for again, after a second, two, four and eight: while a proxy answers for a server that starts, the
-// fields as the page was made should not take its place. A link that does not fit was answered.
+// as before, with a number of its own; what waits goes on waiting.
+function askAgain({ name, held, told }) {
+  const next = waiting;
+  const again = vidsparseAsk(name, held, told);
+  waiting = next;
+  return again;
+}
+// no answer comes to the first that is due, and gradio does not ask what waited behind it, of which the
+// last one counts. What the browser kept is asked for again, after a second, two, four and eight: while
+// a proxy answers for a server that starts, the fields as the page was made should not take its place.
+// A link that does not fit was answered.
 const TRIES = 4;
 let tried = 0;
 async function vidsparseRefused(now) {
-  const [at, kept] = [...due].find(([, each]) => each.name === "kept") ?? [];
-  if (at === questions && kept && !kept.told?.linked && tried < TRIES) {
+  const [[at, first] = [], ...behind] = [...due].filter(([, each]) => !each.refused);
+  const kept = first?.name === "kept";
+  if (behind.length === 0 && kept && !first.told?.linked && tried < TRIES) {
+    first.refused = true;
     await new Promise((passed) => setTimeout(passed, 1000 * 2 ** tried));
     tried += 1;
     due.delete(at);
+    if (at === questions) return askAgain(first);
     // all numbers of a model were asked for meanwhile, and their answer is on its way or there.
-    if (at !== questions) {
-      answeredKept = true;
-      return undefined;
-    }
-    const next = waiting;
-    const again = vidsparseAsk("kept", kept.held, kept.told);
-    waiting = next;
-    return again;
+    answeredKept = true;
+    return undefined;
   }
-  answeredKept ||= Boolean(kept);
+  answeredKept ||= kept;
   due.clear();
-  return askWaiting(now);
+  // chosen once more, it is asked for once more.
+  stand({});
+  return behind.length ? askAgain(behind.at(-1)[1]) : askWaiting(now);
 }
 
 // settings in the part of an address that no server is sent.
