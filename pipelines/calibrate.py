@@ -30,7 +30,7 @@ from vidsparse.pipelines.handle import (
     sparsify,
     transformer_configs,
 )
-from vidsparse.pipelines.models import LoadedPipeline
+from vidsparse.pipelines.models import LoadedPipeline, lora_stamp
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.presets import Preset, preset_files
 from vidsparse.schedule import Schedule
@@ -154,6 +154,8 @@ def _fingerprint(
 ) -> str:
     options = request.options()
     del options["offload"], options["model"]
+    if request.lora is not None:
+        options["lora"] = lora_stamp(request.lora)
     text = json.dumps(
         [_STATE, loaded.weights_hash, loaded.dtype, options, list(prompts), settings],
         sort_keys=True,

@@ -363,6 +363,38 @@ def weights_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
+_READ_QUICKLY: Final = 2**26
+
+
+def files_stamp(folder: Path) -> str:
+    """SHA-256 over what a model is loaded from, without the minutes that large weights take.
+
+    Of files up to 64 MiB the contents count, of larger ones the size and the time of their last
+    change.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        # a card's numbers, and presets, are in the requests that follow them.
+        if path.parent.name == PRESETS or path.name == CARD or not path.is_file():
+            continue
+        if path.suffix not in (".json", ".safetensors"):
+            continue
+        stat = path.stat()
+        large = stat.st_size > _READ_QUICKLY
+        digest.update(path.relative_to(folder).as_posix().encode())
+        said = f"{stat.st_size} {stat.st_mtime_ns}" if large else _file_hash(path)
+        digest.update(said.encode())
+    return digest.hexdigest()
+
+
+def lora_stamp(lora: str) -> str:
+    """SHA-256 of a LoRA's file, or of the weights in its folder; a hub id as it is."""
+    path = Path(lora).expanduser()
+    if path.is_file():
+        return _file_hash(path)
+    return weights_hash(path) if path.is_dir() else lora
+
+
 _FILE_HASHES: Final[dict[tuple[str, int, int], str]] = {}
 
 
@@ -374,7 +406,10 @@ def _file_hash(path: Path) -> str:
     stat = target.stat()
     key = (str(target), stat.st_mtime_ns, stat.st_size)
     if key not in _FILE_HASHES:
-        _FILE_HASHES[key] = file_hash(target)
+        try:
+            _FILE_HASHES[key] = file_hash(target)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
     return _FILE_HASHES[key]
 
 

@@ -6,9 +6,9 @@ import copy
 import hashlib
 import json
 import math
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.dtypes import DTYPES
@@ -17,7 +17,7 @@ from vidsparse.pipelines.caching import CACHES, check_cache
 from vidsparse.pipelines.cards import card_method
 from vidsparse.pipelines.family import Defaults
 from vidsparse.pipelines.image import check_image, image_hash
-from vidsparse.pipelines.models import model_folder, resolve_model
+from vidsparse.pipelines.models import files_stamp, lora_stamp, model_folder, resolve_model
 from vidsparse.pipelines.placement import (
     LINEARS,
     OFFLOADS,
@@ -363,6 +363,37 @@ def resolve(
     return replace(request, **values)
 
 
+_LEAVES_OUT: Final = ("method", "preset", "cache", "linear")
+_ERRS_BY: Final = (
+    *_LEAVES_OUT, "method_options", "cache_threshold", "order", "dense_steps", "dense_layers",
+    "dense_last_layers", "reuse", "refresh", "steps", "guidance", "lora", "image", "last_image",
+    "keyframes",
+)  # fmt: skip
+
+
+def runs_as_measured(request: GenerateRequest, defaults: Defaults) -> bool:
+    """Whether what is known of a speed's quality holds for a request that was resolved.
+
+    It does where nothing that the error comes from was asked for beside the speed, and the video
+    has the model's own length and size. Of ``exact``, which leaves nothing out, it holds at any.
+    """
+    alone = resolve(
+        GenerateRequest(
+            prompt="",
+            model=request.model,
+            speed=request.speed,
+            device=request.device,
+            dtype=request.dtype,
+        ),
+        defaults,
+    )
+    video = [(one.frames, one.width, one.height) for one in (request, defaults)]
+    exact = request.speed == "exact"
+    names = _LEAVES_OUT if exact else _ERRS_BY
+    same = all(getattr(request, name) == getattr(alone, name) for name in names)
+    return same and (exact or video[0] == video[1])
+
+
 def _bundled(
     request: GenerateRequest, defaults: Defaults, steps: int, device: str, dtype: str
 ) -> dict[str, Any]:
@@ -406,7 +437,8 @@ def settings_hash(request: GenerateRequest) -> str:
     """Eight hex digits over everything that changes the video, except the prompt.
 
     Two spellings of one model folder agree, and so do a default left open and the same value
-    given. Where weights rest (``offload``) does not count.
+    given; a LoRA, an image and a preset are what they say, not where they lie. Where weights rest
+    (``offload``) does not count.
 
     Raises:
         ModelError: the model is not there.
@@ -418,11 +450,14 @@ def settings_hash(request: GenerateRequest) -> str:
     resolved = resolve(request, ref.defaults)
     settings = resolved.options()
     settings["model"] = f"{ref.source}:{ref.location}"
+    if ref.source != "hub":
+        # trained further or fetched anew, the same folder makes other videos.
+        settings["files"] = files_stamp(Path(ref.location))
     settings |= {name: image_hash(path) for name, path in request.images().items()}
     # each is there by itself now.
     del settings["keyframes"]
-    if request.lora is not None and os.path.exists(request.lora):
-        settings["lora"] = os.path.realpath(request.lora)
+    if request.lora is not None:
+        settings["lora"] = lora_stamp(request.lora)
     if resolved.preset is not None:
         # what it says, not where it lies.
         settings["preset"] = load_preset(resolved.preset).digest

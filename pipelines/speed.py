@@ -127,16 +127,24 @@ def bundle_for(
     )
 
 
-def measured(model: str, speed: str, defaults: Defaults) -> str:
-    """What is known of the quality of a speed on a model with ``defaults``, in words."""
-    if speed == "exact":
-        return "nothing is left out"
+def measured(model: str, speed: str, defaults: Defaults, *, changed: bool = False) -> str:
+    """What is known of the quality of a speed on a model with ``defaults``, in words.
+
+    ``changed``: it runs with other settings beside it, which nobody measured.
+    """
     known = defaults.speeds.get(speed, {})
-    if "psnr" not in known:
+    if speed == "exact":
+        told = "nothing is left out"
+    elif "psnr" in known:
+        told = (
+            f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default "
+            "size"
+        )
+    else:
         return "its quality was not measured on this model; `vidsparse compare` does"
-    return (
-        f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default size"
-    )
+    if changed:
+        return f"by itself {told}; not measured with these settings, `vidsparse compare` does"
+    return told
 
 
 def quality_of(text: str) -> float | None:

@@ -17,7 +17,7 @@ from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.pipelines import accelerate
 from vidsparse.pipelines.families import FAMILIES, WAN
 from vidsparse.pipelines.models import resolve_model
-from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
+from vidsparse.pipelines.request import GenerateRequest, resolve, runs_as_measured, settings_hash
 from vidsparse.pipelines.speed import SPEEDS, bundle_for, described, measured, speed_reaching
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -181,6 +181,8 @@ def test_what_is_measured_is_said_and_what_is_not() -> None:
     assert measured("shapes", "exact", own) == "nothing is left out"
     assert "was not measured" in measured("Wan-AI/Wan2.1", "fast", own)
     assert "36.0 dB on shapes, mean of 24 prompts" in measured("shapes", "high", own)
+    assert measured("shapes", "high", own, changed=True).startswith("by itself 36.0 dB on shapes")
+    assert "not measured with these settings" in measured("shapes", "high", own, changed=True)
     one = settled("fast").options()
     assert described(one).startswith("foresight (share 0.11")
     assert described(one).endswith("dense steps 0.12, refresh 0.08, step cache taylorseer")
@@ -272,3 +274,37 @@ def test_accelerate_refused_leaves_the_pipeline_as_it_was() -> None:
     assert torch.equal(latents_of(pipe), expected)
     with pytest.raises(OptionError, match="unknown speed"):
         accelerate(pipe, "warp")
+
+
+@pytest.mark.parametrize(
+    ("speed", "changes", "holds"),
+    [
+        ("fast", {}, True),
+        # what does not change how far sparse and dense videos are apart.
+        ("fast", {"seed": 7, "fps": 8, "negative_prompt": "a cat"}, True),
+        ("fast", {"method": "fg-attn", "method_options": {"top_p": 0.05}}, False),
+        ("fast", {"method_options": {"share": 0.01}}, False),
+        ("fast", {"steps": 3}, False),
+        ("fast", {"frames": 5}, False),
+        ("fast", {"width": 64}, False),
+        ("fast", {"cache": "none"}, False),
+        ("high", {"dense_steps": 1}, False),
+        ("high", {"lora": "style.safetensors"}, False),
+        ("exact", {}, True),
+        ("exact", {"steps": 3, "frames": 5}, True),
+        ("exact", {"method": "fg-attn", "method_options": {"top_p": 0.1}}, False),
+        ("exact", {"cache": "first-block"}, False),
+    ],
+)
+def test_a_speed_s_quality_is_that_of_what_was_measured(
+    speed: str, changes: dict[str, Any], holds: bool
+) -> None:
+    defaults = resolve_model("shapes").defaults
+    request = GenerateRequest(prompt="a ball", model="shapes", speed=speed, device="cpu", **changes)
+    assert runs_as_measured(resolve(request, defaults), defaults) is holds
+
+
+def test_the_smaller_videos_that_a_cpu_makes_were_not_measured() -> None:
+    defaults = resolve_model("scenes").defaults
+    request = GenerateRequest(prompt="a ball", model="scenes", speed="fast", device="cpu")
+    assert not runs_as_measured(resolve(request, defaults), defaults)

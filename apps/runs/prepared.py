@@ -102,7 +102,7 @@ def prepare(
     """
     from vidsparse.pipelines.caching import check_family
     from vidsparse.pipelines.models import check_takes, resolve_model, unknown_words
-    from vidsparse.pipelines.request import check_ready, resolve, with_prompt
+    from vidsparse.pipelines.request import check_ready, resolve, runs_as_measured, with_prompt
     from vidsparse.pipelines.speed import described, measured
     from vidsparse.presets import load_preset
 
@@ -131,7 +131,8 @@ def prepare(
         quality = "" if promised is None else f", made for {promised:.1f} dB"
         terminal.say(f"Numbers of {settled.method}: those that come with {model.name}{quality}.")
     if settled.speed is not None:
-        known = measured(first.model, settled.speed, model.defaults)
+        changed = not runs_as_measured(settled, model.defaults)
+        known = measured(first.model, settled.speed, model.defaults, changed=changed)
         terminal.say(f"speed {settled.speed}: {described(settled.options())}; {known}.")
     assert settled.cache is not None
     check_family(settled.cache, model.family)
