@@ -30,8 +30,9 @@ from vidsparse.pipelines.handle import (
     sparsify,
     transformer_configs,
 )
-from vidsparse.pipelines.models import LoadedPipeline, lora_stamp
+from vidsparse.pipelines.models import LoadedPipeline
 from vidsparse.pipelines.request import GenerateRequest, resolve
+from vidsparse.pipelines.weights import lora_stamp
 from vidsparse.presets import Preset, preset_files
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite

@@ -6,7 +6,6 @@ class of diffusers or transformers.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import re
@@ -20,9 +19,8 @@ from typing import Any, Final
 
 from vidsparse.dtypes import DTYPES
 from vidsparse.errors import ModelError, OptionError, UnsupportedError, listed
-from vidsparse.files import file_hash
 from vidsparse.logs import logger
-from vidsparse.pipelines.cards import CARD, GUIDER, PRESETS, checked_defaults, read_card, read_json
+from vidsparse.pipelines.cards import CARD, GUIDER, checked_defaults, read_card, read_json
 from vidsparse.pipelines.compilation import compile_blocks, require_compiler
 from vidsparse.pipelines.families import FAMILIES, image_pipelines
 from vidsparse.pipelines.family import Defaults, Family
@@ -35,6 +33,7 @@ from vidsparse.pipelines.placement import (
     check_linear,
 )
 from vidsparse.pipelines.quiet import quiet_hosts
+from vidsparse.pipelines.weights import weights_hash
 
 MODELS: Final[Mapping[str, Path]] = MappingProxyType(
     {name: Path(__file__).parent / "models" / name for name in ("shapes", "shapes-joint", "scenes")}
@@ -349,68 +348,6 @@ def unknown_words(ref: ModelRef, prompt: str) -> list[str]:
         return []
     words = re.findall(r"\w+", prompt.lower())
     return list(dict.fromkeys(word for word in words if word not in ref.vocabulary))
-
-
-def weights_hash(folder: Path) -> str:
-    """SHA-256 over the names and contents of the safetensors files of a model's parts."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.safetensors")):
-        # numbers that were found with the weights.
-        if path.parent.name == PRESETS:
-            continue
-        digest.update(path.relative_to(folder).as_posix().encode())
-        digest.update(_file_hash(path).encode())
-    return digest.hexdigest()
-
-
-_READ_QUICKLY: Final = 2**26
-
-
-def files_stamp(folder: Path) -> str:
-    """SHA-256 over what a model is loaded from, without the minutes that large weights take.
-
-    Of files up to 64 MiB the contents count, of larger ones the size and the time of their last
-    change.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        # a card's numbers, and presets, are in the requests that follow them.
-        if path.parent.name == PRESETS or path.name == CARD or not path.is_file():
-            continue
-        if path.suffix not in (".json", ".safetensors"):
-            continue
-        stat = path.stat()
-        large = stat.st_size > _READ_QUICKLY
-        digest.update(path.relative_to(folder).as_posix().encode())
-        said = f"{stat.st_size} {stat.st_mtime_ns}" if large else _file_hash(path)
-        digest.update(said.encode())
-    return digest.hexdigest()
-
-
-def lora_stamp(lora: str) -> str:
-    """SHA-256 of a LoRA's file, or of the weights in its folder; a hub id as it is."""
-    path = Path(lora).expanduser()
-    if path.is_file():
-        return _file_hash(path)
-    return weights_hash(path) if path.is_dir() else lora
-
-
-_FILE_HASHES: Final[dict[tuple[str, int, int], str]] = {}
-
-
-def _file_hash(path: Path) -> str:
-    # the hub's cache names large files by their own hash, which saves reading them again.
-    target = path.resolve()
-    if target.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", target.name):
-        return target.name
-    stat = target.stat()
-    key = (str(target), stat.st_mtime_ns, stat.st_size)
-    if key not in _FILE_HASHES:
-        try:
-            _FILE_HASHES[key] = file_hash(target)
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-    return _FILE_HASHES[key]
 
 
 def _read_ref(name: str, source: str, folder: Path) -> ModelRef:

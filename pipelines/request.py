@@ -17,7 +17,7 @@ from vidsparse.pipelines.caching import CACHES, check_cache
 from vidsparse.pipelines.cards import card_method
 from vidsparse.pipelines.family import Defaults
 from vidsparse.pipelines.image import check_image, image_hash
-from vidsparse.pipelines.models import files_stamp, lora_stamp, model_folder, resolve_model
+from vidsparse.pipelines.models import model_folder, resolve_model
 from vidsparse.pipelines.placement import (
     LINEARS,
     OFFLOADS,
@@ -28,6 +28,7 @@ from vidsparse.pipelines.placement import (
     check_linear,
 )
 from vidsparse.pipelines.speed import SPEEDS, bundle_for
+from vidsparse.pipelines.weights import files_stamp, lora_stamp
 
 if TYPE_CHECKING:
     from vidsparse.methods import SparseMethod

@@ -16,8 +16,9 @@ from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS, SparseMethod, make_method
 from vidsparse.pipelines.calibrate import calibrate
 from vidsparse.pipelines.cards import PRESETS
-from vidsparse.pipelines.models import MODELS, load, resolve_model, weights_hash
+from vidsparse.pipelines.models import MODELS, load, resolve_model
 from vidsparse.pipelines.request import GenerateRequest, check_ready, resolve, settings_hash
+from vidsparse.pipelines.weights import weights_hash
 from vidsparse.presets import load_preset
 
 FITTING: dict[str, Any] = {"frames": 9, "width": 64, "height": 64}

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from saved_families import a_request
 
 from vidsparse.errors import ModelError
-from vidsparse.pipelines import models
+from vidsparse.pipelines import weights as digests
 from vidsparse.pipelines.request import GenerateRequest, settings_hash
 
 pytest_plugins = ["saved_families"]
@@ -56,7 +56,7 @@ def test_weights_that_changed_in_their_place_are_another_model(
     large: bool,
 ) -> None:
     if large:
-        monkeypatch.setattr(models, "_READ_QUICKLY", 0)
+        monkeypatch.setattr(digests, "_READ_QUICKLY", 0)
     (path,) = (tmp_path / "model" / "transformer").glob("*.safetensors")
     first = settings_hash(request_of())
     assert settings_hash(request_of()) == first
@@ -88,6 +88,6 @@ def test_weights_that_cannot_be_read_are_named(
     def refuse(path: Path) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(models, "file_hash", refuse)
+    monkeypatch.setattr(digests, "file_hash", refuse)
     with pytest.raises(ModelError, match="cannot be read: Permission denied"):
         settings_hash(request_of(lora=str(lora)))
