@@ -294,6 +294,7 @@ class StepCache(AbstractContextManager["StepCache"]):
     ) -> None:
         from vidsparse.pipelines.adapter import transformers_of
         from vidsparse.pipelines.lookup import find_adapter
+        from vidsparse.pipelines.position import Positions
 
         check_cache(cache, threshold)
         adapter = find_adapter(pipe)
@@ -301,6 +302,7 @@ class StepCache(AbstractContextManager["StepCache"]):
         self.cache = cache
         self.threshold = CACHES[cache] if threshold is None else threshold
         self._pipe = weakref.ref(pipe)
+        self._positions = Positions()
         self._forwards: list[_Forward] = []
         self._swings: dict[int, _Swing] = {}
         self._hooks: list[tuple[Any, int]] = []
@@ -375,13 +377,14 @@ class StepCache(AbstractContextManager["StepCache"]):
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: int
     ) -> None:
-        from vidsparse.pipelines.position import denoising_position, named_arguments
+        from vidsparse.pipelines.position import named_arguments
 
         arguments = named_arguments(module, args, kwargs)
-        step, _, _ = denoising_position(self._pipe(), arguments)
-        last = self._forwards[-1] if self._forwards else None
-        if last is None or step < last.step:
+        at = self._positions.next(self._pipe(), arguments)
+        if at.begins:
             self._begin_run()
+        step = at.step
+        last = self._forwards[-1] if self._forwards else None
         branch = last.branch + 1 if last is not None and step == last.step else 0
         memory = self._memories[id(module)]
         name = memory.announced

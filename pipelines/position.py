@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -18,6 +19,44 @@ BRANCHES: Final = {
     "pred_uncond": "unconditional",
     "cond_uncond": "conditional",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the forward to come stands in its run.
+
+    Args:
+        step: its step, from 0.
+        steps: how many the run has.
+        timesteps: those of the scheduler.
+        begins: whether it is the first of its run.
+    """
+
+    step: int
+    steps: int
+    timesteps: Any
+    begins: bool
+
+
+class Positions:
+    """Follows a pipeline's runs, forward by forward."""
+
+    def __init__(self) -> None:
+        self._timesteps: Any = None
+        self._last = 0
+
+    def next(self, pipe: Any, arguments: Mapping[str, Any]) -> Position:
+        """Where the forward that is about to run stands.
+
+        Raises:
+            UnsupportedError: the scheduler does not say.
+        """
+        step, steps, timesteps = denoising_position(pipe, arguments)
+        # every pipeline call sets new timesteps, and its first step need not be the list's; a step
+        # that goes back covers loops that do not.
+        begins = timesteps is not self._timesteps or step < self._last
+        self._timesteps, self._last = timesteps, step
+        return Position(step, steps, timesteps, begins)
 
 
 def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, int, Any]:

@@ -309,6 +309,25 @@ def test_every_run_starts_with_an_empty_cache() -> None:
     assert torch.equal(first, again)
 
 
+@pytest.mark.parametrize("cache", list(THRESHOLDS))
+def test_a_run_after_one_that_ended_in_its_first_step_starts_with_an_empty_cache(
+    cache: str,
+) -> None:
+    pipe = tiny_wan()
+
+    def interrupt(pipe: Any, at: int, t: Any, tensors: Any) -> Any:
+        pipe._interrupt = True
+        return tensors
+
+    with StepCache(pipe, cache, threshold=THRESHOLDS[cache]) as cached:
+        expected = latents_of(pipe, num_inference_steps=STEPS)
+        shares = cached.blocks_run()
+        latents_of(pipe, num_inference_steps=STEPS, callback_on_step_end=interrupt)
+        again = latents_of(pipe, num_inference_steps=STEPS)
+        assert cached.blocks_run() == shares
+    assert torch.equal(again, expected)
+
+
 def test_a_second_cache_is_refused_and_the_first_one_stays() -> None:
     pipe = tiny_wan(layers=3)
     with StepCache(pipe, "first-block", threshold=1e9) as cached:

@@ -181,6 +181,27 @@ def test_a_run_after_an_interrupt_starts_afresh() -> None:
         assert torch.equal(latents_of(pipe), expected)
 
 
+def test_a_loop_that_starts_late_in_the_list_is_a_run_of_its_own_each_time() -> None:
+    pipe = tiny_wan(layers=1, euler=True)
+    inputs = transformer_inputs(5, 32, 32)
+
+    def run(last: int) -> None:
+        pipe.scheduler.set_timesteps(5)
+        pipe.scheduler.set_begin_index(2)
+        for t in pipe.scheduler.timesteps[2:last]:
+            noise = forward(pipe.transformer, {**inputs, "timestep": t.expand(1)})
+            pipe.scheduler.step(noise, t, inputs["hidden_states"])
+
+    with sparsify(pipe, dense_steps=0, reuse=100) as handle:
+        run(last=3)
+        run(last=5)
+    assert [(step, action) for step, _, _, action in actions(handle)] == [
+        (2, "replan"),
+        (3, "reuse"),
+        (4, "reuse"),
+    ]
+
+
 def test_another_scheduler_may_be_put_in_while_sparse() -> None:
     pipe = tiny_wan()
     with sparsify(pipe, dense_steps=0) as handle:
