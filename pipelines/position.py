@@ -43,7 +43,8 @@ class Positions:
 
     def __init__(self) -> None:
         self._timesteps: Any = None
-        self._last = 0
+        # places in the list of timesteps: of the run's first step, and of the last forward.
+        self._first = self._last = 0
 
     def next(self, pipe: Any, arguments: Mapping[str, Any]) -> Position:
         """Where the forward that is about to run stands.
@@ -51,39 +52,56 @@ class Positions:
         Raises:
             UnsupportedError: the scheduler does not say.
         """
-        step, steps, timesteps = denoising_position(pipe, arguments)
+        timesteps = getattr(pipe.scheduler, "timesteps", None)
+        if timesteps is None:
+            raise _no_step(pipe.scheduler)
+        total, told = step_count(pipe.scheduler), _place_told(pipe, arguments)
         # every pipeline call sets new timesteps, and its first step need not be the list's; a step
         # that goes back covers loops that do not.
-        begins = timesteps is not self._timesteps or step < self._last
-        self._timesteps, self._last = timesteps, step
-        return Position(step, steps, timesteps, begins)
+        begins = timesteps is not self._timesteps
+        begins = begins or (self._first if told is None else told) < self._last
+        if begins:
+            first = _steps_left_out(pipe, total)
+            # a run that begins before is not the one that the pipeline's numbers are left over
+            # from: one of another pipeline on the same parts, or of a loop of one's own.
+            self._first = first if told is None or told >= first else 0
+            self._timesteps = timesteps
+        self._last = self._first if told is None else told
+        steps = total - self._first
+        return Position(min(self._last - self._first, steps - 1), steps, timesteps, begins)
 
 
-def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, int, Any]:
-    """The step about to run (from 0), how many this run has, and the scheduler's timesteps."""
+def _steps_left_out(pipe: Any, total: int) -> int:
+    """Steps at the beginning of the list that a call leaves out, as video-to-video does.
+
+    What a pipeline says of it may be left over from its last call.
+    """
+    if hasattr(pipe, "current_timestep"):
+        current = pipe.current_timestep
+        # outside a call, or with a list for every frame.
+        if current is None or (isinstance(current, Tensor) and current.numel() > 1):
+            return 0
+    return total - min(total, getattr(pipe, "num_timesteps", total))
+
+
+def _place_told(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
+    """Which of the scheduler's timesteps is next; None before the first step, where none says."""
     scheduler = pipe.scheduler
-    timesteps = getattr(scheduler, "timesteps", None)
     current = getattr(pipe, "current_timestep", None)
-    if timesteps is None:
-        raise _no_step(scheduler)
-    steps = total = step_count(scheduler)
     if isinstance(current, Tensor) and current.numel() > 1:
-        return _step_of_frames(pipe, current, timesteps), total, timesteps
-    if current is not None:
-        # within a call of the pipeline. video-to-video runs the end of the list only, and its
-        # first step counts as 0; outside a call this number is left over from the last one.
-        steps = min(total, getattr(pipe, "num_timesteps", total))
+        return _step_of_frames(pipe, current, scheduler.timesteps)
     index = getattr(scheduler, "step_index", None)
-    if index is None:
-        # CogVideoX's schedulers count no steps, and Helios' distilled one has a count that stays
-        # none, as others' is before their first step. what the transformer is told is of the list,
-        # where all tokens are told the same.
-        counts, told = hasattr(scheduler, "step_index"), arguments.get("timestep")
-        index = _place(timesteps, told if counts or current is None else current, alike=counts)
-        if index is None and not counts:
-            raise _no_step(scheduler)
-    step = 0 if index is None else int(index) - (total - steps)
-    return min(max(step, 0), steps - 1), steps, timesteps
+    if index is not None:
+        return int(index)
+    # CogVideoX's schedulers count no steps, and Helios' distilled one has a count that stays none,
+    # as others' is before their first step. what the transformer is told is of the list, where all
+    # tokens are told the same.
+    counts, told = hasattr(scheduler, "step_index"), arguments.get("timestep")
+    told = told if counts or current is None else current
+    place = _place(scheduler.timesteps, told, alike=counts)
+    if place is None and not counts:
+        raise _no_step(scheduler)
+    return place
 
 
 def step_count(scheduler: Any) -> int:

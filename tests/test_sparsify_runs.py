@@ -181,6 +181,25 @@ def test_a_run_after_an_interrupt_starts_afresh() -> None:
         assert torch.equal(latents_of(pipe), expected)
 
 
+def test_a_loop_of_ones_own_after_an_exception_is_as_long_as_its_list() -> None:
+    pipe = tiny_wan(layers=1, euler=True)
+    inputs = transformer_inputs(5, 32, 32)
+
+    def fail(pipe: Any, at: int, t: Any, tensors: Any) -> Any:
+        raise Stop
+
+    with sparsify(pipe, dense_steps=2) as handle:
+        with pytest.raises(Stop):
+            latents_of(pipe, num_inference_steps=2, callback_on_step_end=fail)
+        pipe.scheduler.set_timesteps(6)
+        for t in pipe.scheduler.timesteps:
+            noise = forward(pipe.transformer, {**inputs, "timestep": t.expand(1)})
+            pipe.scheduler.step(noise, t, inputs["hidden_states"])
+    assert [(step, action) for step, _, _, action in actions(handle)] == [
+        (step, "dense" if step < 2 else "replan") for step in range(6)
+    ]
+
+
 def test_a_loop_that_starts_late_in_the_list_is_a_run_of_its_own_each_time() -> None:
     pipe = tiny_wan(layers=1, euler=True)
     inputs = transformer_inputs(5, 32, 32)
