@@ -45,12 +45,14 @@ class Positions:
         self._timesteps: Any = None
         # places in the list of timesteps: of the run's first step, and of the last forward.
         self._first = self._last = 0
+        # the timestep that forwards were told since the run ended.
+        self._told_after: float | None = None
 
     def next(self, pipe: Any, arguments: Mapping[str, Any]) -> Position:
         """Where the forward that is about to run stands.
 
         Raises:
-            UnsupportedError: the scheduler does not say.
+            UnsupportedError: the scheduler does not say, or is not the one of this run.
         """
         timesteps = getattr(pipe.scheduler, "timesteps", None)
         if timesteps is None:
@@ -65,10 +67,31 @@ class Positions:
             # a run that begins before is not the one that the pipeline's numbers are left over
             # from: one of another pipeline on the same parts, or of a loop of one's own.
             self._first = first if told is None or told >= first else 0
-            self._timesteps = timesteps
+            self._timesteps, self._told_after = timesteps, None
         self._last = self._first if told is None else told
+        if self._last >= total:
+            self._check_ended(pipe, arguments)
         steps = total - self._first
         return Position(min(self._last - self._first, steps - 1), steps, timesteps, begins)
+
+    def _check_ended(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
+        """Check that a forward whose scheduler has ended is no part of a run.
+
+        Forwards to look at or to time are told one timestep, and stand at the last step.
+
+        Raises:
+            UnsupportedError: it is told another timestep than those before it.
+        """
+        told = arguments.get("timestep")
+        value = float(told.max()) if isinstance(told, Tensor) else told
+        if self._told_after not in (None, value):
+            name = type(pipe).__name__
+            raise UnsupportedError(
+                f"the transformer is told other timesteps, and the scheduler of {name} "
+                "is at its end: what runs has another one. Hint: call sparsify() on the pipeline "
+                "that runs, or set_timesteps() of this scheduler before a loop of your own."
+            )
+        self._told_after = value
 
 
 def _steps_left_out(pipe: Any, total: int) -> int:
