@@ -40,6 +40,9 @@ _BLOCK_LISTS: Final = r"[^.]*block[^.]*\.[^.]+"
 _UNKNOWN: Final = "not registered"
 """What the host says of blocks that ``first-block`` does not know."""
 
+_TAYLORSEER: Final = "taylorseer_cache"
+"""The host's name of that cache's hooks."""
+
 _EARLY: Final = 3
 """Steps that ``taylorseer`` always runs: its slope takes two, and the first says little."""
 
@@ -215,8 +218,42 @@ def _cache_hooks(transformer: Any) -> list[Any]:
         for module in transformer.modules()
         if hasattr(module, "_diffusers_hook")
         for name, hook in module._diffusers_hook.hooks.items()
-        if name in ("taylorseer_cache", "fbc_leader_block_hook")
+        if name in (_TAYLORSEER, "fbc_leader_block_hook")
     ]
+
+
+class _Outputs:
+    """The last modules of a transformer, which ``taylorseer`` extrapolates.
+
+    Args:
+        transformer: with the cache on it.
+        names: where they are; it need not have all.
+    """
+
+    def __init__(self, transformer: Any, names: Sequence[str]) -> None:
+        self._transformer = transformer
+        self._hooked = {
+            name: getattr(transformer, name) for name in names if hasattr(transformer, name)
+        }
+
+    def follow(self) -> None:
+        """Move the host's hooks to the modules that are there now, which a LoRA has replaced.
+
+        Loaded, it wraps what has the hook, and would be added to what is extrapolated, of blocks
+        that come to nothing; unloaded, it takes the hook along.
+        """
+        from diffusers.hooks import HookRegistry
+
+        for name, before in self._hooked.items():
+            now = getattr(self._transformer, name)
+            if now is before:
+                continue
+            hook = before._diffusers_hook.get_hook(_TAYLORSEER)
+            before._diffusers_hook.remove_hook(_TAYLORSEER, recurse=False)
+            HookRegistry.check_if_exists_or_initialize(now).register_hook(hook, _TAYLORSEER)
+            self._hooked[name] = now
+            self._transformer._diffusers_hook.invalidate_child_registries_cache()
+            show_changes(self._transformer)
 
 
 class _Memory:
@@ -294,6 +331,7 @@ class StepCache(AbstractContextManager["StepCache"]):
     ) -> None:
         from vidsparse.pipelines.adapter import transformers_of
         from vidsparse.pipelines.lookup import find_adapter
+        from vidsparse.pipelines.position import Positions
 
         check_cache(cache, threshold)
         adapter = find_adapter(pipe)
@@ -301,9 +339,11 @@ class StepCache(AbstractContextManager["StepCache"]):
         self.cache = cache
         self.threshold = CACHES[cache] if threshold is None else threshold
         self._pipe = weakref.ref(pipe)
+        self._positions = Positions()
         self._forwards: list[_Forward] = []
         self._swings: dict[int, _Swing] = {}
         self._hooks: list[tuple[Any, int]] = []
+        self._outputs: list[_Outputs] = []
         self._memories: dict[int, _Memory] = {}
         self.swung = False
         self._undo: list[Callable[[], object]] = []
@@ -370,18 +410,20 @@ class StepCache(AbstractContextManager["StepCache"]):
         self._undo.append(splits.lift)
         if self.cache == "taylorseer":
             self._watch(transformer, config.disable_cache_before_step)
+            self._outputs.append(_Outputs(transformer, adapter.outputs))
         show_changes(transformer)
 
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: int
     ) -> None:
-        from vidsparse.pipelines.position import denoising_position, named_arguments
+        from vidsparse.pipelines.position import named_arguments
 
         arguments = named_arguments(module, args, kwargs)
-        step, _, _ = denoising_position(self._pipe(), arguments)
-        last = self._forwards[-1] if self._forwards else None
-        if last is None or step < last.step:
+        at = self._positions.next(self._pipe(), arguments)
+        if at.begins:
             self._begin_run()
+        step = at.step
+        last = self._forwards[-1] if self._forwards else None
         branch = last.branch + 1 if last is not None and step == last.step else 0
         memory = self._memories[id(module)]
         name = memory.announced
@@ -396,6 +438,8 @@ class StepCache(AbstractContextManager["StepCache"]):
         self.swung = False
         for memory in self._memories.values():
             memory.forget()
+        for outputs in self._outputs:
+            outputs.follow()
         for hook, warmup in self._hooks:
             hook.disable_cache_before_step = warmup
 
@@ -447,7 +491,7 @@ class StepCache(AbstractContextManager["StepCache"]):
         apply_taylorseer_cache(transformer, config)
         registry.invalidate_child_registries_cache()
         self._undo.append(registry.invalidate_child_registries_cache)
-        self._undo.append(lambda: registry.remove_hook("taylorseer_cache", recurse=True))
+        self._undo.append(lambda: registry.remove_hook(_TAYLORSEER, recurse=True))
 
     def _config(self, warmup: int, transformer: Any, adapter: Any) -> Any:
         import diffusers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -20,31 +21,110 @@ BRANCHES: Final = {
 }
 
 
-def denoising_position(pipe: Any, arguments: Mapping[str, Any]) -> tuple[int, int, Any]:
-    """The step about to run (from 0), how many this run has, and the scheduler's timesteps."""
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the forward to come stands in its run.
+
+    Args:
+        step: its step, from 0.
+        steps: how many the run has.
+        timesteps: those of the scheduler.
+        begins: whether it is the first of its run.
+    """
+
+    step: int
+    steps: int
+    timesteps: Any
+    begins: bool
+
+
+class Positions:
+    """Follows a pipeline's runs, forward by forward."""
+
+    def __init__(self) -> None:
+        self._timesteps: Any = None
+        # places in the list of timesteps: of the run's first step, and of the last forward.
+        self._first = self._last = 0
+        # the timestep that forwards were told since the run ended.
+        self._told_after: float | None = None
+
+    def next(self, pipe: Any, arguments: Mapping[str, Any]) -> Position:
+        """Where the forward that is about to run stands.
+
+        Raises:
+            UnsupportedError: the scheduler does not say, or is not the one of this run.
+        """
+        timesteps = getattr(pipe.scheduler, "timesteps", None)
+        if timesteps is None:
+            raise _no_step(pipe.scheduler)
+        total, told = step_count(pipe.scheduler), _place_told(pipe, arguments)
+        # every pipeline call sets new timesteps, and its first step need not be the list's; a step
+        # that goes back covers loops that do not.
+        begins = timesteps is not self._timesteps
+        begins = begins or (self._first if told is None else told) < self._last
+        if begins:
+            first = _steps_left_out(pipe, total)
+            # a run that begins before is not the one that the pipeline's numbers are left over
+            # from: one of another pipeline on the same parts, or of a loop of one's own.
+            self._first = first if told is None or told >= first else 0
+            self._timesteps, self._told_after = timesteps, None
+        self._last = self._first if told is None else told
+        if self._last >= total:
+            self._check_ended(pipe, arguments)
+        steps = total - self._first
+        return Position(min(self._last - self._first, steps - 1), steps, timesteps, begins)
+
+    def _check_ended(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
+        """Check that a forward whose scheduler has ended is no part of a run.
+
+        Forwards to look at or to time are told one timestep, and stand at the last step.
+
+        Raises:
+            UnsupportedError: it is told another timestep than those before it.
+        """
+        told = arguments.get("timestep")
+        value = float(told.max()) if isinstance(told, Tensor) else told
+        if self._told_after not in (None, value):
+            name = type(pipe).__name__
+            raise UnsupportedError(
+                f"the transformer is told other timesteps, and the scheduler of {name} "
+                "is at its end: what runs has another one. Hint: call sparsify() on the pipeline "
+                "that runs, or set_timesteps() of this scheduler before a loop of your own."
+            )
+        self._told_after = value
+
+
+def _steps_left_out(pipe: Any, total: int) -> int:
+    """Steps at the beginning of the list that a call leaves out, as video-to-video does.
+
+    What a pipeline says of it may be left over from its last call.
+    """
+    if hasattr(pipe, "current_timestep"):
+        current = pipe.current_timestep
+        # outside a call, or with a list for every frame.
+        if current is None or (isinstance(current, Tensor) and current.numel() > 1):
+            return 0
+    return total - min(total, getattr(pipe, "num_timesteps", total))
+
+
+def _place_told(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
+    """Which of the scheduler's timesteps is next; None before the first step, where none says."""
     scheduler = pipe.scheduler
-    timesteps = getattr(scheduler, "timesteps", None)
     current = getattr(pipe, "current_timestep", None)
-    if timesteps is None:
-        raise _no_step(scheduler)
-    steps = total = step_count(scheduler)
     if isinstance(current, Tensor) and current.numel() > 1:
-        return _step_of_frames(pipe, current, timesteps), total, timesteps
-    if current is not None:
-        # within a call of the pipeline. video-to-video runs the end of the list only, and its
-        # first step counts as 0; outside a call this number is left over from the last one.
-        steps = min(total, getattr(pipe, "num_timesteps", total))
+        return _step_of_frames(pipe, current, scheduler.timesteps)
     index = getattr(scheduler, "step_index", None)
-    if index is None:
-        # CogVideoX's schedulers count no steps, and Helios' distilled one has a count that stays
-        # none, as others' is before their first step. what the transformer is told is of the list,
-        # where all tokens are told the same.
-        counts, told = hasattr(scheduler, "step_index"), arguments.get("timestep")
-        index = _place(timesteps, told if counts or current is None else current, alike=counts)
-        if index is None and not counts:
-            raise _no_step(scheduler)
-    step = 0 if index is None else int(index) - (total - steps)
-    return min(max(step, 0), steps - 1), steps, timesteps
+    if index is not None:
+        return int(index)
+    # CogVideoX's schedulers count no steps, and Helios' distilled one has a count that stays none,
+    # as others' is before their first step. what the transformer is told is of the list, where all
+    # tokens are told the same.
+    counts, told = hasattr(scheduler, "step_index"), arguments.get("timestep")
+    told = told if counts or current is None else current
+    place = _place(scheduler.timesteps, told, alike=counts)
+    if place is None and not counts:
+        raise _no_step(scheduler)
+    return place
 
 
 def step_count(scheduler: Any) -> int:

@@ -46,7 +46,7 @@ from vidsparse.pipelines.parallel import (
 )
 from vidsparse.pipelines.position import (
     BRANCHES,
-    denoising_position,
+    Positions,
     guided,
     named_arguments,
     step_count,
@@ -99,7 +99,7 @@ class Session:
         # whether the run that goes on was followed from its first step.
         self._from_start = False
         self._context: str | None = None
-        self._timesteps: Any = None
+        self._positions = Positions()
         self._timestep_values: list[float] = []
         self._forwards_in_step = 0
         # told what forwards give back, and the one that goes on; the site of one that runs again.
@@ -283,13 +283,13 @@ class Session:
             config = getattr(module, "_parallel_config", None)
             if config is not None:
                 check_tokens(grid, config, self.adapter.shares.plan(module))
-        step, steps, timesteps = denoising_position(pipe, arguments)
+        at = self._positions.next(pipe, arguments)
+        step, steps = at.step, at.steps
         last = self._site.step if self._site is not None else -1
-        # every pipeline call sets new timesteps; a step that goes back covers loops that do not.
-        if step < last or (step == 0 and timesteps is not self._timesteps) or last < 0:
-            self._begin_run(steps, timesteps, step_count(pipe.scheduler))
+        if at.begins:
+            self._begin_run(steps, at.timesteps.tolist()[: step_count(pipe.scheduler)])
             self._from_start = step == 0
-        if step != last:
+        elif step != last:
             self._forwards_in_step = 0
             self._deal_heads(part, last, step)
         if self._site is not None and self._site.part != part:
@@ -414,11 +414,10 @@ class Session:
                 self._balancer = Balancer(self.heads, beside)
             self._balancer.between_steps(part, engine, before, step, groups.heads)
 
-    def _begin_run(self, steps: int, timesteps: Any, count: int) -> None:
+    def _begin_run(self, steps: int, timesteps: list[float]) -> None:
         if self.halves is not None:
             self.halves.begin_run()
-        self._timesteps = timesteps
-        self._timestep_values = timesteps.tolist()[:count]
+        self._timestep_values = timesteps
         self._forwards_in_step = 0
         self._texts.clear()
         for engine in self.engines:

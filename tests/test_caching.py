@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from click.testing import CliRunner
@@ -307,6 +308,50 @@ def test_every_run_starts_with_an_empty_cache() -> None:
         assert cached.blocks_run() == shares
     assert shares[0] == 1.0
     assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("cache", list(THRESHOLDS))
+def test_a_run_after_one_that_ended_in_its_first_step_starts_with_an_empty_cache(
+    cache: str,
+) -> None:
+    pipe = tiny_wan()
+
+    def interrupt(pipe: Any, at: int, t: Any, tensors: Any) -> Any:
+        pipe._interrupt = True
+        return tensors
+
+    with StepCache(pipe, cache, threshold=THRESHOLDS[cache]) as cached:
+        expected = latents_of(pipe, num_inference_steps=STEPS)
+        shares = cached.blocks_run()
+        latents_of(pipe, num_inference_steps=STEPS, callback_on_step_end=interrupt)
+        again = latents_of(pipe, num_inference_steps=STEPS)
+        assert cached.blocks_run() == shares
+    assert torch.equal(again, expected)
+
+
+def test_a_lora_of_the_last_projection_may_come_and_go_while_taylorseer_is_on() -> None:
+    def run(pipe: Any) -> torch.Tensor:
+        return latents_of(pipe, num_inference_steps=STEPS)
+
+    donor = tiny_wan().transformer
+    donor.add_adapter(peft.LoraConfig(r=2, target_modules=["proj_out"], init_lora_weights=False))
+    state = peft.get_peft_model_state_dict(donor, adapter_name="default")
+    weights = {f"transformer.{key}": value for key, value in state.items()}
+    pipe = tiny_wan()
+    expected = run(pipe)
+    with StepCache(pipe, "taylorseer"):
+        plain = run(pipe)
+    pipe.load_lora_weights(dict(weights))
+    with StepCache(pipe, "taylorseer"):
+        styled = run(pipe)
+        assert not torch.allclose(styled, plain, rtol=1e-2, atol=1e-2)
+        pipe.unload_lora_weights()
+        assert torch.equal(run(pipe), plain)
+        pipe.load_lora_weights(dict(weights))
+        assert torch.equal(run(pipe), styled)
+    # nothing of it stays.
+    pipe.unload_lora_weights()
+    assert torch.equal(run(pipe), expected)
 
 
 def test_a_second_cache_is_refused_and_the_first_one_stays() -> None:

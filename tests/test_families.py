@@ -363,6 +363,14 @@ def test_a_scheduler_that_counts_no_steps_is_followed_by_its_timesteps() -> None
             forward(pipe.transformer, arguments, torch.float32)
 
 
+def test_a_pipeline_that_says_how_many_steps_it_runs_but_not_which_counts_its_own() -> None:
+    pipe = TINY["easyanimate-inpaint"].build()
+    with sparsify(pipe, dense_steps=1) as handle:
+        latents("easyanimate-inpaint", pipe, num_inference_steps=4, strength=0.5)
+    steps = [(c.step, c.action) for c in handle.trace.cells if c.layer == 0]
+    assert steps == [(0, "dense"), (1, "replan")]
+
+
 @ONE
 def test_the_trace_names_every_step_and_layer(name: str) -> None:
     tiny = TINY[name]

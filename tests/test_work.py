@@ -204,8 +204,11 @@ def test_a_cost_is_for_the_method_as_it_was_measured(monkeypatch: pytest.MonkeyP
         selection_cost(method, gpu, bf16, 17_776),
         selection_cost(method, gpu, bf16, 200_000),
         selection_cost(sparse("xattention", pattern="diagonal"), gpu, bf16, 75_600),
+        selection_cost(sparse("fg-attn", score="residual"), gpu, bf16, 75_600),
+        selection_cost(sparse("foresight", tile="128x16", rows=16), gpu, bf16, 75_600),
     ):
         assert other is None
+    assert selection_cost(sparse("foresight", tile="128x16"), gpu, bf16, 75_600) is not None
     assert selection_cost(sparse("xattention"), gpu, bf16, 75_600) == SelectionCost(
         0.0663, "measured on NVIDIA H200 at 75,600 tokens, docs/benchmarks/masks-h200.json"
     )
