@@ -140,10 +140,22 @@ def _window(request: GenerateRequest, steps: int) -> range:
     return window
 
 
+def progress_file(out: Path) -> Path:
+    """The file beside the preset ``out`` that holds what is known before it is finished."""
+    return preset_files(out)[0].with_suffix(".progress.safetensors")
+
+
 def _calibrator(request: GenerateRequest, extent: Extent, settings: dict[str, Any]) -> Calibrator:
     if request.method not in CALIBRATORS:
         raise OptionError(
             f"{request.method} is not calibrated. Hint: choose from {', '.join(CALIBRATORS)}."
+        )
+    if request.cache not in (None, "none"):
+        # a call that a cache leaves out cannot be looked at.
+        bundle = "" if request.speed is None else f" with --speed {request.speed}"
+        raise OptionError(
+            "calibration runs every step in full and takes no step cache, got "
+            f"{request.cache}{bundle}. Hint: --cache none; the preset can be used with one."
         )
     method = make_method(request.method, **request.method_options)
     assert isinstance(method, SparseMethod)
@@ -220,7 +232,10 @@ class _Run:
             schedule = {**self._schedule, **one.schedule}
             schedule.update(dense_last_steps=last, order=self._order)
             schedule["implementation"] = self._request.implementation
-        with sparsify(self._loaded.pipe, one.method or "dense", **schedule) as handle:
+        kernel = self._request.dense_kernel
+        with sparsify(
+            self._loaded.pipe, one.method or "dense", dense_kernel=kernel, **schedule
+        ) as handle:
             for engine in handle.engines:
                 engine.observer = partial(self._observe, engine)
             if one.forwards:
@@ -338,7 +353,7 @@ class _ProgressFile:
 
     def __init__(self, out: Path, fingerprint: str) -> None:
         files = preset_files(out)
-        self._path = files[0].with_suffix(".progress.safetensors")
+        self._path = progress_file(out)
         self._fingerprint = fingerprint
         # a calibration that was killed while it wrote one of them left a part of it.
         clear_partial(self._path.parent, self._path.name, *(file.name for file in files))

@@ -98,9 +98,13 @@ def provenance(loaded: LoadedPipeline) -> dict[str, Any]:
             "class": type(scheduler).__name__,
             "config": _jsonable(dict(scheduler.config)),
         },
-        "versions": _versions(),
-        "device": _device_facts(loaded.device),
+        **machine_facts(loaded.device),
     }
+
+
+def machine_facts(device: str) -> dict[str, Any]:
+    """What times and the last digits depend on: versions of packages, and device and threads."""
+    return {"versions": _versions(), "device": _device_facts(device)}
 
 
 def _versions() -> dict[str, str | None]:

@@ -111,3 +111,20 @@ def test_a_model_that_is_not_there_is_one_sentence() -> None:
     done = bench("--data", "nowhere")
     assert done.exit_code == 2
     assert "there is no model 'nowhere'" in done.output
+
+
+@pytest.mark.parametrize("which", ["masks", "calls", "attention"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--size 128x128", "--size is of a model's run, and none was asked for"),
+        ("--frames 9 --steps 3", "--frames and --steps are of a model's run"),
+    ],
+)
+def test_a_run_of_no_model_is_refused(which: str, given: str, said: str) -> None:
+    small = ("--seq-len", "512", "--heads", "2", "--head-dim", "32", "--repeats", "1")
+    done = CliRunner().invoke(main, ["bench", which, *small, *given.split()])
+    assert done.exit_code == 2
+    (line,) = done.output.splitlines()
+    assert said in line
+    assert "Hint: add --data" in line

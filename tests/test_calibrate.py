@@ -393,6 +393,14 @@ def test_what_was_measured_is_printed_in_words_a_try_a_line(
         (("--method", "sale", "--dense-steps", "1.0"), "nothing to calibrate"),
         (("--method", "sale", "--preset", "x"), "takes none"),
         (("--method", "sale", "--order", "spiral"), "unknown token order 'spiral'"),
+        (
+            ("--method", "sale", "--cache", "first-block"),
+            "every step in full and takes no step cache, got first-block. Hint: --cache none",
+        ),
+        (
+            ("--method", "foresight", "--speed", "fast"),
+            "takes no step cache, got first-block with --speed fast. Hint: --cache none",
+        ),
     ],
 )
 def test_bad_input_ends_with_2_before_the_model_loads(
@@ -402,6 +410,80 @@ def test_bad_input_ends_with_2_before_the_model_loads(
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
     assert "Loading" not in result.output
+
+
+@pytest.fixture
+def calibrating_to(
+    tiny_model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
+    """Runs the command up to where it would load the model."""
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise vidsparse.OptionError("the model is loaded")
+
+    monkeypatch.setattr("vidsparse.pipelines.models.load", refuse)
+    base = ("calibrate", "--prompts", str(prompts), "--model", str(tiny_model), "--method", "sale")
+
+    def run(out: Path, *options: str) -> Result:
+        result = invoke(*base, "--samples", "1", "--device", "cpu", "--out", str(out), *options)
+        assert result.exit_code == 2, result.output
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("options", [(), ("--overwrite",)])
+def test_a_file_that_is_no_preset_s_is_not_replaced(
+    options: tuple[str, ...], calibrating_to: Callable[..., Result], tmp_path: Path
+) -> None:
+    (tmp_path / "style.safetensors").write_bytes(b"a LoRA")
+    said = calibrating_to(tmp_path / "style", *options).output
+    assert "style.safetensors is there without style.json, so that it is no preset's" in said
+    # what a calibration that was killed as it wrote the second file leaves.
+    (tmp_path / "style.progress.safetensors").write_bytes(b"")
+    assert "the model is loaded" in calibrating_to(tmp_path / "style", *options).output
+
+
+def test_the_lora_itself_is_not_replaced(
+    calibrating_to: Callable[..., Result], tmp_path: Path
+) -> None:
+    for name in ("style.json", "style.safetensors"):
+        (tmp_path / name).write_bytes(b"of a trainer")
+    lora = ("--lora", f"{tmp_path}/../{tmp_path.name}/style.safetensors")
+    said = calibrating_to(tmp_path / "style", *lora, "--overwrite").output
+    assert "style.safetensors is the LoRA itself, which the preset would replace" in said
+    assert "the model is loaded" in calibrating_to(tmp_path / "style", "--overwrite").output
+    assert "the model is loaded" in calibrating_to(tmp_path / "other", *lora).output
+
+
+def test_a_place_that_cannot_be_written_to_is_found_before_the_model_loads(
+    calibrating_to: Callable[..., Result], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    said = calibrating_to(tmp_path / "file" / "new" / "p").output
+    assert "file/new/p.json cannot be written: Not a directory" in said
+    (tmp_path / "p.safetensors").mkdir()
+    assert "p.safetensors is a folder" in calibrating_to(tmp_path / "p", "--overwrite").output
+    # one that can be made is not made before.
+    assert "the model is loaded" in calibrating_to(tmp_path / "new" / "p").output
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kernel", ["stock", "gluon"])
+def test_the_dense_kernel_asked_for_runs_the_dense_calls(
+    kernel: str, loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    made = calibrating.sparsify
+
+    def watched(*arguments: Any, dense_kernel: str = "auto", **options: Any) -> Any:
+        asked.append(dense_kernel)
+        # the kernel itself needs a GPU.
+        return made(*arguments, **options)
+
+    monkeypatch.setattr(calibrating, "sparsify", watched)
+    calibrate(loaded, a_request("sale", dense_kernel=kernel), PROMPTS[:1], tmp_path / "p")
+    assert set(asked) == {kernel}
 
 
 def test_a_method_that_needs_a_preset_says_so(tiny_model: Path, prompts: Path) -> None:

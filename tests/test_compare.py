@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from vidsparse.apps.cli import main
@@ -17,6 +18,7 @@ from vidsparse.pipelines.video import read_video
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FILES = ["report.html", "report.json", "report.md"]
+SIDES = ("dense", "sparse")
 
 
 @pytest.fixture
@@ -116,6 +118,76 @@ def test_a_killed_compare_trusts_nothing_that_changed(
     assert measured == [1, 1, 2]
 
 
+def test_a_killed_compare_goes_on_after_another_prompt_was_edited(
+    tiny_model: Path, prompts: Path, watched: tuple[list[int], set[int]]
+) -> None:
+    measured, deadly = watched
+    with pytest.raises(Killed):
+        _compare(tiny_model, prompts)
+    deadly.clear()
+    prompts.write_text("a red circle\na green ring\n", encoding="utf-8")
+    done = _compare(tiny_model, prompts)
+    assert done.exit_code == 0, done.output
+    assert measured == [1, 2]
+    (report,) = (prompts.parent / "o").glob("*/report.json")
+    videos = sorted(path.name for path in report.parent.glob("*.mp4"))
+    assert videos == ["0001-a-red-circle.mp4", "0002-a-green-ring.mp4"]
+
+
+@pytest.mark.parametrize("other", ["prompts", "batch"])
+def test_a_report_stays_where_another_one_is_made(
+    other: str, tiny_model: Path, prompts: Path
+) -> None:
+    assert _compare(tiny_model, prompts).exit_code == 0
+    (first,) = (prompts.parent / "o").iterdir()
+    written = {path.name: path.read_bytes() for path in first.iterdir()}
+    if other == "prompts":
+        prompts.write_text("a red circle\na green ring\n", encoding="utf-8")
+    done = _compare(tiny_model, prompts, *(("--batch", "2") if other == "batch" else ()))
+    assert done.exit_code == 0, done.output
+    assert {path.name: path.read_bytes() for path in first.iterdir()} == written
+    (second,) = {*(prompts.parent / "o").iterdir()} - {first}
+    assert sorted(path.name for path in second.glob("report.*")) == FILES
+
+
+def test_a_prompt_measured_with_other_threads_is_measured_anew(
+    tiny_model: Path, prompts: Path, watched: tuple[list[int], set[int]]
+) -> None:
+    measured, deadly = watched
+    with pytest.raises(Killed):
+        _compare(tiny_model, prompts)
+    deadly.clear()
+    torch.set_num_threads(2)
+    done = _compare(tiny_model, prompts)
+    assert done.exit_code == 0, done.output
+    assert measured == [1, 1, 2]
+    document = _document(prompts)
+    assert document["environment"]["device"].endswith(", 2 threads")
+    threads = [one[side]["device"]["threads"] for one in document["prompts"] for side in SIDES]
+    assert threads == [2] * 4
+
+
+def test_prompts_measured_on_different_machines_have_no_ratio(
+    tiny_model: Path,
+    prompts: Path,
+    watched: tuple[list[int], set[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # workers that prompts are spread over say where they ran in their records only.
+    monkeypatch.setattr("vidsparse.apps.commands.compare.machine_text", lambda _: "workers")
+    with pytest.raises(Killed):
+        _compare(tiny_model, prompts)
+    watched[1].clear()
+    torch.set_num_threads(2)
+    done = _compare(tiny_model, prompts)
+    assert done.exit_code == 0, done.output
+    assert watched[0] == [1, 2]
+    assert "no ratio: measured on different machines" in done.stdout
+    document = _document(prompts)
+    assert document["summary"]["speedup"]["why"] == "measured on different machines"
+    assert re.search(r", 1 threads and .*, 2 threads$", document["environment"]["device"])
+
+
 def test_compare_reports_what_sparsity_cost(tiny_model: Path, prompts: Path) -> None:
     done = _compare(tiny_model, prompts, "--top-p", "0.3", "--dense-steps", "1")
     assert done.exit_code == 0, done.output
@@ -176,10 +248,13 @@ def test_dense_against_dense_is_identical_and_says_so(tiny_model: Path, prompts:
 def test_a_batch_measures_the_same(tiny_model: Path, prompts: Path) -> None:
     options = ("--top-p", "0.3", "--dense-steps", "1")
     _compare(tiny_model, prompts, *options)
-    single = _document(prompts)["summary"]
     done = _compare(tiny_model, prompts, *options, "--batch", "2")
     assert done.exit_code == 0, done.output
-    batched = _document(prompts)["summary"]
+    paths = (prompts.parent / "o").glob("*/report.json")
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    single, batched = (
+        each["summary"] for each in sorted(reports, key=lambda each: each["settings"]["batch"])
+    )
     assert batched["psnr"]["mean"] == pytest.approx(single["psnr"]["mean"], abs=0.5)
     assert batched["ssim"]["mean"] == pytest.approx(single["ssim"]["mean"], abs=0.01)
 

@@ -17,6 +17,7 @@ from prompt_runs import PROMPTS, SMALL, Machine, Run, video_names
 from vidsparse.apps.cli import main
 from vidsparse.apps.commands.compare import compare
 from vidsparse.apps.runs.prompts import SLUG_CHARACTERS, slug
+from vidsparse.apps.runs.team import Team
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.pipelines.generate import Generated
 from vidsparse.pipelines.video import read_video
@@ -334,6 +335,23 @@ def test_json_says_which_prompt_failed(generate: Run, machine: Machine) -> None:
     done = generate("--json")
     assert done.exit_code == 1
     assert [each["state"] for each in json.loads(done.stdout)["videos"]] == ["made", "failed"]
+
+
+def test_json_says_that_a_team_which_failed_made_nothing_from_there_on(
+    generate: Run, machine: Machine, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts.write_text(f"{PROMPTS}a green circle\n", encoding="utf-8")
+    machine.fail_on = "blue"
+    # the first of two processes, without the second.
+    team = Team(0, 2)
+    monkeypatch.setattr("vidsparse.apps.commands.generate.join_team", lambda *_: team)
+    for name in ("connect", "tell", "wait_to_be_ended"):
+        monkeypatch.setattr(Team, name, lambda *_: None)
+    done = generate("--json")
+    assert done.exit_code == 1, done.output
+    videos = json.loads(done.stdout)["videos"]
+    assert [each["state"] for each in videos] == ["made", "failed", "failed"]
+    assert [Path(each["video"]).exists() for each in videos] == [True, False, False]
 
 
 def test_generate_says_which_command_shows_what_it_cost(

@@ -30,6 +30,12 @@ def test_one_pair_has_no_range_and_so_no_ratio() -> None:
     assert Speedup.of(_pairs((10.0, 5.0))).to_json()["ratio"] is None
 
 
+def test_pairs_of_different_machines_have_no_ratio() -> None:
+    one, other = (TimedPair(dense=10.0, sparse=5.0, machine=each) for each in ("one", "other"))
+    assert str(Speedup.of([one, one, other])) == "measured on different machines"
+    assert Speedup.of([one, one]).ratio == 2.0
+
+
 @pytest.mark.parametrize("short", [(2.9, 10.0), (10.0, 2.9)])
 def test_a_run_of_under_three_seconds_is_too_short_to_time(short: tuple[float, float]) -> None:
     assert str(Speedup.of(_pairs((10.0, 5.0), short))) == "too short to time"

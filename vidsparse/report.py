@@ -69,8 +69,8 @@ CONVENTIONS: Mapping[str, str] = {
     "stages": "runs of the same seeds with the parts of the sparse side switched on one after the "
     "other, each against the dense side; the last is the sparse side; empty unless asked for",
     "speedup": "denoising seconds of all dense runs over those of all sparse runs, with the range "
-    f"over pairs; null unless at least {FEWEST} pairs were timed, dense and sparse in turns, with "
-    f"{SHORT:.0f} s or more a run",
+    f"over pairs; null unless at least {FEWEST} pairs were timed, dense and sparse in turns on "
+    f"one machine, with {SHORT:.0f} s or more a run",
 }
 
 
@@ -317,6 +317,7 @@ class Report:
                     dense=None if dense is None else dense * batch,
                     sparse=None if other is None else other * batch,
                     kept=each.kept,
+                    machine=_machine(each.sparse.record),
                 )
             )
             at += batch
@@ -549,6 +550,12 @@ def _prompt_json(each: PromptComparison) -> dict[str, Any]:
         "dense": dict(each.dense.record),
         "sparse": dict(each.sparse.record),
     }
+
+
+def _machine(record: Mapping[str, Any]) -> str:
+    """What a run was made on and by, as far as its record says; equal for equal ones."""
+    facts = [record.get(name) for name in ("device", "versions")]
+    return json.dumps(facts, sort_keys=True, default=str)
 
 
 def _shape(density_map: Sequence[Sequence[float | None]]) -> tuple[int, ...]:

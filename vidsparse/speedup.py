@@ -27,11 +27,13 @@ class TimedPair:
         sparse: seconds of the sparse run, None where unknown.
         kept: when the dense run was made, if that was for an earlier job, as a reader reads it;
             None where it ran beside the sparse one.
+        machine: what both ran on; pairs of different ones have no ratio in common.
     """
 
     dense: float | None
     sparse: float | None
     kept: str | None = None
+    machine: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +63,8 @@ class Speedup:
             why = f"dense kept from {kept}"
         elif not ran:
             why = "not timed"
+        elif len({each.machine for each in ran}) > 1:
+            why = "measured on different machines"
         elif min(min(each.dense or 0, each.sparse or 0) for each in ran) < SHORT:
             why = "too short to time"
         elif len(ran) < FEWEST:

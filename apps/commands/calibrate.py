@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ from vidsparse.apps.terminal.progress import plain_bar
 from vidsparse.apps.terminal.tables import INDENT, print_pairs
 from vidsparse.calibration import CALIBRATORS
 from vidsparse.calibration.base import setting_fields
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, OutputError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -148,8 +149,7 @@ def calibrate(
     given = {name: options.pop(name) for name in list(options) if name.startswith(_PREFIX)}
     settings = _settings(options["method"], given)
     target = preset_files(out)[0]
-    if target.exists() and not overwrite:
-        raise OptionError(f"{target} is there already. Hint: --overwrite replaces it.")
+    _check_place(out, overwrite, options["lora"])
     wanted = CALIBRATORS[options["method"]].samples if samples is None else samples
     if wanted < 1:
         raise OptionError(f"samples must be at least 1, got {wanted}")
@@ -184,6 +184,55 @@ def calibrate(
     click.echo(f"{target}  {time.perf_counter() - began:.0f} s")
     told = ((name.replace("_", " "), _told(value)) for name, value in preset.measured.items())
     print_pairs(((name, text) for name, text in told if text), indent=INDENT)
+
+
+def _check_place(out: str, overwrite: bool, lora: str | None) -> None:
+    """Check that the two files of the preset ``out`` can be written, and replace nothing of worth.
+
+    Args:
+        out: the preset, as it was given.
+        overwrite: whether a preset that is there may be replaced.
+        lora: the LoRA that is asked for, if any.
+
+    Raises:
+        OptionError: a file is there that is not to be replaced.
+        OutputError: the folder cannot be written to.
+    """
+    from vidsparse.pipelines.calibrate import progress_file
+    from vidsparse.presets import preset_files
+
+    target, tables = preset_files(out)
+    try:
+        for path in (target, tables):
+            if path.is_dir():
+                raise OptionError(f"{path} is a folder. Hint: give another name with --out.")
+        there = [path for path in (target, tables) if path.exists()]
+        if tables in there and lora is not None and _same(tables, Path(lora)):
+            raise OptionError(
+                f"{tables} is the LoRA itself, which the preset would replace. "
+                "Hint: give another name with --out."
+            )
+        # a calibration that was stopped as it wrote the second file has left its progress.
+        if there == [tables] and not progress_file(Path(out)).exists():
+            raise OptionError(
+                f"{tables} is there without {target.name}, so that it is no preset's. "
+                "Hint: give another name with --out."
+            )
+        if target in there and not overwrite:
+            raise OptionError(f"{target} is there already. Hint: --overwrite replaces it.")
+        # folders are made with the first file: a run that is refused later leaves none behind.
+        folder = next(path for path in target.absolute().parents if path.exists())
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{target} cannot be written: {error.strerror or error}. "
+            "Hint: give another place with --out."
+        ) from None
+
+
+def _same(one: Path, other: Path) -> bool:
+    return other.exists() and one.samefile(other)
 
 
 def _told(value: Any) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
+import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +15,7 @@ import click
 from vidsparse.apps.runs.comparison import (
     Comparison,
     is_measured,
+    machine_text,
     runs_of,
     stages_of,
     warm_ups,
@@ -69,7 +73,8 @@ Examples:
   vidsparse compare prompts.txt --gpus 4 --gpus-per-video 1         four prompts at a time
 
 \b
-Files, in outputs/<file>-compare-<method>-<hash of settings>/:
+Files, in outputs/<file>-compare-<method>-<hash of settings>-<hash of the rest>/,
+where the rest is the prompts, how they are measured, and the machine:
   report.html          one page to look at or send on, with all videos in it
   report.md            the tables
   report.json          every number; "psnr" of identical frames is null
@@ -155,16 +160,24 @@ def compare(
         if not team.first:
             return _take_part(team, prepared, chunks, parts, terminal)
     settings = settings_hash(request)
-    name = f"{source.stem}-compare-{request.method}-{settings}"
     measured = f"{settings}, batches of {batch}" + (", part by part" if parts else "")
     if team is not None:
         # times are of so many, and may differ within rounding.
         measured += f", by {team}"
     if crew is not None:
         measured += f", {crew}"
-    folder = RunFolder(Path(out) / name, measured)
+    else:
+        # workers may run elsewhere, and their records say where.
+        assert request.device is not None
+        measured += f", on {machine_text(request.device)}"
+    alike = f"{source.stem}-compare-{request.method}-{settings}"
+    folder = RunFolder(Path(out) / f"{alike}-{_own_hash(prepared, measured)}", measured)
     require_encoder()
     with folder.claim():
+        # what a run was stopped at is of use, too, once its file was edited.
+        for path in sorted(Path(out).glob(f"{glob.escape(alike)}-*")):
+            for one in prepared.prompts:
+                folder.take_over(one.prompt, RunFolder(path, measured))
         missing = [at for at, chunk in enumerate(chunks) if not is_measured(folder, chunk)]
         if len(missing) < len(chunks):
             terminal.say("Going on where an earlier run was stopped.")
@@ -197,6 +210,12 @@ def compare(
     _print(report)
     terminal.show(f"\nreport: {paths[0]}")
     return 0
+
+
+def _own_hash(prepared: PreparedPrompts, measured: str) -> str:
+    """Eight hex digits over what a report is of: no other one may come to stand in its place."""
+    text = json.dumps([measured, [one.prompt.text for one in prepared.prompts]])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _maker(terminal: Terminal, prepared: PreparedPrompts, team: Team | None) -> Maker:
@@ -292,7 +311,7 @@ def _speed(report: Report) -> str:
     speedup = report.speedup
     if speedup.ratio is not None:
         return str(speedup)
-    need = f"a ratio takes {FEWEST} prompts of {SHORT:.0f} s or more a side"
+    need = f"a ratio takes {FEWEST} prompts of {SHORT:.0f} s or more a side on one machine"
     return f"no ratio: {speedup}; {need}"
 
 

@@ -249,7 +249,7 @@ def _make_all(
     states: dict[int, str],
     team: Team | None = None,
 ) -> int:
-    """Make the videos that are waiting; the exit code. ``states`` is told of those that failed."""
+    """Make the videos that are waiting; the exit code. ``states`` is told which were not made."""
     ring, apart = (None, False) if team is None else (team.ring, team.apart)
     maker = Maker(terminal, prepared, ring, apart)
     failed: list[int] = []
@@ -265,6 +265,7 @@ def _make_all(
             if team is not None:
                 # the others may wait for this process in the middle of a step, for ever.
                 team.wait_to_be_ended()
+                _none_of(waiting[place - 1 :], states)
                 _print_failure(terminal, one, error)
                 return FAILED
             # one prompt's failure must not cost the others theirs.
@@ -321,8 +322,7 @@ def _stopped(
     error: FolderError,
 ) -> int:
     """Say that the folder cannot be written to: the next ones would be computed for nothing."""
-    for one, _ in left:
-        states[one.prompt.number] = "failed"
+    _none_of(left, states)
     failed = sum(state == "failed" for state in states.values())
     terminal.complain(
         f"{error}. The run stops at prompt {left[0][0].prompt.number:04d}: "
@@ -330,6 +330,12 @@ def _stopped(
         "the folder can be written to, run the same command again to make the others."
     )
     return FAILED
+
+
+def _none_of(left: Sequence[tuple[PreparedPrompt, VideoTarget]], states: dict[int, str]) -> None:
+    """Take it down that a run which ends here makes none of what is left."""
+    for one, _ in left:
+        states[one.prompt.number] = "failed"
 
 
 def _summed_up(

@@ -136,7 +136,8 @@ class Comparison:
             batch: how many prompts were made at once.
             workers: who measured what came by ``take``.
         """
-        record = self._comparisons[0].sparse.record
+        records = [each.sparse.record for each in self._comparisons]
+        record = records[0]
         same = AGAINST_STOCK if request.method == "dense" else SAME_KERNEL
         notes = [same, "Both sides ran two untimed steps before the first prompt."]
         if (linear := record["linear"]) is not None:
@@ -144,7 +145,7 @@ class Comparison:
                 f"The sparse side has {LinearFacts(**linear)}; the dense side has them all in the "
                 "model's own format."
             )
-        notes += _cache_notes([each.sparse.record for each in self._comparisons])
+        notes += _cache_notes(records)
         if (processes := record.get("processes", 1)) > 1:
             notes.append(f"Every video of both sides was made by {processes} processes together.")
         if batch > 1:
@@ -165,7 +166,7 @@ class Comparison:
                 notes.append(f"{what} ran {note}.")
         return Report(
             settings={**request.options(), "batch": batch},
-            environment={"device": device_name(record["device"]), **record["versions"]},
+            environment=_environment(records),
             comparisons=self._comparisons,
             density_map=mean_density_map(self._maps),
             notes=list(dict.fromkeys(notes)),
@@ -238,6 +239,25 @@ class Comparison:
         assert one.request.fps is not None
         write_video(frames, path, one.request.fps)
         return SideBySide(mp4=path.read_bytes(), width=frames.shape[2], height=frames.shape[1])
+
+
+def _environment(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Device and versions of all runs; where they differ, every one."""
+    each = [{"device": device_name(one["device"]), **one["versions"]} for one in records]
+    found: dict[str, Any] = {}
+    for name, value in each[0].items():
+        values = list(dict.fromkeys(one.get(name) for one in each))
+        found[name] = value if len(values) == 1 else " and ".join(map(str, values))
+    return found
+
+
+def machine_text(device: str) -> str:
+    """This machine in words, with the versions of all packages that a run's record names."""
+    from vidsparse.pipelines.records import machine_facts
+
+    facts = machine_facts(device)
+    versions = [f"{name} {version}" for name, version in facts["versions"].items() if version]
+    return f"{device_name(facts['device'])}, {', '.join(versions)}"
 
 
 def is_measured(folder: RunFolder, chunk: Sequence[PreparedPrompt]) -> bool:

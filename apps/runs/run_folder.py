@@ -112,6 +112,22 @@ class RunFolder:
                 return VideoTarget(video=video, record=record, finished=finished)
         raise AssertionError("the second name always returns")
 
+    def take_over(self, prompt: Prompt, other: RunFolder) -> None:
+        """Copy a video that is finished in ``other`` and not here, with its record.
+
+        Raises:
+            OutputError: this folder cannot be written to.
+        """
+        here, there = self.target(prompt), other.target(prompt)
+        if here.finished or not there.finished:
+            return
+        try:
+            video, record = there.video.read_bytes(), parse_json(there.record.read_bytes())
+        except (OSError, ValueError):
+            # the run that is at work there has come to its end.
+            return
+        self.put(here, video, record)
+
     def write_record(self, target: VideoTarget, record: Mapping[str, Any]) -> None:
         """Write the record, which marks its video as finished.
 

@@ -10,6 +10,7 @@ import click
 
 from vidsparse.apps.terminal.console import answer_in_json
 from vidsparse.apps.terminal.options import pixel_size
+from vidsparse.errors import OptionError, listed
 
 Command = Callable[..., int | None]
 Decorator = Callable[[Command], Command]
@@ -64,8 +65,22 @@ def length_option(command: Command) -> Command:
     return option(command)
 
 
+def _refuses_a_run_of_no_model(command: Command) -> Command:
+    @wraps(command)
+    def run(*arguments: Any, **options: Any) -> int | None:
+        given = [f"--{name}" for name in ("size", "frames", "steps") if options[name] is not None]
+        if given and options["data"] is None:
+            raise OptionError(
+                f"{listed(given)} {'is' if len(given) == 1 else 'are'} of a model's run, and none "
+                "was asked for. Hint: add --data shapes, or --seq-len for made-up calls."
+            )
+        return command(*arguments, **options)
+
+    return run
+
+
 def data_options(command: Command) -> Command:
-    """``--data`` and what a model's run is to be."""
+    """``--data`` and what a model's run is to be, which is refused where there is no model."""
     options = _all_of(
         click.option(
             "--data",
@@ -79,7 +94,7 @@ def data_options(command: Command) -> Command:
         click.option("--frames", type=int, metavar="N", help="Of that run's video."),
         click.option("--steps", type=int, metavar="N", help="Of that run."),
     )
-    return options(command)
+    return options(_refuses_a_run_of_no_model(command))
 
 
 def _says_what_does_not_fit(command: Command) -> Command:
