@@ -237,3 +237,52 @@ def test_a_model_that_is_merely_left_changes_no_numbers(visit: Any) -> None:
     page.get_by_role("option", name="shapes-joint", exact=True).click()
     steps = str(resolve_model("shapes-joint").defaults.steps)
     playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value(steps)
+
+
+def test_numbers_stay_where_a_model_is_left_after_a_refusal(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    page = visitor.page
+    refused: list[Any] = []
+
+    def busy(call: Any) -> None:
+        if not refused and r"\"name\":\"speed\"" in call.request.post_data:
+            refused.append(call)
+            call.fulfill(status=503, json={"detail": "not now"})
+        else:
+            call.continue_()
+
+    page.route(CALLS, busy)
+    page.get_by_label("fast", exact=True).check()
+    visitor.calls_at_rest()
+    assert len(refused) == 1
+    visitor.set("Steps", 7)
+    model = page.get_by_label("Model", exact=True)
+    model.focus()
+    model.press("Tab")
+    page.wait_for_timeout(1500)
+    playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value("7")
+
+
+def test_what_is_varied_stays_while_it_is_offered_and_takes_its_values_along(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    page = visitor.page
+    visitor.tab("Report")
+    vary, over = page.locator("#vary input"), page.locator("#over :is(input, textarea)")
+
+    def choose(option: str) -> None:
+        vary.click()
+        page.get_by_role("option", name=option, exact=True).click()
+
+    choose("share")
+    over.fill("0.05, 0.2")
+    page.get_by_label("fast", exact=True).check()
+    visitor.calls_at_rest()
+    playwright.expect(vary).to_have_value("share")
+    playwright.expect(over).to_have_value("0.05, 0.2")
+    choose("nothing")
+    playwright.expect(over).to_have_count(0)
+    choose("share")
+    playwright.expect(over).to_have_value("")
+    # dense has no share.
+    page.get_by_label("exact", exact=True).check()
+    playwright.expect(vary).to_have_value("nothing")

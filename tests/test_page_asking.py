@@ -151,6 +151,9 @@ def test_settings_outlive_a_reload_and_ctrl_enter_runs(visit: Any) -> None:
 def test_the_studies_are_a_page_of_their_own_whose_rows_can_be_run(visit: Any) -> None:
     visitor = visit(by_hand=False)
     page = visitor.page
+    visitor.prompt("a small blue ring that orbits")
+    visitor.set("Seed", 11)
+    visitor.calls_at_rest()
     page.get_by_role("link", name="Studies of every method").click()
     first = page.locator(".vs-study").first
     playwright.expect(first.locator("h2")).to_contain_text("Quality over seconds, all methods")
@@ -164,6 +167,13 @@ def test_the_studies_are_a_page_of_their_own_whose_rows_can_be_run(visit: Any) -
     visitor.unfold("By hand")
     playwright.expect(page.get_by_label("share", exact=True)).to_have_value(share)
     playwright.expect(page.get_by_label("Frames (4k+1)", exact=True)).to_have_value("33")
+    # what the link does not name is as the visitor wrote it, and is kept.
+    written = page.locator("#prompt textarea"), page.get_by_label("Seed", exact=True)
+    for _ in range(2):
+        for field, value in zip(written, ("a small blue ring that orbits", "11"), strict=True):
+            playwright.expect(field).to_have_value(value)
+        visitor.calls_at_rest()
+        page.reload()
     page.get_by_role("link", name="Studies of every method").click()
     page.get_by_role("link", name="Make videos").click()
     page.wait_for_selector("#generate")

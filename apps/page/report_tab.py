@@ -101,7 +101,10 @@ class ReportTab:
         )
         page.load(self.resume, outputs=shown, show_progress="hidden", api_visibility="private")
         self.vary.change(
-            lambda vary: gr.update(visible=vary != NOTHING),
+            # hidden, it would be sent all the same, and refused where nobody sees it.
+            lambda vary: (
+                gr.update(visible=False, value="") if vary == NOTHING else gr.update(visible=True)
+            ),
             inputs=[self.vary],
             outputs=[self.over],
             show_progress="hidden",
@@ -128,7 +131,8 @@ class ReportTab:
     def vary_update(self, method: str, *, calibrated: bool) -> Any:
         """The options that can be varied, when another method or preset was chosen."""
         names = _options_of(method, calibrated=calibrated)
-        return gr.update(choices=[NOTHING, *names], value=NOTHING)
+        # the browser keeps the one that was chosen where it is offered still.
+        return gr.update(choices=[NOTHING, *names])
 
     def restored(
         self, values: Mapping[str, Any], method: str, *, calibrated: bool
@@ -232,6 +236,9 @@ class ReportTab:
         return {
             self.table: draw.report_table(rows, about),
             self.curve: draw.report_curve(rows, about),
+            # those of an earlier report are not of these rows.
+            self.summary: "",
+            self.links: "",
         }
 
     def made_for(

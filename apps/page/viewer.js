@@ -467,7 +467,6 @@ const WHOLE = ["kept", "model", "settings"];
 let waiting;
 // what each of these held when it was asked for or answered last.
 const standing = { model: undefined, method: undefined, preset: undefined };
-const stand = (held) => Object.keys(standing).forEach((name) => { standing[name] = held[name]; });
 const isDue = (names) => [...due.values()].some((each) => names.includes(each.name));
 function askWaiting(held) {
   const name = waiting;
@@ -493,11 +492,15 @@ function vidsparseChoose(name, held) {
 }
 // what a link carries, or else the browser kept, is asked for as the page opens; `made` is what the
 // fields hold then where nobody writes into them.
+const WRITTEN = ["prompt", "negative_prompt", "seed", "prompt_lines"];
 let answeredKept = false;
 function vidsparseReturn(kept, made) {
-  const found = vidsparseLinked() ?? kept;
+  const linked = vidsparseLinked();
+  // a link need not carry what a visitor writes, and what it does not name stays.
+  const own = Object.entries(kept ?? {}).filter(([name]) => WRITTEN.includes(name));
+  const found = linked ? { ...Object.fromEntries(own), ...linked } : kept;
   window.vidsparseRestored = found === null;
-  stand(made);
+  Object.keys(standing).forEach((name) => { standing[name] = made[name]; });
   return vidsparseAsk("kept", made, found);
 }
 // whether it stands in the fields, or never will: from then on it is they that are kept.
@@ -524,11 +527,12 @@ function vidsparseAnswered(answer, now, places) {
     put[place] = { ...facts, __type__: "update" };
     const offered = choices?.map((each) => (Array.isArray(each) ? each : [each, each]));
     if (offered) put[place].choices = offered;
-    if (value === undefined) continue;
     const possible = !settled(place) && (!offered || offered.some(([, each]) => same(each, now[place])));
-    if (written(place) && possible) continue;
+    // what is no longer offered gives way to the first that is.
+    const next = value === undefined && offered && !possible ? offered[0][1] : value;
+    if (next === undefined || (written(place) && possible)) continue;
     // a named size or length that another model does not have: its numbers are there, by hand.
-    put[place].value = written(place) && (place === "size" || place === "length") ? "" : value;
+    put[place].value = written(place) && (place === "size" || place === "length") ? "" : next;
     if (place in held) held[place] = put[place].value;
     if (place in standing) standing[place] = put[place].value;
     // to those who are still to be answered, what the page puts there was not written since.
@@ -563,9 +567,9 @@ async function vidsparseRefused(now) {
     return undefined;
   }
   answeredKept ||= kept;
-  due.clear();
   // chosen once more, it is asked for once more.
-  stand({});
+  for (const { name } of due.values()) if (name in standing) standing[name] = undefined;
+  due.clear();
   return behind.length ? askAgain(behind.at(-1)[1]) : askWaiting(now);
 }
 
