@@ -351,6 +351,15 @@ def unknown_words(ref: ModelRef, prompt: str) -> list[str]:
     return list(dict.fromkeys(word for word in words if word not in ref.vocabulary))
 
 
+def weights_of(ref: ModelRef) -> str:
+    """``weights_hash`` of a model that need not be loaded, but is downloaded where it is missing.
+
+    Raises:
+        ModelError: it cannot be downloaded.
+    """
+    return weights_hash(_folder_of(ref))
+
+
 def weights_hash(folder: Path) -> str:
     """SHA-256 over the names and contents of the safetensors files of a model's parts."""
     digest = hashlib.sha256()

@@ -99,7 +99,7 @@ def provenance(loaded: LoadedPipeline) -> dict[str, Any]:
             "config": _jsonable(dict(scheduler.config)),
         },
         "versions": _versions(),
-        "device": _device_facts(loaded.device),
+        "device": recorded_device(loaded.device),
     }
 
 
@@ -118,7 +118,8 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _device_facts(device: str) -> dict[str, Any]:
+def recorded_device(device: str) -> dict[str, Any]:
+    """The hardware in a record: ``kind``, ``name`` and, of a CPU, ``threads``."""
     if device.startswith("cuda"):
         return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "threads": None}
     return {"kind": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}
