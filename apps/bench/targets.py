@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.bench.machine import default_dtype
-from vidsparse.apps.results.row_file import RowFile
+from vidsparse.apps.results.row_file import RowFile, hardware_text
 from vidsparse.dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ def added_to(
     path: str | None,
     opened: Callable[[Path], RowFile],
     header: Mapping[str, Any],
-    device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[RowFile | None]:
     """The file in ``path`` while a benchmark adds to its rows; None without a path.
@@ -63,7 +62,6 @@ def added_to(
         path: it need not exist.
         opened: the function that reads such files.
         header: of the rows to come, ``dtype`` aside.
-        device: where they are measured.
         dtype: of the weights.
 
     Raises:
@@ -76,7 +74,8 @@ def added_to(
         return
     file = opened(Path(path))
     with file.held():
-        # files of earlier versions do not say it; those of the documented commands have this one.
-        unsaid = {"dtype": default_dtype(device.type)}
+        # files of earlier versions do not say their dtype, and documented commands ask for none.
+        on_cpu = " CPU" in hardware_text(file.header.get("hardware"))
+        unsaid = {"dtype": default_dtype("cpu" if on_cpu else "cuda")}
         file.go_on({**header, "dtype": dtype_name(dtype)}, unsaid)
         yield file

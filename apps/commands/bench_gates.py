@@ -77,21 +77,21 @@ def bench_gates(
     check_implementation(implementation)
     terminal.show(device_line(where, kind))
     about = header(where)
-    measured = measure_gates(
-        cases or CASES,
-        seq_len,
-        heads,
-        head_dim,
-        kind,
-        where,
-        repeats,
-        implementation,
-        terminal.say,
-    )
     with (
         filled_anew(json_path, gates_file, GateRow, about, overwrite=overwrite) as file,
         shown_rows(terminal, COLUMNS, about) as show_row,
     ):
+        measured = measure_gates(
+            cases or CASES,
+            seq_len,
+            heads,
+            head_dim,
+            kind,
+            where,
+            repeats,
+            implementation,
+            terminal.say,
+        )
         for row in measured:
             show_row(row)
             if file is not None:

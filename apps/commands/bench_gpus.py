@@ -188,7 +188,7 @@ def bench_gpus(
         about = {**header(where, "diffusers", "torchao"), "plan": PLAN}
         # the others may be on machines that do not have the file.
         with (
-            added_to(json_path if team.first else None, gpus_file, about, where, kind) as file,
+            added_to(json_path if team.first else None, gpus_file, about, kind) as file,
             shown_rows(terminal, COLUMNS, header(where, "diffusers")) as show_row,
         ):
             for setting in settings:

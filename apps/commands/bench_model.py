@@ -188,7 +188,7 @@ def bench_model(
     about = header(where, "diffusers")
     bench = ModelBench(where, kind, terminal.say)
     with (
-        added_to(json_path, model_file, {**about, "plan": PLAN}, where, kind) as file,
+        added_to(json_path, model_file, {**about, "plan": PLAN}, kind) as file,
         shown_rows(terminal, COLUMNS, about) as show_row,
     ):
         measure_models(bench, settings, show_row, file)
@@ -216,7 +216,7 @@ def _measure_speeds(
     terminal.show(device_line(device, dtype))
     about = header(device, "diffusers", "torchao")
     with (
-        added_to(json_path, speed_file, about, device, dtype) as file,
+        added_to(json_path, speed_file, about, dtype) as file,
         shown_rows(terminal, SPEED_COLUMNS, about) as show_row,
     ):
         drawn: list[SpeedRow] = [] if file is None else file.typed(SpeedRow)

@@ -191,8 +191,8 @@ class QualityStudy:
         if counts and "prompts_hash" not in file.header and not counts & fitting:
             known = listed([str(each) for each in sorted(counts)])
             raise OptionError(
-                f"{file.path} holds rows of {known} prompts and does not say which, so that rows of "
-                f"{count} cannot stand beside them. Hint: name another file."
+                f"{file.path} holds rows of {known} prompts and does not say which, so that rows "
+                f"of {count} cannot stand beside them. Hint: name another file."
             )
         origin = {
             "hardware": recorded_device(first.device),
