@@ -350,6 +350,15 @@ def unknown_words(ref: ModelRef, prompt: str) -> list[str]:
     return list(dict.fromkeys(word for word in words if word not in ref.vocabulary))
 
 
+def weights_of(ref: ModelRef) -> str:
+    """``weights_hash`` of a model that need not be loaded, but is downloaded where it is missing.
+
+    Raises:
+        ModelError: it cannot be downloaded.
+    """
+    return weights_hash(_folder_of(ref))
+
+
 def _read_ref(name: str, source: str, folder: Path) -> ModelRef:
     _check_index(str(folder), folder, f"supported pipelines are {_runnable()}")
     index = read_json(folder / "model_index.json")

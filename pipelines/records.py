@@ -104,7 +104,7 @@ def provenance(loaded: LoadedPipeline) -> dict[str, Any]:
 
 def machine_facts(device: str) -> dict[str, Any]:
     """What times and the last digits depend on: versions of packages, and device and threads."""
-    return {"versions": _versions(), "device": _device_facts(device)}
+    return {"versions": _versions(), "device": recorded_device(device)}
 
 
 def _versions() -> dict[str, str | None]:
@@ -122,7 +122,8 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _device_facts(device: str) -> dict[str, Any]:
+def recorded_device(device: str) -> dict[str, Any]:
+    """The hardware in a record: ``kind``, ``name`` and, of a CPU, ``threads``."""
     if device.startswith("cuda"):
         return {"kind": "cuda", "name": torch.cuda.get_device_name(device), "threads": None}
     return {"kind": "cpu", "name": _cpu_name(), "threads": torch.get_num_threads()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -25,6 +26,7 @@ from vidsparse.site import CallSite
 WORKER = Path(__file__).with_name("forked_commands.py")
 PROMPT = "a large red circle that moves right on a plain black background"
 VIDEO = "--steps 2 --frames 5 --size 64x64 --top-p 0.5"
+H200 = Path(__file__).parents[1] / "docs" / "benchmarks" / "multi-gpu-h200.json"
 SMALL = "--size 256x192 --frames 5 --layers 2 --repeats 1"
 
 
@@ -35,11 +37,14 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     bench, wan = "bench gpus", f"--family wan-1.3b {SMALL}"
     prompts = file.parent / "p.txt"
     prompts.write_text(f"{PROMPT}\n", encoding="utf-8")
+    elsewhere = file.parent / "h200.json"
+    shutil.copy(H200, elsewhere)
     commands = [
         f"{bench} {wan} --json {file}",
         f"{bench} {wan} --json {file}",
         f"{bench} {wan} --json {file} --kind even --compile",
         f"broken {bench} --kind even {wan}",
+        f"{bench} {wan} --kind even --json {elsewhere}",
         f"compare {prompts} {VIDEO} --out {file.parent / 'compared'}",
     ]
     words = " then ".join(commands).split()
@@ -136,8 +141,21 @@ def test_rows_that_are_there_are_not_measured_again(done: tuple[Path, Any]) -> N
 
 @pytest.mark.slow
 def test_what_differs_from_one_process_is_not_timed(done: tuple[Path, Any]) -> None:
-    assert done[1].stdout.splitlines()[-1] == "codes 0 0 0 2 0"
+    assert done[1].stdout.splitlines()[-1] == "codes 0 0 0 2 2 0"
     assert "no speed is reported for a wrong result" in done[1].stderr
+
+
+@pytest.mark.slow
+def test_rows_of_other_hardware_are_left_alone(done: tuple[Path, Any]) -> None:
+    assert (done[0].parent / "h200.json").read_bytes() == H200.read_bytes()
+    assert "h200.json holds rows of NVIDIA H200 in bf16, not of" in done[1].stderr
+
+
+@pytest.mark.slow
+def test_rows_of_new_files_say_their_tile_and_dtype(done: tuple[Path, Any]) -> None:
+    document = json.loads(done[0].read_text("utf-8"))
+    assert document["dtype"] == "fp32"
+    assert {row["tile"] for row in document["rows"]} == {"32x32"}
 
 
 @pytest.mark.slow

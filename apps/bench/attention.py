@@ -368,7 +368,7 @@ def measure_cases(
         bench: where and how long.
         cases: at least one.
         show: given each row as soon as it is there.
-        file: rows are added to it after each case.
+        file: held, with its header; rows are added to it after each case.
 
     Raises:
         UnsupportedError: a case cannot run or is not right. Where there are others, their rows come

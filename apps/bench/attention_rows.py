@@ -43,13 +43,13 @@ class AttentionRow:
     data: str = RANDOM
 
 
-def attention_file(path: Path, *, fresh: bool = False) -> RowFile:
-    """The rows of this bench in ``path``, or none yet where it is to begin ``fresh``.
+def attention_file(path: Path) -> RowFile:
+    """The rows of this bench in ``path``, which need not exist.
 
     Raises:
         OptionError: it exists and holds something else.
     """
-    return RowFile(path, "vidsparse-attention/1", "attention benchmark", fresh=fresh, unnamed=True)
+    return RowFile(path, "vidsparse-attention/1", "attention benchmark", unnamed=True)
 
 
 COLUMNS: Final[Columns[AttentionRow]] = {

@@ -128,13 +128,13 @@ def measure_calls_of(
     ]
 
 
-def calls_file(path: Path, *, fresh: bool = False) -> RowFile:
-    """The rows of this bench in ``path``, or none yet where it is to begin ``fresh``.
+def calls_file(path: Path) -> RowFile:
+    """The rows of this bench in ``path``, which need not exist.
 
     Raises:
         OptionError: it exists and holds something else.
     """
-    return RowFile(path, "vidsparse-calls/1", "benchmark of calls", fresh=fresh)
+    return RowFile(path, "vidsparse-calls/1", "benchmark of calls")
 
 
 COLUMNS: Final[Columns[CallRow]] = {

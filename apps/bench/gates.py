@@ -239,13 +239,13 @@ def _measured(
     )
 
 
-def gates_file(path: Path, *, fresh: bool = False) -> RowFile:
-    """The rows of this bench in ``path``, or none yet where it is to begin ``fresh``.
+def gates_file(path: Path) -> RowFile:
+    """The rows of this bench in ``path``, which need not exist.
 
     Raises:
         OptionError: it exists and holds something else.
     """
-    return RowFile(path, "vidsparse-gates/1", "benchmark of gates", fresh=fresh)
+    return RowFile(path, "vidsparse-gates/1", "benchmark of gates")
 
 
 COLUMNS: Final[Columns[GateRow]] = {

@@ -418,6 +418,7 @@ class GpusBench:
             busiest=sparse.busiest,
             one_peak_gib=max(one_dense.peak_gib, one_sparse.peak_gib) if cuda else None,
             peak_gib=max(dense.peak_gib, sparse.peak_gib) if cuda else None,
+            tile=variant.name,
         )
 
 

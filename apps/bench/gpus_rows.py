@@ -57,6 +57,8 @@ class GpusRow:
         busiest: planned pairs of the process that has most over the mean of all.
         one_peak_gib: memory of the two kinds of step on one GPU at its highest; None on a CPU.
         peak_gib: the same on all, of the process that needs most.
+        tile: queries x keys of sparse steps; None in rows of earlier versions, which have the
+            model's own.
     """
 
     family: str
@@ -95,6 +97,7 @@ class GpusRow:
     busiest: float
     one_peak_gib: float | None
     peak_gib: float | None
+    tile: str | None = None
 
     @property
     def dealt(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from vidsparse.apps.bench.gpus_rows import GpusRow
+from vidsparse.apps.bench.model_settings import Variant
 
 if TYPE_CHECKING:
     from vidsparse.apps.bench.model_settings import Setting
@@ -64,6 +65,7 @@ class Sharing:
         variant = setting.sparse[0]
         run = (row.warmup, row.steps, row.processes)
         asked = sum(self.densities(setting.computed, row.heads)) / row.heads
+        own = Variant(setting.model.tile, None).name
         return (
             (row.family, row.shape) == (setting.family, setting.shape)
             and (row.linear, row.compiled) == (linear, compiled)
@@ -72,7 +74,9 @@ class Sharing:
             and self.ring in (None, row.ring)
             and row.layers == (setting.layers or setting.model.full_layers())
             and abs(row.asked - asked) < 1e-3
+            and (row.tile or own) == variant.name
             and row.impl.partition(" ")[2] == (variant.quantize or "")
+            and setting.implementation in ("auto", row.impl.partition(" ")[0])
         )
 
 

@@ -27,11 +27,16 @@ def device_and_dtype(device: str, dtype: str | None) -> tuple[torch.device, torc
     from vidsparse.pipelines.placement import check_device
 
     where = torch.device(check_device(device))
-    name = dtype or ("bf16" if where.type == "cuda" else "fp32")
+    name = dtype or default_dtype(where.type)
     torch_name = DTYPES.get(name, name)
     if torch_name not in DTYPES.values():
         raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return where, getattr(torch, torch_name)
+
+
+def default_dtype(device: str) -> str:
+    """What a kind of device, ``cuda`` or ``cpu``, measures in unless another is asked for."""
+    return "bf16" if device == "cuda" else "fp32"
 
 
 def let_go(device: torch.device) -> None:

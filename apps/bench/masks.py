@@ -188,13 +188,13 @@ def _worst(shares: Iterator[float | None]) -> float | None:
     return max(known, default=None)
 
 
-def masks_file(path: Path, *, fresh: bool = False) -> RowFile:
-    """The rows of this bench in ``path``, or none yet where it is to begin ``fresh``.
+def masks_file(path: Path) -> RowFile:
+    """The rows of this bench in ``path``, which need not exist.
 
     Raises:
         OptionError: it exists and holds something else.
     """
-    return RowFile(path, "vidsparse-masks/1", "mask benchmark", fresh=fresh, unnamed=True)
+    return RowFile(path, "vidsparse-masks/1", "mask benchmark", unnamed=True)
 
 
 COLUMNS: Final[Columns[MaskRow]] = {

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.bench.exactness import error_budget
-from vidsparse.apps.bench.machine import header, let_go
+from vidsparse.apps.bench.machine import let_go
 from vidsparse.apps.bench.model_checks import (
     CHECKED_LAYERS,
     exact_output,
@@ -18,7 +18,7 @@ from vidsparse.apps.bench.model_checks import (
 from vidsparse.apps.bench.model_readings import projected_ratio
 from vidsparse.apps.bench.model_rows import DIGITS, ModelRow
 from vidsparse.apps.bench.model_sequence import measure_each
-from vidsparse.apps.bench.model_settings import PLAN, SKEW, TOP_P, Setting, Variant
+from vidsparse.apps.bench.model_settings import SKEW, TOP_P, Setting, Variant
 from vidsparse.apps.results.row_file import RowFile, rounded
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def measure_models(
         bench: where.
         settings: at least one.
         show: given each row as soon as it is there.
-        file: each row is added to it.
+        file: held, with its header; each row is added to it.
 
     Raises:
         UnsupportedError: a model cannot run or is not right. Where there are others, their rows
@@ -272,7 +272,6 @@ def measure_models(
     def take(row: ModelRow) -> None:
         show(row)
         if file is not None:
-            file.header = {**header(bench.device, "diffusers"), "plan": PLAN}
             file.add(rounded(row, DIGITS))
 
     measure_each(settings, rows_of, take, bench.say)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.apps.bench.exactness import error_budget
-from vidsparse.apps.bench.machine import header, let_go
+from vidsparse.apps.bench.machine import let_go
 from vidsparse.apps.bench.model_dense import CUDNN, FA4, STOCK, DenseSteps, refuse_non_finite
 from vidsparse.apps.bench.model_forward import (
     Stopwatch,
@@ -527,7 +527,7 @@ def measure_speeds(
         benches: at least one.
         speeds: of ``SPEEDS``, in its order.
         show: given each row as soon as it is there.
-        file: each row is added to it.
+        file: held, with its header; each row is added to it.
 
     Raises:
         as ``measure_models``.
@@ -545,7 +545,6 @@ def measure_speeds(
     def take(row: SpeedRow) -> None:
         show(row)
         if file is not None:
-            file.header = header(benches[0].device, "diffusers", "torchao")
             file.add(rounded(row, DIGITS))
 
     measure_each([bench.setting for bench in benches], rows_of, take, benches[0].say)

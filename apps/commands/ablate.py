@@ -23,11 +23,12 @@ from vidsparse.apps.terminal.tables import print_markdown
     epilog="""\b
 Examples:
   vidsparse ablate --device cuda --batch 24                     all of them, at both sizes
-  vidsparse ablate --only judge --prompts 2 --size 256x256      one of them, a quick look on a CPU
+  vidsparse ablate --only judge --prompts 2 --size 256x256 --out rows.json --calls calls.json
   vidsparse ablate --limit-rows 0 --page docs/ablations.md --plots docs/benchmarks/ablations
 
 \b
 Both files are written after every row; a rerun measures only what is missing.
+All rows of a file are of the same hardware, dtype, weights and prompts.
 """
 )
 @study_options
@@ -83,17 +84,18 @@ def ablate(
     keys = frozenset(("ablation", "case"))
     single = RowFile(Path(calls), "vidsparse-ablations/1", "ablations", keys=keys)
     if limit_rows is None or limit_rows > 0:
-        for size, frames in sizes_of(options):
-            one = {**options, "size": size, "frames": frames}
-            study = prepare_study(terminal, prompts_file, videos, one)
-            study.run_missing(
-                list(configurations(tuple(only or ABLATIONS))),
-                limit=limit_rows,
-                overwrite=overwrite,
-            )
-            for name in only or CALL_ABLATIONS:
-                if name in CALL_ABLATIONS:
-                    measure_ablation(terminal, study, name, single, overwrite=overwrite)
+        with videos.held(make_folder=True), single.held(make_folder=True):
+            for size, frames in sizes_of(options):
+                one = {**options, "size": size, "frames": frames}
+                study = prepare_study(terminal, prompts_file, videos, one)
+                study.run_missing(
+                    list(configurations(tuple(only or ABLATIONS))),
+                    limit=limit_rows,
+                    overwrite=overwrite,
+                )
+                for name in only or CALL_ABLATIONS:
+                    if name in CALL_ABLATIONS:
+                        measure_ablation(terminal, study, name, single, overwrite=overwrite)
     if plots is not None:
         from vidsparse.apps.studies.ablation_plots import draw_ablations
 

@@ -15,6 +15,7 @@ from vidsparse.apps.bench.attention_rows import COLUMNS, AttentionRow, attention
 from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.shown import show_file, shown_rows
+from vidsparse.apps.bench.targets import filled_anew
 from vidsparse.apps.terminal.bench_options import (
     TOKENS,
     data_options,
@@ -37,7 +38,7 @@ def _parse_tiles(context: click.Context, parameter: click.Parameter, value: tupl
 Examples:
   vidsparse bench attention --device cpu
   vidsparse bench attention --device cuda --seq-len 32768 --heads 16 --head-dim 128
-  vidsparse bench attention --device cuda --suite --json docs/benchmarks/attention-h200.json
+  vidsparse bench attention --device cuda --suite --json rows.json
   vidsparse bench attention --device cpu --data shapes --kept 0.3
   vidsparse bench attention --show docs/benchmarks/attention-h200.json --against cudnn
 """
@@ -122,6 +123,7 @@ def bench_attention(
     peers: bool,
     repeats: int,
     json_path: str | None,
+    overwrite: bool,
     show: str | None,
     against: str | None,
     plot: str | None,
@@ -140,49 +142,43 @@ def bench_attention(
     else:
         where, kind = device_and_dtype(device, dtype)
         terminal.show(device_line(where, kind))
-        data = None
-        if options["data"] is not None:
-            if suite:
-                raise OptionError("the suite has shapes of its own. Hint: leave --data out.")
-            data = inputs_of(options, 0, 0, 0, kind, where, terminal.say)
-            tokens, heads, head_dim = data.shape
-            seq_lens = (tokens,)
-        cases: Sequence[Case] = [
-            Case(
-                tile=tile,
-                kept=share,
-                seq_len=seq_len,
-                heads=heads,
-                head_dim=head_dim,
-                skew=skew,
-                counts=counts,
-                merge="xor-window",
-                implementations=implementations,
-            )
-            for seq_len in seq_lens
-            for tile in (tiles if counts != DENSE else [(128, 128)])
-            for share in (kept if counts != DENSE else (1.0,))
-        ]
-        if suite:
-            cases = [
-                replace(case, implementations=case.implementations or implementations)
-                for case in SUITE
+        if suite and options["data"] is not None:
+            raise OptionError("the suite has shapes of its own. Hint: leave --data out.")
+        about = header(where)
+        with filled_anew(
+            json_path, attention_file, AttentionRow, about, overwrite=overwrite
+        ) as file:
+            data = None
+            if options["data"] is not None:
+                data = inputs_of(options, 0, 0, 0, kind, where, terminal.say)
+                tokens, heads, head_dim = data.shape
+                seq_lens = (tokens,)
+            cases: Sequence[Case] = [
+                Case(
+                    tile=tile,
+                    kept=share,
+                    seq_len=seq_len,
+                    heads=heads,
+                    head_dim=head_dim,
+                    skew=skew,
+                    counts=counts,
+                    merge="xor-window",
+                    implementations=implementations,
+                )
+                for seq_len in seq_lens
+                for tile in (tiles if counts != DENSE else [(128, 128)])
+                for share in (kept if counts != DENSE else (1.0,))
             ]
-        bench = AttentionBench(where, kind, repeats, peers, terminal.say, data)
-        rows = _measure(terminal, bench, cases, json_path)
+            if suite:
+                cases = [
+                    replace(case, implementations=case.implementations or implementations)
+                    for case in SUITE
+                ]
+            bench = AttentionBench(where, kind, repeats, peers, terminal.say, data)
+            with shown_rows(terminal, COLUMNS, about) as show_row:
+                rows = measure_cases(bench, cases, show_row, file)
     if plot is not None:
         from vidsparse.apps.bench.attention_plot import draw_ratios
 
         draw_ratios(rows, Path(plot))
         terminal.show(plot)
-
-
-def _measure(
-    terminal: Terminal, bench: AttentionBench, cases: Sequence[Case], json_path: str | None
-) -> list[AttentionRow]:
-    file, about = None, header(bench.device)
-    if json_path is not None:
-        file = attention_file(Path(json_path), fresh=True)
-        file.header = about
-    with shown_rows(terminal, COLUMNS, about) as show_row:
-        return measure_cases(bench, cases, show_row, file)

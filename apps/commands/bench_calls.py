@@ -12,6 +12,7 @@ from vidsparse.apps.bench.calls import CASES, COLUMNS, CallRow, calls_file, meas
 from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.shown import show_all, show_file
+from vidsparse.apps.bench.targets import filled_anew
 from vidsparse.apps.terminal.bench_options import (
     data_options,
     device_option,
@@ -26,7 +27,7 @@ from vidsparse.apps.terminal.console import Terminal, verbosity_options
     epilog="""\b
 Examples:
   vidsparse bench calls --device cpu --seq-len 2304 --heads 4 --head-dim 64
-  vidsparse bench calls --device cuda --json docs/benchmarks/calls-h200.json
+  vidsparse bench calls --device cuda --json rows.json
   vidsparse bench calls --device cuda --case "foresight share=0.1" --case "fg-attn top_p=0.5"
   vidsparse bench calls --device cpu --data shapes --case "fg-attn top_p=0.8"
   vidsparse bench calls --show docs/benchmarks/calls-h200.json
@@ -57,6 +58,7 @@ def bench_calls(
     cases: tuple[str, ...],
     repeats: int,
     json_path: str | None,
+    overwrite: bool,
     show: str | None,
     **options: Any,
 ) -> None:
@@ -72,10 +74,10 @@ def bench_calls(
         return
     where, kind = device_and_dtype(device, dtype)
     terminal.show(device_line(where, kind))
-    data = inputs_of(options, seq_len, heads, head_dim, kind, where, terminal.say)
-    rows = measure_calls_of(cases or CASES, data, repeats, terminal.say)
-    show_all(terminal, rows, COLUMNS, header(where))
-    if json_path is not None:
-        file = calls_file(Path(json_path), fresh=True)
-        file.header = header(where)
-        file.add(*map(asdict, rows))
+    about = header(where)
+    with filled_anew(json_path, calls_file, CallRow, about, overwrite=overwrite) as file:
+        data = inputs_of(options, seq_len, heads, head_dim, kind, where, terminal.say)
+        rows = measure_calls_of(cases or CASES, data, repeats, terminal.say)
+        show_all(terminal, rows, COLUMNS, about)
+        if file is not None:
+            file.add(*map(asdict, rows))

@@ -10,6 +10,7 @@ import click
 from vidsparse.apps.bench.gates import CASES, COLUMNS, GateRow, gates_file, measure_gates
 from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.shown import show_file, shown_rows
+from vidsparse.apps.bench.targets import filled_anew
 from vidsparse.apps.terminal.bench_options import (
     device_option,
     length_option,
@@ -24,7 +25,7 @@ from vidsparse.route import check_implementation
     epilog="""\b
 Examples:
   vidsparse bench gates --device cpu --seq-len 2304 --heads 4 --head-dim 64
-  vidsparse bench gates --device cuda --json docs/benchmarks/gates-h200.json
+  vidsparse bench gates --device cuda --json rows.json
   vidsparse bench gates --device cuda --case "spargeattn tau=0.5 lambda_=-6" --case "bsfa keep=0.3"
   vidsparse bench gates --show docs/benchmarks/gates-h200.json
 """
@@ -60,6 +61,7 @@ def bench_gates(
     implementation: str,
     repeats: int,
     json_path: str | None,
+    overwrite: bool,
     show: str | None,
 ) -> None:
     """Time a kernel with its gate and without on the same lists, after checking the gated output.
@@ -74,22 +76,22 @@ def bench_gates(
     where, kind = device_and_dtype(device, dtype)
     check_implementation(implementation)
     terminal.show(device_line(where, kind))
-    file = None
-    if json_path is not None:
-        file = gates_file(Path(json_path), fresh=True)
-        file.header = header(where)
-    measured = measure_gates(
-        cases or CASES,
-        seq_len,
-        heads,
-        head_dim,
-        kind,
-        where,
-        repeats,
-        implementation,
-        terminal.say,
-    )
-    with shown_rows(terminal, COLUMNS, header(where)) as show_row:
+    about = header(where)
+    with (
+        filled_anew(json_path, gates_file, GateRow, about, overwrite=overwrite) as file,
+        shown_rows(terminal, COLUMNS, about) as show_row,
+    ):
+        measured = measure_gates(
+            cases or CASES,
+            seq_len,
+            heads,
+            head_dim,
+            kind,
+            where,
+            repeats,
+            implementation,
+            terminal.say,
+        )
         for row in measured:
             show_row(row)
             if file is not None:

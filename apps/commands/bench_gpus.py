@@ -13,6 +13,7 @@ from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.model_settings import EXACT, PLAN, Setting, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.shown import show_file, shown_rows
+from vidsparse.apps.bench.targets import added_to
 from vidsparse.apps.results.row_file import RowFile, rounded
 from vidsparse.apps.runs.team import Team, check_gpus, check_ring, join_team, launch, said_once
 from vidsparse.apps.terminal.bench_options import json_rows_option, model_run_options
@@ -162,8 +163,10 @@ def bench_gpus(
         check_linear(linear, device, str(kind).removeprefix("torch."))
         if compiled:
             require_compiler(device)
-        file = None if json_path is None else gpus_file(Path(json_path))
         if team is None:
+            if json_path is not None:
+                # what is no such file is known before processes start.
+                gpus_file(Path(json_path))
             if gpus is None:
                 raise OptionError("a video is to be made by several GPUs together. Hint: --gpus 2.")
             check_ring(ring, gpus)
@@ -182,7 +185,12 @@ def bench_gpus(
             compiled=compiled,
             say=terminal.say,
         )
-        with shown_rows(terminal, COLUMNS, header(where, "diffusers")) as show_row:
+        about = {**header(where, "diffusers", "torchao"), "plan": PLAN}
+        # the others may be on machines that do not have the file.
+        with (
+            added_to(json_path if team.first else None, gpus_file, about, kind) as file,
+            shown_rows(terminal, COLUMNS, header(where, "diffusers")) as show_row,
+        ):
             for setting in settings:
                 sharings = sharings_of(kinds, ring, team.count, setting.model.forwards)
                 missing = _missing(team, setting, sharings, linear, compiled, file)
@@ -196,7 +204,6 @@ def bench_gpus(
                 for row in rows:
                     show_row(row)
                 if file is not None and rows:
-                    file.header = {**header(where, "diffusers", "torchao"), "plan": PLAN}
                     file.add(*(rounded(row, DIGITS) for row in rows))
     team.leave()
     return 0

@@ -12,6 +12,7 @@ from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.masks import CASES, COLUMNS, MaskRow, masks_file, measure_masks
 from vidsparse.apps.bench.shown import show_all, show_file
+from vidsparse.apps.bench.targets import filled_anew
 from vidsparse.apps.terminal.bench_options import (
     TOKENS,
     data_options,
@@ -27,7 +28,7 @@ from vidsparse.errors import OptionError
     epilog="""\b
 Examples:
   vidsparse bench masks --device cpu --seq-len 2304 --seq-len 7488 --heads 4 --head-dim 64
-  vidsparse bench masks --device cuda --json docs/benchmarks/masks-h200.json
+  vidsparse bench masks --device cuda --json rows.json
   vidsparse bench masks --device cpu --data shapes
   vidsparse bench masks --show docs/benchmarks/masks-h200.json
 """
@@ -59,6 +60,7 @@ def bench_masks(
     names: tuple[str, ...],
     repeats: int,
     json_path: str | None,
+    overwrite: bool,
     show: str | None,
     **options: Any,
 ) -> None:
@@ -79,18 +81,18 @@ def bench_masks(
             )
     where, kind = device_and_dtype(device, dtype)
     terminal.show(device_line(where, kind))
-    rows = [
-        row
-        for tokens in (lengths if options["data"] is None else lengths[:1])
-        for row in measure_masks(
-            names or tuple(known),
-            inputs_of(options, tokens, heads, head_dim, kind, where, terminal.say),
-            repeats,
-            terminal.say,
-        )
-    ]
-    show_all(terminal, rows, COLUMNS, header(where))
-    if json_path is not None:
-        file = masks_file(Path(json_path), fresh=True)
-        file.header = header(where)
-        file.add(*map(asdict, rows))
+    about = header(where)
+    with filled_anew(json_path, masks_file, MaskRow, about, overwrite=overwrite) as file:
+        rows = [
+            row
+            for tokens in (lengths if options["data"] is None else lengths[:1])
+            for row in measure_masks(
+                names or tuple(known),
+                inputs_of(options, tokens, heads, head_dim, kind, where, terminal.say),
+                repeats,
+                terminal.say,
+            )
+        ]
+        show_all(terminal, rows, COLUMNS, about)
+        if file is not None:
+            file.add(*map(asdict, rows))

@@ -11,12 +11,13 @@ import click
 from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.model import ModelBench, measure_models
 from vidsparse.apps.bench.model_rows import COLUMNS, ModelRow, model_file
-from vidsparse.apps.bench.model_settings import EXACT, Setting, settings_of
+from vidsparse.apps.bench.model_settings import EXACT, PLAN, Setting, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.bench.speed_plot import draw_runs
 from vidsparse.apps.bench.speed_rows import COLUMNS as SPEED_COLUMNS
 from vidsparse.apps.bench.speed_rows import SpeedRow, is_speed_file, speed_file
+from vidsparse.apps.bench.targets import added_to
 from vidsparse.apps.terminal.bench_options import json_rows_option, model_run_options
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.apps.terminal.options import amount
@@ -184,9 +185,12 @@ def bench_model(
         _measure_speeds(terminal, settings, speeds, given, where, kind, json_path, plot)
         return
     terminal.show(device_line(where, kind))
-    file = None if json_path is None else model_file(Path(json_path))
+    about = header(where, "diffusers")
     bench = ModelBench(where, kind, terminal.say)
-    with shown_rows(terminal, COLUMNS, header(where, "diffusers")) as show_row:
+    with (
+        added_to(json_path, model_file, {**about, "plan": PLAN}, kind) as file,
+        shown_rows(terminal, COLUMNS, about) as show_row,
+    ):
         measure_models(bench, settings, show_row, file)
 
 
@@ -210,9 +214,12 @@ def _measure_speeds(
         for speed in speeds:
             bench.check(speed)
     terminal.show(device_line(device, dtype))
-    file = None if json_path is None else speed_file(Path(json_path))
-    drawn: list[SpeedRow] = [] if file is None else file.typed(SpeedRow)
-    with shown_rows(terminal, SPEED_COLUMNS, header(device, "diffusers", "torchao")) as show_row:
+    about = header(device, "diffusers", "torchao")
+    with (
+        added_to(json_path, speed_file, about, dtype) as file,
+        shown_rows(terminal, SPEED_COLUMNS, about) as show_row,
+    ):
+        drawn: list[SpeedRow] = [] if file is None else file.typed(SpeedRow)
 
         def take(row: SpeedRow) -> None:
             drawn.append(row)

@@ -20,13 +20,14 @@ from vidsparse.apps.terminal.tables import print_markdown
 Examples:
   vidsparse bench quality --device cuda --batch 24 --size 256x256 --frames 33
   vidsparse bench quality --device cuda --batch 24 --size 384x384 --frames 49
-  vidsparse bench quality --study orders --prompts 4 --limit-rows 3        a quick look on a CPU
+  vidsparse bench quality --study orders --prompts 4 --limit-rows 3 --out rows.json
   vidsparse bench quality --study seconds --device cuda --batch 1 --seconds seconds.png
   vidsparse bench quality --limit-rows 0 --curve curve.png --table          show what is there
 
 \b
 The file holds one row a line and is written after every row; a rerun measures
-only what is missing.
+only what is missing. All its rows are of the same hardware, dtype, weights and
+prompts.
 """
 )
 @study_options
@@ -74,11 +75,12 @@ def bench_quality(
     file = quality_file(Path(out))
     if limit_rows is None or limit_rows > 0:
         study = prepare_study(terminal, prompts_file, file, options)
-        study.run_missing(
-            list(configurations(studies or STUDIES)),
-            limit=limit_rows,
-            overwrite=options["overwrite"],
-        )
+        with file.held(make_folder=True):
+            study.run_missing(
+                list(configurations(studies or STUDIES)),
+                limit=limit_rows,
+                overwrite=options["overwrite"],
+            )
     from vidsparse.apps.studies.quality_plots import draw_curve, draw_seconds
 
     for picture, draw in ((curve, draw_curve), (seconds, draw_seconds)):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from vidsparse.errors import OptionError
-from vidsparse.files import clear_partial, parse_json, write_text
+from vidsparse.files import clear_partial, parse_json, unwritten, write_text
 from vidsparse.report import finite_json
 
 Row = Mapping[str, Any]
@@ -29,18 +32,38 @@ def rounded(row: Any, digits: Mapping[str, int | None]) -> dict[str, Any]:
     return values
 
 
+def hardware_text(facts: Any) -> str:
+    """The hardware of a header in words: written so, or as the device's facts in a record."""
+    if not isinstance(facts, Mapping):
+        return str(facts)
+    threads = facts.get("threads")
+    return str(facts.get("name")) + (f", {threads} thread{'s' * (threads != 1)}" if threads else "")
+
+
+def _origin(header: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Where and on what the rows of a header were measured, in words."""
+    model = header.get("model")
+    weights = model.get("weights_hash") if isinstance(model, Mapping) else None
+    return (
+        f"{hardware_text(header.get('hardware'))} in {header.get('dtype')}",
+        # digits that tell two apart.
+        f"a model with weights {str(weights)[:12]}",
+        f"prompts with hash {str(header.get('prompts_hash'))[:12]}",
+    )
+
+
 class RowFile:
     """The rows measured so far.
 
     Neither ``json`` nor a table library writes it so: a header, then one row a line, so that a
     committed file has a readable diff; and the whole file anew after each row, so that a run that
-    is killed loses nothing.
+    is killed loses nothing. Whoever measures into it does so within ``held``, after ``begin`` or
+    ``go_on``.
 
     Args:
         path: the file; it need not exist.
         form: name and version of the format, the value of ``format`` in the file.
         kind: what the file holds, for the error.
-        fresh: begin anew whatever the file holds.
         unnamed: also take a file without ``format``: the first ones of its kind had none.
         keys: what every row of the kind has.
 
@@ -54,33 +77,139 @@ class RowFile:
         form: str,
         kind: str,
         *,
-        fresh: bool = False,
         unnamed: bool = False,
         keys: frozenset[str] = frozenset(),
     ) -> None:
         self.path = path
         self._form = form
         self._kind = kind
+        self._unnamed = unnamed
+        self._keys = keys
         self.rows: list[dict[str, Any]] = []
         self.header: dict[str, Any] = {}
-        if fresh or not path.exists():
+        self._read()
+
+    def _read(self) -> None:
+        self.rows, self.header = [], {}
+        if not self.path.exists():
             return
         try:
-            document = parse_json(path.read_bytes())
+            document = parse_json(self.path.read_bytes())
         except (OSError, ValueError) as error:
             raise OptionError(
-                f"{path} cannot be read as JSON: {error}. Hint: name another file."
+                f"{self.path} cannot be read as JSON: {error}. Hint: name another file."
             ) from None
         if not isinstance(document, dict):
             raise self._something_else()
-        named = document.pop("format", form if unnamed else None)
+        named = document.pop("format", self._form if self._unnamed else None)
         rows = document.pop("rows", None)
-        if named != form or not isinstance(rows, list):
+        if named != self._form or not isinstance(rows, list):
             raise self._something_else()
-        if not all(isinstance(row, dict) and row.keys() >= keys for row in rows):
+        if not all(isinstance(row, dict) and row.keys() >= self._keys for row in rows):
             raise self._something_else()
         self.rows = rows
         self.header = document
+
+    @contextmanager
+    def held(self, *, make_folder: bool = False) -> Iterator[None]:
+        """Keep other processes out while rows are measured into the file.
+
+        It is read again first: until it was ours, another process may have written rows.
+
+        Args:
+            make_folder: make the file's folder if it is missing.
+
+        Raises:
+            OptionError: another process holds the file, or it holds something else by now.
+            OutputError: its folder is missing or cannot be written to.
+        """
+        from filelock import FileLock, Timeout
+
+        folder = self.path.parent
+        made = make_folder and not folder.exists()
+        lock = FileLock(folder / f".{self.path.name}.lock")
+        try:
+            if make_folder:
+                folder.mkdir(parents=True, exist_ok=True)
+            # better known now than after an hour of measuring.
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise OptionError(
+                f"another process is measuring into {self.path}. Hint: wait until it ends, or name "
+                "another file."
+            ) from None
+        except OSError as error:
+            raise unwritten(self.path, error, "Hint: name a file in another folder.") from None
+        try:
+            self._read()
+            yield
+        finally:
+            # still under the lock, so that no other process can take hold of a file that is about
+            # to go. the folder may be gone by now; what ended the run is the news, not that.
+            with suppress(OSError):
+                Path(lock.lock_file).unlink()
+                if made:
+                    # a run that wrote no row leaves nothing; a folder with files in it stays.
+                    folder.rmdir()
+            lock.release()
+
+    def begin(self, header: Mapping[str, Any], *, overwrite: bool) -> None:
+        """Start anew under ``header``; rows that are there stay until the first new one is written.
+
+        Raises:
+            OptionError: there are rows, and they are not to be overwritten.
+        """
+        if self.rows and not overwrite:
+            raise OptionError(
+                f"{self.path} has rows already. Hint: --overwrite replaces them, or name another "
+                "file."
+            )
+        self.rows, self.header = [], dict(header)
+
+    def go_on(
+        self, header: Mapping[str, Any], unsaid: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Put new rows beside those that are there, under ``header``.
+
+        Its versions and date are the new rows': a header says when the file was last measured into.
+
+        Args:
+            header: of the new rows.
+            unsaid: as in ``check_origin``. What the file did not say of its rows stays unsaid.
+
+        Raises:
+            as ``check_origin``.
+        """
+        self.check_origin(header, unsaid)
+        left_out = unsaid.keys() - self.header.keys() if self.rows else ()
+        self.header = {name: value for name, value in header.items() if name not in left_out}
+
+    def check_origin(
+        self, header: Mapping[str, Any], unsaid: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        """Check that the rows that are there were measured where, and on what, new ones would be.
+
+        Hardware, number format, weights and prompts are one for all rows of a file; what else
+        differs stands in each row.
+
+        Args:
+            header: of the new rows.
+            unsaid: what a header has to be taken for where it does not say it, as those of earlier
+                versions do not.
+
+        Raises:
+            OptionError: they are of something else.
+        """
+        if not self.rows:
+            return
+        theirs, ours = _origin({**unsaid, **self.header}), _origin(header)
+        for there, here in zip(theirs, ours, strict=True):
+            if there != here:
+                raise OptionError(
+                    f"{self.path} holds rows of {there}, not of {here}. Hint: name another file."
+                )
 
     def typed(self, kind: Callable[..., Typed]) -> list[Typed]:
         """The rows as values of the dataclass ``kind``.

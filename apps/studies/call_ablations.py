@@ -184,13 +184,14 @@ CALL_ABLATIONS: Final[Mapping[str, CallAblation]] = {
 def measure_ablation(
     terminal: Terminal, study: QualityStudy, name: str, file: RowFile, *, overwrite: bool
 ) -> None:
-    """Put the rows of the ablation ``name`` into ``file``, unless it has them.
+    """Put the rows of the ablation ``name`` into ``file``, which is held, unless it has them.
 
     Raises:
-        OptionError: a preset that it needs cannot be used.
+        OptionError: a preset that it needs cannot be used, or the file has rows of something else.
         OutputError: the file cannot be written.
     """
     ablation = CALL_ABLATIONS[name]
+    study.check(file, calls=True)
     where: dict[str, Any] = {"ablation": name}
     if ablation.calls is not Calls.MADE_UP:
         where |= study.conditions()
@@ -204,8 +205,7 @@ def measure_ablation(
     if file.find(same) is not None and not overwrite:
         terminal.say(f"{name} is there already.")
         return
-    file.path.parent.mkdir(parents=True, exist_ok=True)
-    file.header = study.header()
+    study.head(file)
     # all or none: a part would be taken for the whole by the next run.
     for row in list(ablation.rows(study)):
         file.put({**where, "commit": study.commit, **row}, partial(same, case=row["case"]))

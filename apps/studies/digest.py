@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from vidsparse.apps.results.row_file import Row
+from vidsparse.apps.results.row_file import Row, hardware_text
 from vidsparse.apps.studies.quality_tables import knob_text, quality_file, total_of
 from vidsparse.errors import OptionError
 from vidsparse.files import write_text
@@ -70,7 +70,7 @@ def digest(paths: Sequence[Path]) -> dict[str, Any]:
                     "steps": own[0]["steps"],
                     "file": path.name,
                     "date": heading["date"],
-                    "hardware": _hardware(heading["hardware"]),
+                    "hardware": hardware_text(heading["hardware"]),
                     "dense_seconds": _dense_seconds(own),
                     "lines": _lines(own, _LINES[study]),
                 }
@@ -81,11 +81,6 @@ def digest(paths: Sequence[Path]) -> dict[str, Any]:
 
 def _place(row: Row) -> tuple[str, str, str, int, int]:
     return row["study"], row["model"], row["size"], row["frames"], row["prompts"]
-
-
-def _hardware(facts: Mapping[str, Any]) -> str:
-    threads = facts.get("threads")
-    return str(facts["name"]) + (f", {threads} thread{'s' * (threads != 1)}" if threads else "")
 
 
 def _dense_seconds(rows: Sequence[Row]) -> float | None:

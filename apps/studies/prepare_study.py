@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -71,12 +73,19 @@ def prepare_study(
     return QualityStudy(
         terminal=terminal,
         file=file,
+        model=model,
         requests=requests,
+        prompts_hash=_hash_of(prompts),
         batch=options["batch"],
         ssim_every=options["ssim_every"],
         presets=Path(options["presets"]),
         commit=options["commit"] or _commit(),
     )
+
+
+def _hash_of(prompts: Sequence[str]) -> str:
+    """SHA-256 of a list of prompts, all of it: rows are of its first ones, and say of how many."""
+    return hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()
 
 
 def _commit() -> str:

@@ -18,7 +18,7 @@ from vidsparse.apps.studies.configurations import KNOBS, Aim, Configuration
 from vidsparse.apps.studies.study_presets import PROMISED_FACTS, StudyPresets, own_order, unsettled
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.apps.terminal.progress import step_bar
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, listed
 from vidsparse.methods.studied import Knob
 from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread_of
 from vidsparse.schedule import Schedule
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vidsparse.methods import SparseMethod
     from vidsparse.methods.studied import Knob
     from vidsparse.pipelines.generate import Generated
-    from vidsparse.pipelines.models import LoadedPipeline
+    from vidsparse.pipelines.models import LoadedPipeline, ModelRef
     from vidsparse.pipelines.request import GenerateRequest
     from vidsparse.site import CallSite
 
@@ -74,7 +74,9 @@ class QualityStudy:
         *,
         terminal: Terminal,
         file: RowFile,
+        model: ModelRef,
         requests: Sequence[GenerateRequest],
+        prompts_hash: str,
         batch: int,
         ssim_every: int,
         presets: Path,
@@ -82,7 +84,9 @@ class QualityStudy:
     ) -> None:
         self._terminal = terminal
         self._file = file
+        self._model = model
         self._requests = requests
+        self._prompts_hash = prompts_hash
         self._batch = batch
         self._ssim_every = ssim_every
         self._folder = presets
@@ -118,18 +122,22 @@ class QualityStudy:
         limit: int | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Measure what the file lacks of ``wanted``, or all of it; at most ``limit`` rows."""
+        """Measure what the file lacks of ``wanted``, or all of it; at most ``limit`` rows.
+
+        Raises:
+            OptionError: the file has rows of something else.
+        """
+        self.check(self._file)
         todo = [one for one in wanted if overwrite or not self.known(one)]
         self._terminal.say(f"{len(wanted) - len(todo)} of {len(wanted)} rows are there already.")
         if todo[:limit]:
-            self._file.path.parent.mkdir(parents=True, exist_ok=True)
             self.run(todo[:limit])
 
     def run(self, todo: Sequence[Configuration]) -> None:
         """Measure ``todo`` and write each row as soon as its metrics are there."""
         dense = self._generate(self._requests, "dense")
         self._dense_seconds = _denoising(dense)
-        self._file.header = self.header()
+        self.head(self._file)
         frames = [one.frames for one in dense]
         pending: list[_Pending] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -160,6 +168,48 @@ class QualityStudy:
             "prompts": len(self._requests),
         }
 
+    def check(self, file: RowFile, *, calls: bool = False) -> None:
+        """Check that the rows of ``file`` are of this study's hardware, weights and prompts.
+
+        Nothing is loaded. ``calls`` says that they are of single calls, whose rows may also be of
+        ``recorded_prompts``.
+
+        Raises:
+            OptionError: they are not.
+        """
+        from vidsparse.pipelines.models import weights_of
+        from vidsparse.pipelines.records import recorded_device
+
+        if not file.rows:
+            return
+        first, count = self._requests[0], len(self._requests)
+        assert first.device is not None
+        # files of earlier versions do not say which prompts they are of, only of how many: other
+        # prompts of that number are taken for the same.
+        counts = {row["prompts"] for row in file.rows if row.get("prompts")}
+        fitting = {count, self.recorded_prompts} if calls else {count}
+        if counts and "prompts_hash" not in file.header and not counts & fitting:
+            known = listed([str(each) for each in sorted(counts)])
+            raise OptionError(
+                f"{file.path} holds rows of {known} prompts and does not say which, so that rows "
+                f"of {count} cannot stand beside them. Hint: name another file."
+            )
+        origin = {
+            "hardware": recorded_device(first.device),
+            "dtype": first.dtype,
+            "model": {"weights_hash": weights_of(self._model)},
+            "prompts_hash": self._prompts_hash,
+        }
+        file.check_origin(origin, self._unsaid)
+
+    def head(self, file: RowFile) -> None:
+        """Put this study's header over the rows of ``file`` and those to come."""
+        file.go_on(self.header(), self._unsaid)
+
+    @property
+    def _unsaid(self) -> dict[str, Any]:
+        return {"prompts_hash": self._prompts_hash}
+
     def header(self) -> dict[str, Any]:
         """What the file says of all its rows: hardware, versions, what the numbers mean."""
         from vidsparse.pipelines.records import provenance
@@ -176,6 +226,7 @@ class QualityStudy:
             "scheduler": facts["scheduler"]["class"],
             "dtype": first.dtype,
             "guidance": first.guidance,
+            "prompts_hash": self._prompts_hash,
             "metrics": {
                 "psnr": "dB on 8-bit frames before encoding, over all frames of a video; mean and "
                 "sample standard deviation over prompts",

@@ -150,7 +150,10 @@ def model_run_options(command: Command) -> Command:
 
 
 def measuring_options(*, repeats: int) -> Decorator:
-    """``--repeats``, ``--json`` and ``--show``; memory that runs out is said in a sentence."""
+    """``--repeats``, ``--json``, ``--overwrite`` and ``--show``.
+
+    Memory that runs out is said in a sentence.
+    """
     return _all_of(
         _says_what_does_not_fit,
         click.option(
@@ -160,7 +163,12 @@ def measuring_options(*, repeats: int) -> Decorator:
             type=click.IntRange(min=1, max=100_000),
             help="Times that each call is measured, in turns with the others; medians count.",
         ),
-        json_rows_option("Also write rows into FILE"),
+        json_rows_option(
+            "Also write rows into FILE, which has none yet unless --overwrite is given"
+        ),
+        click.option(
+            "--overwrite", is_flag=True, help="Replace the rows that are in the FILE of --json."
+        ),
         click.option(
             "--show",
             type=click.Path(dir_okay=False),
