@@ -45,7 +45,7 @@ def _origin(header: Mapping[str, Any]) -> tuple[str, str, str]:
     model = header.get("model")
     weights = model.get("weights_hash") if isinstance(model, Mapping) else None
     return (
-        f"{hardware_text(header.get('hardware'))} in {header.get('dtype')}",
+        f"{hardware_text(header.get('hardware', 'unnamed hardware'))} in {header.get('dtype')}",
         # digits that tell two apart.
         f"a model with weights {str(weights)[:12]}",
         f"prompts with hash {str(header.get('prompts_hash'))[:12]}",
