@@ -60,12 +60,41 @@ class CogVideoX(SmallModel):
         "layout of CogVideoX: text and video attend together.",
         steps=25,
         guidance=4.0,
-        # from the "defaults" rows of its quality study, as with shapes: 36 dB, SSIM 0.97, with half
-        # of the pairs computed.
+        # what fg-attn and the papers' methods run with, from the "defaults" rows of its study.
         dense_layers=1,
         dense_last_layers=1,
         reuse=2,
-        method_options={"fg-attn": {"top_p": 0.8}, "sol-attn": {"tau": 1.0}},
+        method_options={
+            "fg-attn": {"top_p": 0.8},
+            "foresight": {"share": 0.15, "tile": "32x16"},
+            "sol-attn": {"tau": 1.0},
+        },
+        # chosen on calibration prompts among eight shares and schedules (docs/experiments.md).
+        schedules={
+            "foresight": {
+                "dense_steps": 0.12,
+                "dense_layers": 0,
+                "dense_last_layers": 0,
+                "reuse": 1,
+                "refresh": 0.16,
+            }
+        },
+        method="foresight",
+        speeds={
+            "high": {"psnr": 41.1, "prompts": 24},
+            "balanced": {
+                "psnr": 36.4,
+                "prompts": 24,
+                "method_options": {"share": 0.12},
+                "schedule": {"dense_steps": 0.16, "refresh": 0.08},
+            },
+            "fast": {
+                "psnr": 36.4,
+                "prompts": 24,
+                "method_options": {"share": 0.12},
+                "schedule": {"dense_steps": 0.16, "refresh": 0.08},
+            },
+        },
         limits=(
             "Two objects often mix their shapes and colours.",
             "Moving objects leave faint traces on the background.",

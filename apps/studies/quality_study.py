@@ -236,6 +236,7 @@ class QualityStudy:
                 "of the dense ones",
                 "seconds": "of denoising, all prompts, what is compiled on the way included; "
                 "dense_seconds of the stock pipeline",
+                "batch": "videos that were made at once",
                 "video_seconds": "of denoising, median over prompts; dense_video_seconds and "
                 "speedup likewise",
                 "total": "share of all query-key pairs of a run that were computed, dense steps "
@@ -323,6 +324,7 @@ class QualityStudy:
             "selected": spread_of([record["selected"] for record in records]).mean,
             "computed": spread_of([record["computed"] for record in records]).mean,
             "dense_step_share": records[0]["dense_step_share"],
+            "batch": self._batch,
             "seconds": sum(seconds),
             "dense_seconds": sum(self._dense_seconds),
             "video_seconds": median(seconds),
