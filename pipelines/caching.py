@@ -135,6 +135,10 @@ class _Swing:
         if seen > self._warmup:
             return False
         last = self._last.setdefault(branch, [])
+        if last and last[0].shape != output.shape:
+            # ChronoEdit drops frames in the middle of a run.
+            last.clear()
+            self._off.pop(branch, None)
         if len(last) == 2:
             moved = _norms(output - last[1])
             missed = _norms(output - last[1] - (last[1] - last[0]))

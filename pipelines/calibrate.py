@@ -32,7 +32,6 @@ from vidsparse.pipelines.handle import (
 )
 from vidsparse.pipelines.models import LoadedPipeline
 from vidsparse.pipelines.request import GenerateRequest, resolve
-from vidsparse.pipelines.weights import lora_stamp
 from vidsparse.presets import Preset, preset_files
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
@@ -168,7 +167,7 @@ def _fingerprint(
     options = request.options()
     del options["offload"], options["model"]
     if request.lora is not None:
-        options["lora"] = lora_stamp(request.lora)
+        options["lora"] = loaded.lora_hash
     text = json.dumps(
         [_STATE, loaded.weights_hash, loaded.dtype, options, list(prompts), settings],
         sort_keys=True,
@@ -340,6 +339,7 @@ class _Run:
                 "denoising_steps": request.steps,
                 "sampled_steps": [sorted({*one.steps, *one.forwards}) for one in calibrator.passes],
                 "lora": request.lora,
+                "lora_hash": loaded.lora_hash,
                 "device": loaded.device,
                 "dtype": loaded.dtype,
                 "settings": json.loads(json.dumps(calibrator.settings())),

@@ -232,6 +232,11 @@ def sparsify(
     belong to this pipeline alone; others are untouched. An option that is left out has the family's
     default (``Defaults`` in ``vidsparse.pipelines.family``; `vidsparse models` prints them).
 
+    Steps are counted by this pipeline's own scheduler. Its transformer under another scheduler is
+    refused by an ``UnsupportedError`` in the forward, at the first step; at the second where a run
+    was ended between two steps, whose next one the first passes for. A loop of one's own calls
+    ``pipe.scheduler.set_timesteps()`` first.
+
     Args:
         pipe: a stock diffusers pipeline of a supported family.
         method: a name from ``vidsparse.METHODS``, or a method object. By default the preset's, else

@@ -39,14 +39,26 @@ class Position:
 
 
 class Positions:
-    """Follows a pipeline's runs, forward by forward."""
+    """Follows a pipeline's runs, forward by forward, as its scheduler counts them.
+
+    Forwards under another scheduler (a second pipeline's on the same transformer, one that a loop
+    of one's own made for itself) are of no run that is followed, and are refused where they show:
+    the timestep they are told is another one, and the pipeline's scheduler has not gone on.
+
+    Two things cannot be known. After a run that was ended between two steps, the first such forward
+    passes as that run's next step; the second is refused. And a class that says how many steps
+    its calls run, but not whether one goes on (EasyAnimate, ConsisID), says so of its last call
+    ever after: a loop of one's own that starts just as many steps before the end of its list is
+    taken for such a call, whose steps are counted from its first.
+    """
 
     def __init__(self) -> None:
         self._timesteps: Any = None
         # places in the list of timesteps: of the run's first step, and of the last forward.
         self._first = self._last = 0
-        # the timestep that forwards were told since the run ended.
-        self._told_after: float | None = None
+        # the scheduler's own count at the last forward, and the timestep which that was told.
+        self._count: int | None = None
+        self._told: Any = None
 
     def next(self, pipe: Any, arguments: Mapping[str, Any]) -> Position:
         """Where the forward that is about to run stands.
@@ -57,54 +69,79 @@ class Positions:
         timesteps = getattr(pipe.scheduler, "timesteps", None)
         if timesteps is None:
             raise _no_step(pipe.scheduler)
-        total, told = step_count(pipe.scheduler), _place_told(pipe, arguments)
+        total, place = step_count(pipe.scheduler), _place_told(pipe, arguments)
+        self._check_told(pipe, arguments.get("timestep"), place)
         # every pipeline call sets new timesteps, and its first step need not be the list's; a step
         # that goes back covers loops that do not.
         begins = timesteps is not self._timesteps
-        begins = begins or (self._first if told is None else told) < self._last
+        begins = begins or (self._first if place is None else place) < self._last
         if begins:
-            first = _steps_left_out(pipe, total)
-            # a run that begins before is not the one that the pipeline's numbers are left over
-            # from: one of another pipeline on the same parts, or of a loop of one's own.
-            self._first = first if told is None or told >= first else 0
-            self._timesteps, self._told_after = timesteps, None
-        self._last = self._first if told is None else told
-        if self._last >= total:
-            self._check_ended(pipe, arguments)
+            self._first = _steps_left_out(pipe, total, place)
+            self._timesteps = timesteps
+        self._last = self._first if place is None else place
+        self._count = getattr(pipe.scheduler, "step_index", None)
+        self._told = arguments.get("timestep")
         steps = total - self._first
         return Position(min(self._last - self._first, steps - 1), steps, timesteps, begins)
 
-    def _check_ended(self, pipe: Any, arguments: Mapping[str, Any]) -> None:
-        """Check that a forward whose scheduler has ended is no part of a run.
-
-        Forwards to look at or to time are told one timestep, and stand at the last step.
+    def _check_told(self, pipe: Any, told: Any, place: int | None) -> None:
+        """Check that a forward is of the run that the pipeline's scheduler counts.
 
         Raises:
-            UnsupportedError: it is told another timestep than those before it.
+            UnsupportedError: it is told another timestep than the last one, and the scheduler
+                stands where it stood, or is at its end.
         """
-        told = arguments.get("timestep")
-        value = float(told.max()) if isinstance(told, Tensor) else told
-        if self._told_after not in (None, value):
-            name = type(pipe).__name__
-            raise UnsupportedError(
-                f"the transformer is told other timesteps, and the scheduler of {name} "
-                "is at its end: what runs has another one. Hint: call sparsify() on the pipeline "
-                "that runs, or set_timesteps() of this scheduler before a loop of your own."
-            )
-        self._told_after = value
+        scheduler = pipe.scheduler
+        count, total = getattr(scheduler, "step_index", None), step_count(scheduler)
+        followed = scheduler.timesteps is self._timesteps
+        if count is None:
+            # before the first step the list says which it is; not that of all training steps,
+            # which a scheduler has until it is set.
+            is_set = getattr(scheduler, "num_inference_steps", None) is not None
+            listed = is_set or not hasattr(scheduler, "step_index")
+            if not followed or (place is not None and listed):
+                return
+        elif place != count or not (count >= total or (followed and count == self._count)):
+            return
+        if _same_told(told, self._told if followed else scheduler.timesteps[total - 1]):
+            return
+        where = "at its end" if count is not None and count >= total else "where it was"
+        raise UnsupportedError(
+            f"the transformer is told another timestep, and the scheduler of {type(pipe).__name__} "
+            f"is {where}: what runs has another one. Hint: call sparsify() on the pipeline "
+            "that runs, or set_timesteps() of this scheduler before a loop of your own."
+        )
 
 
-def _steps_left_out(pipe: Any, total: int) -> int:
+def _same_told(told: Any, before: Any) -> bool:
+    """Whether two forwards were told one timestep; tokens that are not denoised are told less."""
+    if told is before:
+        # mostly so, of a step's branches: reading a value would wait for the device.
+        return True
+    if told is None or before is None:
+        return False
+    return _highest(told) == _highest(before)
+
+
+def _highest(told: Any) -> float:
+    return float(told.max()) if isinstance(told, Tensor) else float(told)
+
+
+def _steps_left_out(pipe: Any, total: int, place: int | None) -> int:
     """Steps at the beginning of the list that a call leaves out, as video-to-video does.
 
-    What a pipeline says of it may be left over from its last call.
+    What a pipeline says of it may be left over from its last call, which the timestep that it says
+    it is at shows, or the place of the run's first forward; then none are.
     """
-    if hasattr(pipe, "current_timestep"):
-        current = pipe.current_timestep
-        # outside a call, or with a list for every frame.
-        if current is None or (isinstance(current, Tensor) and current.numel() > 1):
-            return 0
-    return total - min(total, getattr(pipe, "num_timesteps", total))
+    first = total - min(total, getattr(pipe, "num_timesteps", total))
+    if not hasattr(pipe, "current_timestep"):
+        return first if place in (None, first) else 0
+    current = pipe.current_timestep
+    # outside a call, or with a list for every frame.
+    if current is None or (isinstance(current, Tensor) and current.numel() > 1):
+        return 0
+    at = _place(pipe.scheduler.timesteps, current, alike=False)
+    return first if at is not None and at >= first and place in (None, at) else 0
 
 
 def _place_told(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
@@ -118,13 +155,12 @@ def _place_told(pipe: Any, arguments: Mapping[str, Any]) -> int | None:
         return int(index)
     # CogVideoX's schedulers count no steps, and Helios' distilled one has a count that stays none,
     # as others' is before their first step. what the transformer is told is of the list, where all
-    # tokens are told the same.
-    counts, told = hasattr(scheduler, "step_index"), arguments.get("timestep")
-    told = told if counts or current is None else current
-    place = _place(scheduler.timesteps, told, alike=counts)
+    # tokens are told the same; what the pipeline says may be left over from a call that raised.
+    counts = hasattr(scheduler, "step_index")
+    place = _place(scheduler.timesteps, arguments.get("timestep"), alike=counts)
     if place is None and not counts:
         raise _no_step(scheduler)
-    return place
+    return getattr(scheduler, "begin_index", None) if place is None else place
 
 
 def step_count(scheduler: Any) -> int:

@@ -42,6 +42,7 @@ def shared_record(
         "seed": request.seed,
         "options": request.options(),
         "preset": None if request.preset is None else load_preset(request.preset).digest,
+        "lora": loaded.lora_hash,
         "images": {name: image_hash(path) for name, path in request.images().items()},
         **provenance(loaded),
         "linear": None if loaded.linear_facts is None else asdict(loaded.linear_facts),

@@ -367,8 +367,8 @@ def resolve(
 _LEAVES_OUT: Final = ("method", "preset", "cache", "linear")
 _ERRS_BY: Final = (
     *_LEAVES_OUT, "method_options", "cache_threshold", "order", "dense_steps", "dense_layers",
-    "dense_last_layers", "reuse", "refresh", "steps", "guidance", "lora", "image", "last_image",
-    "keyframes",
+    "dense_last_layers", "reuse", "refresh", "implementation", "steps", "guidance", "lora", "image",
+    "last_image", "keyframes",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,21 @@ def test_rows_are_kept_and_only_missing_speeds_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_row_is_of_one_kernel_and_format(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    (own,) = measured(file, "wan-1.3b", "--speed", "high")
+    assert own.impl == "torch"
+    assert measured(file, "wan-1.3b", "--speed", "high", "--implementation", "torch") == [own]
+    eight_bits = ("--speed", "high", "--quantize", "int8")
+    assert measured(file, "wan-1.3b", *eight_bits)[1].impl == "torch int8"
+    rows = measured(file, "wan-1.3b", *eight_bits, "--implementation", "reference")
+    assert [row.impl for row in rows] == ["torch", "torch int8", "reference int8"]
+    # rows of earlier versions say their format among their parts, and no kernel.
+    file.write_text(re.sub(r', "impl": "[^"]*"', "", file.read_text()))
+    assert [row.impl for row in measured(file, "wan-1.3b", *eight_bits)] == [None] * 3
+
+
+@pytest.mark.usefixtures("tiny")
 def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = dispatch.sparse_attention
 
@@ -210,6 +226,8 @@ def test_rows_without_parts_are_not_drawn(tmp_path: Path) -> None:
         (["--whole"], "--whole was given without a speed"),
         (["--plot", "runs.png"], "--plot was given without a speed"),
         (["--refresh", "2"], "--refresh was given without a speed"),
+        (["--speed", "fast", "--tile", "32x32"], "--tile was given with --speed"),
+        (["--speed", "fast", "--quantize", "int8", "--quantize", "fp8"], "one format of q·k"),
         (
             ["--speed", "fast", "--steps", "3", "--family", "wan-1.3b"],
             "3 steps of which 1 stay dense",

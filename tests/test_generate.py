@@ -20,6 +20,7 @@ from vidsparse.errors import (
     UnsupportedError,
     VidsparseError,
 )
+from vidsparse.files import file_hash
 from vidsparse.methods import make_method
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.compilation import compilations
@@ -90,6 +91,13 @@ def test_a_lora_changes_the_video(folder: Path, loaded: LoadedPipeline, tmp_path
     assert changed.record["total"] == 1.0
     assert not np.array_equal(changed.frames, generate(loaded, request).frames)
     assert changed.record["options"]["lora"] == str(file)
+    # a path may hold another LoRA by the time that the record is read, or when the video is made.
+    digest = file_hash(file)
+    # another file: the weights of the first one are read from where it lies.
+    file.unlink()
+    file.write_bytes(b"another")
+    assert changed.record["lora"] == generate(with_lora, request).record["lora"] == digest
+    assert generate(loaded, request).record["lora"] is None
 
 
 @pytest.mark.parametrize("lora", ["nowhere.safetensors", "folder", "file.bin", "other"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -409,6 +410,18 @@ def test_shapes_that_change_in_a_run_are_refreshed() -> None:
     q, k, v = (torch.cat([x, x]) for x in operands())
     engine.attend(q, k, v, site(2))
     assert [cell.action for cell in engine.trace.cells] == ["refresh", "refresh"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 9), (9, 3), (9, 0)])
+def test_a_text_that_changes_in_length_is_refreshed(before: int, after: int) -> None:
+    # a prompt that is changed between two steps.
+    engine = engine_of(refresh=1)
+    engine.begin_run(STEPS)
+    for step, text in ((1, before), (2, before), (3, after), (4, after)):
+        grid = replace(GRID, text=text)
+        engine.attend(*random_qkv(grid.tokens, 64, torch.float32, seed=step), site(step, grid=grid))
+    actions = [cell.action for cell in engine.trace.cells]
+    assert actions == ["refresh", "reuse", "refresh", "reuse"]
 
 
 def test_a_branch_that_comes_in_later_refreshes_once_and_leaves_the_other_s_plan() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from vidsparse.apps.bench.gpus_rows import GpusRow, gpus_file
+from vidsparse.apps.bench.gpus_rows import COLUMNS, GpusRow, gpus_file
 from vidsparse.apps.bench.gpus_settings import Sharing
 from vidsparse.apps.bench.model_settings import EXACT, settings_of
 from vidsparse.apps.cli import main
@@ -65,6 +65,13 @@ def test_rows_that_are_there_are_not_replaced_unasked(unmeasured: str, tmp_path:
     before = file.read_bytes()
     refused(bench(unmeasured, "--json", str(file)), "has rows already. Hint: --overwrite replaces")
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("answer", [(), ("--json",), ("--show", "rows.json")])
+def test_there_is_nothing_to_overwrite_without_a_file(
+    answer: tuple[str, ...], unmeasured: str
+) -> None:
+    refused(bench(unmeasured, "--overwrite", *answer), "--overwrite was given without a file")
 
 
 @pytest.mark.parametrize("text", ["a letter", '{"format": "vidsparse-gpus/1", "rows": []}'])
@@ -221,6 +228,12 @@ def test_rows_of_several_gpus_are_of_one_tile_and_kernel() -> None:
     assert not covers(None, "torch")
     assert covers((128, 128), "auto", tile="128x128")
     assert not covers(None, "auto", tile="128x128")
+
+
+def test_rows_of_several_gpus_show_their_tile() -> None:
+    row: GpusRow = gpus_file(DOCS / "multi-gpu-h200.json").typed(GpusRow)[0]
+    tiles = [COLUMNS["tile"](replace(row, tile=tile)) for tile in (None, "128x128")]
+    assert tiles == ["32x32", "128x128"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_pipelines import forward, latents_of, tiny_transformer, tiny_wan, transformer_inputs
 
-from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.errors import OptionError
 from vidsparse.pipelines import is_sparse, restore, sparsify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,51 +197,6 @@ def test_a_loop_of_ones_own_after_an_exception_is_as_long_as_its_list() -> None:
             pipe.scheduler.step(noise, t, inputs["hidden_states"])
     assert [(step, action) for step, _, _, action in actions(handle)] == [
         (step, "dense" if step < 2 else "replan") for step in range(6)
-    ]
-
-
-def test_a_run_under_another_pipelines_scheduler_is_refused() -> None:
-    pipe = tiny_wan(layers=1)
-    other = tiny_wan(euler=True)
-    other.transformer = pipe.transformer
-    with sparsify(pipe, dense_steps=1) as handle:
-        latents_of(pipe)
-        with pytest.raises(UnsupportedError, match="scheduler of WanPipeline is at its end"):
-            latents_of(other)
-        assert handle.summary().calls == 5 * 2
-        # what it has been told is of no later run.
-        latents_of(pipe)
-        assert handle.summary().calls == 4 * 2
-
-
-def test_forwards_after_a_run_stand_at_its_last_step() -> None:
-    pipe = tiny_wan(layers=1)
-    inputs = transformer_inputs(5, 32, 32)
-    with sparsify(pipe, dense_steps=1) as handle:
-        latents_of(pipe)
-        for _ in range(2):
-            forward(pipe.transformer, inputs)
-    assert [step for step, *_ in actions(handle)[-2:]] == [3, 3]
-
-
-def test_a_loop_that_starts_late_in_the_list_is_a_run_of_its_own_each_time() -> None:
-    pipe = tiny_wan(layers=1, euler=True)
-    inputs = transformer_inputs(5, 32, 32)
-
-    def run(last: int) -> None:
-        pipe.scheduler.set_timesteps(5)
-        pipe.scheduler.set_begin_index(2)
-        for t in pipe.scheduler.timesteps[2:last]:
-            noise = forward(pipe.transformer, {**inputs, "timestep": t.expand(1)})
-            pipe.scheduler.step(noise, t, inputs["hidden_states"])
-
-    with sparsify(pipe, dense_steps=0, reuse=100) as handle:
-        run(last=3)
-        run(last=5)
-    assert [(step, action) for step, _, _, action in actions(handle)] == [
-        (2, "replan"),
-        (3, "reuse"),
-        (4, "reuse"),
     ]
 
 

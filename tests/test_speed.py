@@ -289,9 +289,13 @@ def test_accelerate_refused_leaves_the_pipeline_as_it_was() -> None:
         ("fast", {"width": 64}, False),
         ("fast", {"cache": "none"}, False),
         ("high", {"dense_steps": 1}, False),
+        # other kernels round, merge and skip in their own way.
+        ("fast", {"implementation": "reference"}, False),
+        ("high", {"method": "spargeattn", "method_options": {"quantize": "int8"}}, False),
         ("high", {"lora": "style.safetensors"}, False),
         ("exact", {}, True),
         ("exact", {"steps": 3, "frames": 5}, True),
+        ("exact", {"implementation": "reference"}, True),
         ("exact", {"method": "fg-attn", "method_options": {"top_p": 0.1}}, False),
         ("exact", {"cache": "first-block"}, False),
     ],

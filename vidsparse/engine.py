@@ -328,7 +328,14 @@ class AttentionEngine:
             due = schedule.refresh_before(site.step, self.steps)
             assert due is not None
             lacking = self._lacking.get((site.branch, key))
-            fresh = kept and lacking and kept.made == lacking.planned and lacking.step >= due
+            fresh = (
+                kept is not None
+                and lacking is not None
+                and kept.made == lacking.planned
+                and lacking.step >= due
+                # a text that changes in length is of other rows, to which a plan alone is fitted.
+                and lacking.remainder.values.shape[2] == q.shape[2]
+            )
             return Action.REUSE.value if fresh else Action.REFRESH.value
         if action is Action.REFRESH:
             return action.value

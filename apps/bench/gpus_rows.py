@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vidsparse.apps.bench.model_shapes import model_text
+from vidsparse.apps.bench.model_shapes import MODEL_SHAPES, model_text
 from vidsparse.apps.results.row_file import RowFile
 from vidsparse.apps.results.tables import Columns, number
 from vidsparse.schedule import share_or_count
@@ -159,9 +159,16 @@ DIGITS: Final[Mapping[str, int | None]] = {
 """Decimals that rows are written with; see ``rounded``."""
 
 
+def _own_tile(family: str) -> str:
+    """The model's, which rows of earlier versions have; nothing where it is no longer known."""
+    model = MODEL_SHAPES.get(family)
+    return "" if model is None else "x".join(map(str, model.tile))
+
+
 COLUMNS: Final[Columns[GpusRow]] = {
     "model": lambda row: model_text(row.family, row.layers),
     "shape": lambda row: row.shape,
+    "tile": lambda row: row.tile or _own_tile(row.family),
     "linear": lambda row: row.linear,
     "compiled": lambda row: "yes" if row.compiled else "no",
     "GPUs": lambda row: str(row.processes),

@@ -57,6 +57,8 @@ class SpeedRow:
         refresh_plan_ms: mask, plan, every permutation and the difference.
         whole_s: seconds of all steps run one after the other, where they were.
         whole_reference_s: the same of stock steps with cuDNN.
+        impl: kernel of the sparse steps, and its 8-bit format; None without such steps, and in rows
+            of earlier versions, which have it in ``parts``.
     """
 
     family: str
@@ -97,6 +99,7 @@ class SpeedRow:
     refresh_plan_ms: float | None = None
     whole_s: float | None = None
     whole_reference_s: float | None = None
+    impl: str | None = None
 
     @property
     def run_s(self) -> float:

@@ -49,6 +49,9 @@ _KINDS: Final[Mapping[str, str]] = {
 # blocks of each kind that are checked, from the first on, beside the last.
 _FEW: Final = 2
 
+_IN_EIGHT_BITS: Final = ", q·k in "
+"""What comes before a format among a row's parts."""
+
 _PRODUCT: Final = re.compile(r"gemm|nvjet|cutlass|scaled_mm", re.IGNORECASE)
 _ATTENTION: Final = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
 
@@ -205,6 +208,7 @@ class _Runs:
         self.inputs = self.shape.inputs(self.pipe, model, self.setting.latent, self._random)
         self.quantize = self.setting.sparse[0].quantize
         self.tokens = 0
+        self.kernel = ""
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=self.bench.dtype)
@@ -315,7 +319,7 @@ class _Runs:
             layers=setting.layers or self.shape.full_layers(),
             step=self.shape.step,
             speed=speed,
-            parts=parts + (f", q·k in {self.quantize}" if self.quantize and sparse else ""),
+            parts=parts + (_IN_EIGHT_BITS + self.quantize if self.quantize and sparse else ""),
             method=asked.method if sparse else None,
             refresh=asked.refresh if sparse and asked.refresh else None,
             tile=tile,
@@ -347,6 +351,7 @@ class _Runs:
             refresh_plan_ms=refreshed.plan if refreshed else None,
             whole_s=whole,
             whole_reference_s=references.whole,
+            impl=f"{self.kernel} {self.quantize or ''}".strip() if sparse else None,
         )
 
     @contextmanager
@@ -363,7 +368,7 @@ class _Runs:
             quantize=self.quantize,
         ) as seen:
             yield watch
-        self.tokens = max(self.tokens, seen.tokens)
+        self.tokens, self.kernel = max(self.tokens, seen.tokens), seen.implementation
 
     def _check(self, pipe: AcceleratedPipeline, right: Tensor) -> float:
         """The largest error of few blocks against stock ones: dense, and sparse at full density.
@@ -561,6 +566,12 @@ def _covers(row: SpeedRow, bench: SpeedBench, speed: str) -> bool:
     if not same or speed == "exact":
         return same
     measured = Asked(row.method or "", row.refresh or 0, row.asked or 0.0, row.warmup)
-    return (row.method, row.asked) == (asked.method, asked.computed) and (
-        measured.steps(row.steps) == asked.steps(row.steps)
+    kernel, _, eight_bits = (row.impl or "").partition(" ")
+    if row.impl is None:
+        eight_bits = row.parts.partition(_IN_EIGHT_BITS)[2]
+    return (
+        (row.method, row.asked) == (asked.method, asked.computed)
+        and measured.steps(row.steps) == asked.steps(row.steps)
+        and eight_bits == (setting.sparse[0].quantize or "")
+        and setting.implementation in ("auto", kernel)
     )

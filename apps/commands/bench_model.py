@@ -164,6 +164,14 @@ def bench_model(
     without = [name for name, value in alone.items() if value is not None]
     if not speeds and without:
         raise OptionError(f"{without[0]} was given without a speed. Hint: add --speed fast.")
+    if speeds and tiles:
+        raise OptionError(
+            "--tile was given with --speed, whose method has its own. Hint: leave one of them out."
+        )
+    if speeds and len(set(quantize)) > 1:
+        raise OptionError(
+            "runs at a speed are measured in one format of q·k. Hint: one --quantize at a time."
+        )
     settings = settings_of(
         families or tuple(MODEL_SHAPES),
         size,

@@ -109,6 +109,19 @@ def _says_what_does_not_fit(command: Command) -> Command:
     return run
 
 
+def _overwrites_a_file(command: Command) -> Command:
+    @wraps(command)
+    def run(*arguments: Any, **options: Any) -> int | None:
+        if options["overwrite"] and options["json_path"] is None:
+            raise OptionError(
+                "--overwrite was given without a file of rows to replace. "
+                "Hint: add --json rows.json."
+            )
+        return command(*arguments, **options)
+
+    return run
+
+
 def model_run_options(command: Command) -> Command:
     """``--size`` to ``--steps``: a published model's video, and the run that steps come to."""
     decorate = _all_of(
@@ -152,10 +165,11 @@ def model_run_options(command: Command) -> Command:
 def measuring_options(*, repeats: int) -> Decorator:
     """``--repeats``, ``--json``, ``--overwrite`` and ``--show``.
 
-    Memory that runs out is said in a sentence.
+    Memory that runs out is said in a sentence, and so is ``--overwrite`` without a file.
     """
     return _all_of(
         _says_what_does_not_fit,
+        _overwrites_a_file,
         click.option(
             "--repeats",
             default=repeats,
