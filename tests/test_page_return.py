@@ -85,6 +85,38 @@ def test_a_job_goes_on_over_a_reload_and_nothing_is_lost(visit: Any, url: str) -
     playwright.expect(other.page.locator("#history")).to_be_hidden()
 
 
+def test_a_page_that_lost_its_server_opens_again_unasked_with_what_was_written(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    page, asked = visitor.page, []
+
+    def stay(dialog: Any) -> None:
+        asked.append(dialog.type)
+        dialog.dismiss()
+
+    page.on("dialog", stay)
+    visitor.set("Steps", 400)
+    page.click("#generate")
+    visitor.see("#generate-status", "step")
+    visitor.value("() => { window.before = true; }")
+    page.context.set_offline(True)
+    playwright.expect(page.get_by_text("Connection to the server was lost")).to_be_visible()
+    # gradio answers no event any more, nor keeps what is written.
+    visitor.prompt("a small blue ring that orbits")
+    visitor.set("Seed", 11)
+    page.context.set_offline(False)
+    page.wait_for_function("!window.before && window.vidsparseRestored")
+    playwright.expect(page.locator("#prompt textarea")).to_have_value(
+        "a small blue ring that orbits"
+    )
+    playwright.expect(page.get_by_label("Seed", exact=True)).to_have_value("11")
+    playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value("400")
+    # within --away it goes on, and is told.
+    visitor.see("#generate-status", "/ 400")
+    page.click("#cancel-generate")
+    visitor.see("#generate-status", "Cancelled")
+    assert asked == []
+
+
 def test_a_comparison_a_report_and_their_tabs_are_there_after_a_reload(visit: Any) -> None:
     visitor = visit()
     page = visitor.page

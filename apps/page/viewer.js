@@ -417,6 +417,9 @@ function nameTiles(gallery) {
     if (name && tile.getAttribute("aria-label") !== name) tile.setAttribute("aria-label", name);
   }
 }
+// gradio says so once, answers no event from then on, and loads the page anew when the server is back.
+const LOST = "Connection to the server was lost";
+let lost = false;
 function listen() {
   const region = document.createElement("div");
   Object.assign(region, { id: "vs-live", className: "vs-sr" });
@@ -431,6 +434,8 @@ function listen() {
         const element = node.nodeType === Node.ELEMENT_NODE ? node : node.parentElement;
         const status = element?.closest(".vs-status") ?? element?.querySelector(".vs-status");
         if (status) found.add(status);
+        const toast = element?.closest(".toast-body") ?? element?.querySelector(".toast-body");
+        lost ||= Boolean(toast?.textContent.includes(LOST));
       }
     }
     // what another tab said earlier is no news.
@@ -494,8 +499,22 @@ function vidsparseChoose(name, held) {
 // fields hold then where nobody writes into them.
 const WRITTEN = ["prompt", "negative_prompt", "seed", "prompt_lines"];
 let answeredKept = false;
-function vidsparseReturn(kept, made) {
-  const linked = vidsparseLinked();
+// while the connection is lost, what is written comes to none of the events that keep it: it is read
+// from the fields as the page goes, for the one that takes its place; not before what was kept is back,
+// since until then they hold what the page was made with.
+const TYPED = "vidsparse-typed";
+addEventListener("pagehide", () => {
+  if (!lost || !window.vidsparseRestored) return;
+  const typed = WRITTEN.flatMap((name) => {
+    const input = document.querySelector(`.vs-field-${name} :is(input, textarea)`);
+    // what is folded away is not in the page, nor was it written into.
+    return input ? [[name, input.type === "number" ? input.valueAsNumber : input.value]] : [];
+  });
+  sessionStorage.setItem(TYPED, JSON.stringify(Object.fromEntries(typed)));
+});
+function vidsparseReturn(held, made) {
+  const linked = vidsparseLinked(), typed = JSON.parse(sessionStorage.getItem(TYPED));
+  const kept = typed ? { ...(held ?? made), ...typed } : held;
   // a link need not carry what a visitor writes, and what it does not name stays.
   const own = Object.entries(kept ?? {}).filter(([name]) => WRITTEN.includes(name));
   const found = linked ? { ...Object.fromEntries(own), ...linked } : kept;
@@ -506,6 +525,7 @@ function vidsparseReturn(kept, made) {
 // whether it stands in the fields, or never will: from then on it is they that are kept.
 function vidsparseBack() {
   window.vidsparseRestored ||= answeredKept;
+  if (window.vidsparseRestored) sessionStorage.removeItem(TYPED);
   return window.vidsparseRestored;
 }
 // the next question, where there is one, and what comes to each place of the page.
@@ -593,8 +613,11 @@ function vidsparseLinked() {
 }
 
 // leaving with a job that runs or waits asks first: it is given up unless the page is opened again.
-// just after a click the server may not have heard of it: while the browser asks, it does.
+// just after a click the server may not have heard of it: while the browser asks, it does. Where the
+// connection was lost, it is gradio that opens the page again, and a question that nobody sees would
+// keep the job from being followed in time.
 addEventListener("beforeunload", (event) => {
+  if (lost) return;
   const heard = event.timeStamp - asked > 1000;
   if (!heard || document.querySelector(".vs-status[data-state='running']")) event.preventDefault();
 });
