@@ -139,11 +139,13 @@ class Choices:
             **_QUIET,
         )
         # numbers written by hand are no named speed any more; the server need not be asked.
+        said = json.dumps(draw.note(speed_text(self._form, self._host.models[0], BY_HAND)))
         for name in self._by_hand():
-            self._form.controls[name].input(
+            controls[name].input(
                 None,
-                js="() => ['', '']",
-                outputs=[self._form.speed, self._form.target],
+                js=f"(value) => vidsparseByHand('{name}', value, {said})",
+                inputs=[controls[name]],
+                outputs=[self._form.speed, self._form.target, self._form.speed_facts],
                 **_QUIET,
             )
         self._form.controls["prompt"].change(

@@ -495,6 +495,14 @@ function vidsparseChoose(name, held) {
   const left = standing[name] !== undefined && same(standing[name], held[name]);
   return left ? undefined : vidsparseAsk(name, held);
 }
+// what each field holds that a speed fills, as the page put it there or a visitor wrote it last. No named
+// speed stands for other numbers, and the line below it says so; a dropdown that is left changes nothing.
+const filled = {};
+function vidsparseByHand(name, value, said) {
+  if (same(filled[name], value)) return [];
+  filled[name] = value;
+  return ["", "", said];
+}
 // what a link carries, or else the browser kept, is asked for as the page opens; `made` is what the
 // fields hold then where nobody writes into them.
 const WRITTEN = ["prompt", "negative_prompt", "seed", "prompt_lines"];
@@ -520,6 +528,7 @@ function vidsparseReturn(held, made) {
   const found = linked ? { ...Object.fromEntries(own), ...linked } : kept;
   window.vidsparseRestored = found === null;
   Object.keys(standing).forEach((name) => { standing[name] = made[name]; });
+  Object.assign(filled, made);
   return vidsparseAsk("kept", made, found);
 }
 // whether it stands in the fields, or never will: from then on it is they that are kept.
@@ -544,6 +553,8 @@ function vidsparseAnswered(answer, now, places) {
   if (refused && at === questions) return [vidsparseAsk("method", now)];
   const put = {}, held = { ...now };
   for (const [place, { value, choices, ...facts }] of Object.entries(updates)) {
+    // of a speed that is none any more.
+    if (place === "speed facts" && written("speed")) continue;
     put[place] = { ...facts, __type__: "update" };
     const offered = choices?.map((each) => (Array.isArray(each) ? each : [each, each]));
     if (offered) put[place].choices = offered;
@@ -555,6 +566,7 @@ function vidsparseAnswered(answer, now, places) {
     put[place].value = written(place) && (place === "size" || place === "length") ? "" : next;
     if (place in held) held[place] = put[place].value;
     if (place in standing) standing[place] = put[place].value;
+    filled[place] = put[place].value;
     // to those who are still to be answered, what the page puts there was not written since.
     for (const each of due.values()) if (same(each.held[place], now[place])) each.held[place] = put[place].value;
   }
