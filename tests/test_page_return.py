@@ -372,6 +372,13 @@ def test_a_link_carries_all_settings(visit: Any) -> None:
         playwright.expect(other.page.get_by_label(label, exact=True)).to_have_value(value)
     # what is changed then outlives a reload, and the link is gone from the address.
     assert "#" not in other.page.url
+    # put into the address of the page as it stands, it is taken as well; nothing is opened anew.
+    other.set("Seed", 13)
+    other.value("() => { window.before = true; }")
+    other.page.goto(link.input_value())
+    playwright.expect(other.page.get_by_label("Seed", exact=True)).to_have_value("12")
+    assert "#" not in other.page.url
+    assert other.value("window.before")
     # one that was cut short says so.
     other.page.goto("about:blank")
     other.page.goto(link.input_value()[:-20])

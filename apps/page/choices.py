@@ -49,6 +49,9 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 # of events that are no business of a client's, and that nobody waits for.
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
+# another address of the open page is an event of a component, as gradio has none of its own for it.
+_FORWARD_LINK = "addEventListener('hashchange', () => trigger('select'));"
+
 
 class Choices:
     """Events of the form's dropdowns that change what else it shows.
@@ -85,6 +88,7 @@ class Choices:
         self._others = [form.pictures, *uploads, form.examples, form.card]
         self._question = gr.Textbox(visible="hidden", show_label=False, elem_id="question")
         self._answer = gr.Textbox(visible="hidden", show_label=False, elem_id="answer")
+        self._pasted = gr.HTML(visible="hidden", js_on_load=_FORWARD_LINK)
 
     def connect(self, page: gr.Blocks, reuse: gr.Button) -> None:
         """Attach the events, once every control of the page is there.
@@ -350,6 +354,13 @@ class Choices:
             None,
             js=f"(kept) => vidsparseReturn(kept, {json.dumps(made)})",
             inputs=[state],
+            outputs=[self._question],
+            **_QUIET,
+        )
+        self._pasted.select(
+            None,
+            js=f"(...values) => vidsparsePasted({_by_name(self._fields)})",
+            inputs=[*self._fields.values()],
             outputs=[self._question],
             **_QUIET,
         )

@@ -47,8 +47,8 @@ class ReportTab:
             lines=4,
             max_lines=12,
             elem_id="prompts",
-            # for the page's script, by the name that it is kept by.
-            elem_classes=["vs-field-prompt_lines"],
+            # for the page's script, by the name that errors call it and the one that it is kept by.
+            elem_classes=["vs-field-prompts", "vs-field-prompt_lines"],
         )
         self.upload = gr.UploadButton(
             "Take them from a file", file_types=[".txt"], size="sm", elem_id="prompt-file"

@@ -306,7 +306,7 @@ class Alert extends HTMLElement {
     // a page that is opened again says how its last job ended, and nobody is to be led away by that.
     if (!navigator.userActivation?.hasBeenActive) return;
     const text = this.dataset.said;
-    const word = text.match(/^(?:there is no |unknown |the )?([a-z]+(?:_[a-z]+)*)/)?.[1];
+    const word = text.match(/^(?:there (?:is|are) no |unknown |the )?([a-z]+(?:_[a-z]+)*)/)?.[1];
     const field = word && (await fieldOf(word));
     const input = field?.querySelector("input, textarea");
     if (!input || !this.isConnected || this.dataset.said !== text) return;
@@ -318,7 +318,7 @@ class Alert extends HTMLElement {
     input.setAttribute("aria-describedby", line.id);
     // said once, and where it can be mended; the focused field tells screen readers.
     this.hidden = true;
-    if (document.getElementById("form").classList.contains("folded")) document.querySelector("vs-fold").fold(false);
+    if (field.closest("#form.folded")) document.querySelector("vs-fold").fold(false);
     field.scrollIntoView({ block: "center", behavior: calm ? "auto" : "smooth" });
     input.focus({ preventScroll: true });
     field.addEventListener("input", () => this.clear(), { once: true });
@@ -507,6 +507,11 @@ function vidsparseByHand(name, value, said) {
 // fields hold then where nobody writes into them.
 const WRITTEN = ["prompt", "negative_prompt", "seed", "prompt_lines"];
 let answeredKept = false;
+// a link need not carry what a visitor writes, and what it does not name stays.
+function beside(held, linked) {
+  const own = Object.entries(held ?? {}).filter(([name]) => WRITTEN.includes(name));
+  return { ...Object.fromEntries(own), ...linked };
+}
 // while the connection is lost, what is written comes to none of the events that keep it: it is read
 // from the fields as the page goes, for the one that takes its place; not before what was kept is back,
 // since until then they hold what the page was made with.
@@ -523,9 +528,7 @@ addEventListener("pagehide", () => {
 function vidsparseReturn(held, made) {
   const linked = vidsparseLinked(), typed = JSON.parse(sessionStorage.getItem(TYPED));
   const kept = typed ? { ...(held ?? made), ...typed } : held;
-  // a link need not carry what a visitor writes, and what it does not name stays.
-  const own = Object.entries(kept ?? {}).filter(([name]) => WRITTEN.includes(name));
-  const found = linked ? { ...Object.fromEntries(own), ...linked } : kept;
+  const found = linked ? beside(kept, linked) : kept;
   window.vidsparseRestored = found === null;
   Object.keys(standing).forEach((name) => { standing[name] = made[name]; });
   Object.assign(filled, made);
@@ -622,6 +625,12 @@ function vidsparseLinked() {
   // what is changed from here on should outlive a reload.
   history.replaceState(null, "", location.pathname + location.search);
   return { ...values, linked: true };
+}
+
+// a link that is put into the address of the open page is taken as if the page had opened with it.
+function vidsparsePasted(held) {
+  const linked = vidsparseLinked();
+  return linked ? vidsparseAsk("kept", held, beside(held, linked)) : undefined;
 }
 
 // leaving with a job that runs or waits asks first: it is given up unless the page is opened again.
