@@ -347,6 +347,57 @@ def test_two_kept_videos_are_compared_by_wipe_and_flip(visit: Any) -> None:
     visitor.see("#compare-status [role=alert]", "both sides are the same")
 
 
+def test_what_is_done_with_a_video_or_a_comparison_is_done_with_the_one_that_is_shown(
+    visit: Any, url: str, out: Path
+) -> None:
+    visitor = visit()
+    page = visitor.page
+    other = Visitor(page.context, url)
+    seed = page.get_by_label("Seed", exact=True)
+    # the other window of the same visitor makes the later video, and the later comparison.
+    for each, own in ((visitor, 1), (other, 2)):
+        each.set("Seed", own)
+        each.page.click("#generate")
+        each.see("#generate-facts", f"seed {own}")
+    visitor.set("Seed", 7)
+    page.click("#use-settings")
+    playwright.expect(seed).to_have_value("1")
+    page.click("#compare-this")
+    playwright.expect(page.locator("#side-a input")).to_have_value(re.compile("seed 1"))
+    page.click("#side-a input")
+    page.get_by_role("option", name="dense, made beside B").click()
+    other.tab("Compare")
+    visitor.set("share", 0.3)
+    other.set("Steps", 2)
+    for each in (visitor, other):
+        each.page.click("#compare")
+        each.see("#compare-status", "Both videos are ready")
+    psnr = page.locator("#compare-facts .vs-tiles div", has_text="PSNR").first
+    before = psnr.inner_text()
+    # the second has no third step.
+    for each, step, layer in ((visitor, 3, 3), (other, 2, 2)):
+        each.set("Step", step)
+        each.set("Layer", layer)
+        each.page.click("#record-cell")
+        each.see("#cell-status", f"whose plan serves step {step}")
+        each.see("#cell", f"layer {layer}, head 1")
+    page.get_by_label("raster", exact=True).check()
+    visitor.see("#cell", "tokens in raster order")
+    visitor.see("#cell", "layer 3, head 1")
+    page.click("#time-pair")
+    visitor.see("#compare-status", "Timed 3 times in turns")
+    assert psnr.inner_text() == before
+    # what is gone is said, and nothing else stands in for it.
+    (record,) = (out / "page").glob("*/0001-*.json")
+    record.unlink()
+    visitor.tab("Generate")
+    visitor.set("Seed", 7)
+    page.click("#use-settings")
+    playwright.expect(page.get_by_text("the video that is shown here is gone")).to_be_visible()
+    playwright.expect(seed).to_have_value("7")
+    assert other.errors == []
+
+
 def _made(page: Any, seed: int) -> str:
     """How the chosen video of that seed is called."""
     name = page.locator(f"#side-{'ab'[2 - seed]} input").input_value()

@@ -90,12 +90,13 @@ class Choices:
         self._answer = gr.Textbox(visible="hidden", show_label=False, elem_id="answer")
         self._pasted = gr.HTML(visible="hidden", js_on_load=_FORWARD_LINK)
 
-    def connect(self, page: gr.Blocks, reuse: gr.Button) -> None:
+    def connect(self, page: gr.Blocks, reuse: gr.Button, named: gr.Textbox) -> None:
         """Attach the events, once every control of the page is there.
 
         Args:
             page: asks for what its browser kept.
             reuse: chooses the settings of the video that is shown.
+            named: holds its name.
         """
         held, fields = _by_name(self._fields), list(self._fields.values())
         controls = self._form.controls
@@ -108,7 +109,6 @@ class Choices:
             (self._form.speed.input, "speed"),
             # not input, which gradio does not tell of what is pasted.
             (self._form.target.change, "target"),
-            (reuse.click, "settings"),
         ):
             control(
                 None,
@@ -117,6 +117,14 @@ class Choices:
                 outputs=[self._question],
                 **_QUIET,
             )
+        # another window of the visitor may show another video: the name goes with the question.
+        reuse.click(
+            None,
+            js=f"(shown, ...values) => vidsparseAsk('settings', {{ ...{held}, shown }})",
+            inputs=[named, *fields],
+            outputs=[self._question],
+            **_QUIET,
+        )
         # gradio asks one question at a time, and of those that wait only the last.
         answered = self._question.change(
             self.choose,
@@ -195,9 +203,11 @@ class Choices:
                 return self.choose_speed(model, speed)
             case "target", {"model": model, "target": target}:
                 return self.choose_target(model, target)
-            case "settings", _:
-                shown = self._desk.visit(request).shown
-                return {} if shown is None else self.choose_settings(shown.request)
+            case "settings", {"shown": str(name)}:
+                try:
+                    return self.choose_settings(self._desk.visit(request).video(name).request)
+                except OptionError as error:
+                    raise toast(error) from error
             case "kept", _:
                 return self.restore(request, held)
         raise toast(OptionError("a choice is the name of a control and what the form holds"))
@@ -397,7 +407,7 @@ class Choices:
         model = self._model(values["model"])
         made = self._made(values.get("preset"), model)
         speed = speed_of(self._form, model, values)
-        images = self._desk.visit(request).images
+        images = self._desk.last_images(request)
         method = values["method"]
         return {
             **self.updates(model, method, made, values, speed),

@@ -177,7 +177,7 @@ class ReportTab:
             prompts = read_prompt_lines(
                 str(prompt_lines or ""), most=self._desk.host.limits.prompts
             )
-            settings = self.settings(values, vary, over, visit.images)
+            settings = self.settings(values, vary, over, self._desk.images(request))
             about = draw.about_report(settings[0][1], len(prompts))
             rows: list[tuple[str, PromptComparison]] = []
 
