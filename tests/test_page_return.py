@@ -99,6 +99,8 @@ def test_a_page_that_lost_its_server_opens_again_unasked_with_what_was_written(v
     visitor.see("#generate-status", "step")
     visitor.value("() => { window.before = true; }")
     page.context.set_offline(True)
+    # what it would take is asked for at once, and nobody answers.
+    visitor.set("Videos", 2)
     playwright.expect(page.get_by_text("Connection to the server was lost")).to_be_visible()
     # gradio answers no event any more, nor keeps what is written.
     visitor.prompt("a small blue ring that orbits")
@@ -367,26 +369,43 @@ def test_what_is_done_with_a_video_or_a_comparison_is_done_with_the_one_that_is_
     page.click("#side-a input")
     page.get_by_role("option", name="dense, made beside B").click()
     other.tab("Compare")
-    visitor.set("share", 0.3)
+    # long enough for a window to be opened while it is timed.
+    visitor.set("Steps", 40)
     other.set("Steps", 2)
     for each in (visitor, other):
         each.page.click("#compare")
         each.see("#compare-status", "Both videos are ready")
     psnr = page.locator("#compare-facts .vs-tiles div", has_text="PSNR").first
     before = psnr.inner_text()
-    # the second has no third step.
-    for each, step, layer in ((visitor, 3, 3), (other, 2, 2)):
-        each.set("Step", step)
-        each.set("Layer", layer)
+    # the second one has no such step.
+    for each, step, layer in ((visitor, 40, 3), (other, 2, 2)):
+        place = f"[data-step='{step - 1}'][data-layer='{layer - 1}']"
+        each.page.locator(f"#heat vs-heat rect{place}").click()
         each.page.click("#record-cell")
-        each.see("#cell-status", f"whose plan serves step {step}")
+        each.see("#cell-status", "Recorded")
         each.see("#cell", f"layer {layer}, head 1")
     page.get_by_label("raster", exact=True).check()
     visitor.see("#cell", "tokens in raster order")
     visitor.see("#cell", "layer 3, head 1")
+    # a window that is opened meanwhile shows the later one until then.
+    frame = page.locator("#viewer vs-viewer .seek")
+    frame.press("End")
     page.click("#time-pair")
-    visitor.see("#compare-status", "Timed 3 times in turns")
-    assert psnr.inner_text() == before
+    visitor.see("#compare-status", "turn 1 of 3")
+    _reload(other)
+    other.see("#compare-status", "turn")
+    other_psnr = other.page.locator("#compare-facts .vs-tiles div", has_text="PSNR").first
+    assert other_psnr.inner_text() != before
+    for each in (visitor, other):
+        each.see("#compare-status", "Timed 3 times in turns")
+        each.see("#cell", "layer 3, head 1")
+    assert (psnr.inner_text(), other_psnr.inner_text()) == (before, before)
+    assert other.page.locator("#viewer vs-viewer").get_attribute("data-key") == page.locator(
+        "#viewer vs-viewer"
+    ).get_attribute("data-key")
+    # what was chosen in the viewer and in the map stays as it was.
+    playwright.expect(frame).to_have_value("4")
+    visitor.see("#heat .heads", "step 40, layer 3")
     # what is gone is said, and nothing else stands in for it.
     (record,) = (out / "page").glob("*/0001-*.json")
     record.unlink()

@@ -138,10 +138,11 @@ class CompareTab:
         cell = [
             self.cell_status, self.named_cell, self.cell_controls, self.head, self.order, self.cell,
         ]  # fmt: skip
-        pair = [
-            self.status, self.stop, self.facts, self.timing, self.viewer, self.links, self.inside,
-            self.heat, self.named, *cell,
+        shown = [
+            self.facts, self.timing, self.viewer, self.links, self.inside, self.heat, self.named,
+            *cell,
         ]  # fmt: skip
+        pair = [self.status, self.stop, *shown]
         compared = self.run.click(
             self.compare,
             inputs_kwargs={**self._form.controls, **self.sides},
@@ -182,7 +183,7 @@ class CompareTab:
         self.time.click(
             self.time_in_turns,
             inputs=[self.named],
-            outputs=[self.status, self.stop, self.facts],
+            outputs=pair,
             show_progress="hidden",
             api_name="time_in_turns",
             api_description="Make a comparison again, in turns, for a speed: this session's last.",
@@ -197,7 +198,7 @@ class CompareTab:
         self.record.click(
             self.record_cell,
             inputs=[self.step, self.layer, self.named],
-            outputs=[self.stop, *cell],
+            outputs=[self.stop, *shown],
             show_progress="hidden",
             api_name="record_cell",
             api_description="Record one attention call of this session's last comparison.",
@@ -335,7 +336,8 @@ class CompareTab:
                     expected=self._desk.seconds([pair.dense.request, pair.sparse.request] * TURNS),
                 ),
                 done=f"Timed {TURNS} times in turns",
-                show=lambda timed: {self.facts: draw.pair_facts(timed)},
+                # all of it: a window that was opened meanwhile may show another one.
+                show=lambda timed: self._shown(timed, visit.cell_of(timed)),
             )
 
         async with aclosing(self._desk.run(request, self._place, ask)) as updates:
@@ -345,9 +347,9 @@ class CompareTab:
     async def resume(self, request: gr.Request) -> AsyncIterator[Updates]:
         """What a page that is opened again shows: the last comparison, and what runs."""
         visit = self._desk.visit(request)
-        pair, cell = visit.pairs.last, visit.cells.last
+        pair = visit.pairs.last
         # gradio empties what an event that says nothing would have told.
-        yield {self.status: gr.skip()} if pair is None else self._shown(pair, cell)
+        yield ({self.status: gr.skip()} if pair is None else self._shown(pair, visit.cell_of(pair)))
         async with aclosing(self._desk.resume(request, "compare")) as updates:
             async for update in updates:
                 yield update
@@ -381,8 +383,10 @@ class CompareTab:
                 done = "Recorded"
                 if record.step != at:
                     done = f"Recorded step {record.step + 1}, whose plan serves step {at + 1}"
+                # timed again meanwhile, it has more figures.
+                now = visit.pairs.get(pair.name) or pair
                 return {
-                    **self._cell_shown(Cell(pair.name, record)),
+                    **self._shown(now, Cell(pair.name, record)),
                     self.cell_status: draw.status(job.snapshot(), done),
                 }
 
@@ -393,7 +397,7 @@ class CompareTab:
                 yield update
 
     def _shown(self, pair: Pair, cell: Cell | None = None) -> Updates:
-        """The updates that show a comparison, and ``cell``, where it was recorded of it."""
+        """The updates that show a comparison, and a cell of it that was recorded."""
         # two chosen videos have neither.
         beside = bool(pair.timed)
         hidden = {
@@ -413,7 +417,7 @@ class CompareTab:
             self.heat: draw.heat(pair),
             self.named: pair.name,
             self.cell_status: "",
-            **(self._cell_shown(cell) if cell and cell.pair == pair.name else hidden),
+            **(hidden if cell is None else self._cell_shown(cell)),
         }
 
     def _cell_shown(self, cell: Cell) -> Updates:

@@ -417,7 +417,9 @@ function nameTiles(gallery) {
     if (name && tile.getAttribute("aria-label") !== name) tile.setAttribute("aria-label", name);
   }
 }
-// gradio says so once, answers no event from then on, and loads the page anew when the server is back.
+// gradio says so once, answers no event from then on, and loads the page anew when the server is back,
+// two seconds later or more. It ends the connection itself when it hears that the page is left: that is
+// no loss for who is asked then, and one for who stays.
 const LOST = "Connection to the server was lost";
 let lost = false;
 function listen() {
@@ -435,7 +437,7 @@ function listen() {
         const status = element?.closest(".vs-status") ?? element?.querySelector(".vs-status");
         if (status) found.add(status);
         const toast = element?.closest(".toast-body") ?? element?.querySelector(".toast-body");
-        lost ||= Boolean(toast?.textContent.includes(LOST));
+        if (toast?.textContent.includes(LOST)) setTimeout(() => { lost = true; }, 1000);
       }
     }
     // what another tab said earlier is no news.

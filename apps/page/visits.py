@@ -56,11 +56,15 @@ class Latest(Generic[T]):
         """The thing of that name, None where it is not remembered any more."""
         return self._things.get(name)
 
+    def backwards(self) -> list[T]:
+        """Those that are remembered, the last one first."""
+        with self._lock:
+            return list(reversed(self._things.values()))
+
     @property
     def last(self) -> T | None:
         """The last one, None where there was none."""
-        with self._lock:
-            return next(reversed(self._things.values()), None)
+        return next(iter(self.backwards()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,10 @@ class Visit:
                 "there is no comparison with dense yet. Hint: compare with dense first."
             )
         return pair
+
+    def cell_of(self, pair: Pair) -> Cell | None:
+        """The cell that was recorded last of a comparison, None where none is remembered."""
+        return next((cell for cell in self.cells.backwards() if cell.pair == pair.name), None)
 
     def add(self, errand: Errand) -> None:
         """Remember what a tab has asked for; of what has ended, only the last."""
