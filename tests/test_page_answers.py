@@ -239,6 +239,37 @@ def test_a_model_that_is_merely_left_changes_no_numbers(visit: Any) -> None:
     playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value(steps)
 
 
+def test_a_speed_stays_where_lists_are_merely_left_and_goes_with_its_words_otherwise(
+    visit: Any,
+) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.unfold("More of Foresight")
+    by_hand = page.get_by_label("by hand", exact=True)
+    page.get_by_label("fast", exact=True).check()
+    visitor.see("#speed-facts", "fast: ")
+    visitor.calls_at_rest()
+    lists = page.locator("#by-hand [role=combobox]:visible, #by-hand input[role=listbox]:visible")
+    # the method, the preset and those of the method's own.
+    assert lists.count() > 2
+    for left in lists.all():
+        left.focus()
+        left.press("Tab")
+    # what is left says so at once.
+    page.wait_for_timeout(500)
+    playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
+    visitor.see("#speed-facts", "fast: ")
+    # a choice is by hand, also while the speed is still being answered.
+    with _late(page):
+        page.get_by_label("high", exact=True).check()
+        visitor.set("share", 0.3)
+        playwright.expect(by_hand).to_be_checked()
+        visitor.see("#speed-facts", "The numbers under By hand are what runs.")
+    visitor.calls_at_rest()
+    playwright.expect(by_hand).to_be_checked()
+    visitor.see("#speed-facts", "The numbers under By hand are what runs.")
+
+
 def test_numbers_stay_where_a_model_is_left_after_a_refusal(visit: Any) -> None:
     visitor = visit(by_hand=False)
     page = visitor.page

@@ -424,8 +424,15 @@ def test_an_error_is_said_once_and_at_its_field(visit: Any) -> None:
     page.click("#generate")
     playwright.expect(wrong).to_contain_text("fps must lie between 1 and 240")
     playwright.expect(page.get_by_label("Frames a second", exact=True)).to_be_focused()
-    # an error of no field stays where it was.
+    # one of the report's own list of prompts, and not of the form's prompt.
     visitor.set("Frames a second", 8)
+    visitor.tab("Report")
+    page.fill("#prompts textarea", " ")
+    page.click("#report")
+    playwright.expect(wrong).to_contain_text("there are no prompts")
+    playwright.expect(page.locator("#prompts textarea")).to_be_focused()
+    page.fill("#prompts textarea", "a red ball")
+    # an error of no field stays where it was.
     visitor.tab("Compare")
     page.get_by_label("A", exact=True).click()
     page.get_by_role("option", name="the form's settings").click()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 
 from page_jobs import Gate, queue_of
+from PIL import Image
 
 from vidsparse.apps.page import desk as desks
 from vidsparse.apps.page import draw
@@ -22,6 +24,7 @@ from vidsparse.apps.page.errands import Errand, Place
 from vidsparse.apps.page.host import Host, Limits
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.visits import Visits
+from vidsparse.pipelines.models import resolve_model
 
 AWAY = 1
 PLACE = Place("generate", "area", "stop")
@@ -40,6 +43,32 @@ def _request(desk: Desk, session: str, key: str | None = "k" * 43) -> Any:
     return SimpleNamespace(
         session_hash=session, request=SimpleNamespace(headers=headers), client=None
     )
+
+
+def test_every_window_has_the_pictures_that_were_handed_in_there(
+    desk: Desk, tmp_path: Path
+) -> None:
+    from vidsparse.apps.page.build import image_taker
+
+    model = replace(resolve_model("shapes"), image_class="WanImageToVideoPipeline")
+    desk = replace(desk, host=replace(desk.host, models=(model,)))
+    take = image_taker(desk, "image")
+    pictures = [tmp_path / f"{colour}.png" for colour in ("red", "blue")]
+    windows = [_request(desk, name) for name in ("first", "second", "later", "script")]
+
+    def colours() -> list[Any]:
+        shown = [desk.images(window).get("image") for window in windows]
+        return [each and Image.open(each).getpixel((0, 0)) for each in shown]
+
+    for window, picture, colour in zip(windows, pictures, ("red", "blue"), strict=False):
+        Image.new("RGB", (8, 8), colour).save(picture)
+        list(take(window, str(picture)))
+    red, blue = (255, 0, 0), (0, 0, 255)
+    assert colours() == [red, blue, None, None]
+    # a page that is opened again begins with the last ones, and has its own from then on.
+    desk.last_images(windows[2])
+    list(take(windows[1], None))
+    assert colours() == [red, None, blue, None]
 
 
 def _submitted(desk: Desk, request: Any) -> Errand:

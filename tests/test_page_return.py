@@ -85,6 +85,40 @@ def test_a_job_goes_on_over_a_reload_and_nothing_is_lost(visit: Any, url: str) -
     playwright.expect(other.page.locator("#history")).to_be_hidden()
 
 
+def test_a_page_that_lost_its_server_opens_again_unasked_with_what_was_written(visit: Any) -> None:
+    visitor = visit(by_hand=False)
+    page, asked = visitor.page, []
+
+    def stay(dialog: Any) -> None:
+        asked.append(dialog.type)
+        dialog.dismiss()
+
+    page.on("dialog", stay)
+    visitor.set("Steps", 400)
+    page.click("#generate")
+    visitor.see("#generate-status", "step")
+    visitor.value("() => { window.before = true; }")
+    page.context.set_offline(True)
+    # what it would take is asked for at once, and nobody answers.
+    visitor.set("Videos", 2)
+    playwright.expect(page.get_by_text("Connection to the server was lost")).to_be_visible()
+    # gradio answers no event any more, nor keeps what is written.
+    visitor.prompt("a small blue ring that orbits")
+    visitor.set("Seed", 11)
+    page.context.set_offline(False)
+    page.wait_for_function("!window.before && window.vidsparseRestored")
+    playwright.expect(page.locator("#prompt textarea")).to_have_value(
+        "a small blue ring that orbits"
+    )
+    playwright.expect(page.get_by_label("Seed", exact=True)).to_have_value("11")
+    playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value("400")
+    # within --away it goes on, and is told.
+    visitor.see("#generate-status", "/ 400")
+    page.click("#cancel-generate")
+    visitor.see("#generate-status", "Cancelled")
+    assert asked == []
+
+
 def test_a_comparison_a_report_and_their_tabs_are_there_after_a_reload(visit: Any) -> None:
     visitor = visit()
     page = visitor.page
@@ -315,6 +349,74 @@ def test_two_kept_videos_are_compared_by_wipe_and_flip(visit: Any) -> None:
     visitor.see("#compare-status [role=alert]", "both sides are the same")
 
 
+def test_what_is_done_with_a_video_or_a_comparison_is_done_with_the_one_that_is_shown(
+    visit: Any, url: str, out: Path
+) -> None:
+    visitor = visit()
+    page = visitor.page
+    other = Visitor(page.context, url)
+    seed = page.get_by_label("Seed", exact=True)
+    # the other window of the same visitor makes the later video, and the later comparison.
+    for each, own in ((visitor, 1), (other, 2)):
+        each.set("Seed", own)
+        each.page.click("#generate")
+        each.see("#generate-facts", f"seed {own}")
+    visitor.set("Seed", 7)
+    page.click("#use-settings")
+    playwright.expect(seed).to_have_value("1")
+    page.click("#compare-this")
+    playwright.expect(page.locator("#side-a input")).to_have_value(re.compile("seed 1"))
+    page.click("#side-a input")
+    page.get_by_role("option", name="dense, made beside B").click()
+    other.tab("Compare")
+    # long enough for a window to be opened while it is timed.
+    visitor.set("Steps", 40)
+    other.set("Steps", 2)
+    for each in (visitor, other):
+        each.page.click("#compare")
+        each.see("#compare-status", "Both videos are ready")
+    psnr = page.locator("#compare-facts .vs-tiles div", has_text="PSNR").first
+    before = psnr.inner_text()
+    # the second one has no such step.
+    for each, step, layer in ((visitor, 40, 3), (other, 2, 2)):
+        place = f"[data-step='{step - 1}'][data-layer='{layer - 1}']"
+        each.page.locator(f"#heat vs-heat rect{place}").click()
+        each.page.click("#record-cell")
+        each.see("#cell-status", "Recorded")
+        each.see("#cell", f"layer {layer}, head 1")
+    page.get_by_label("raster", exact=True).check()
+    visitor.see("#cell", "tokens in raster order")
+    visitor.see("#cell", "layer 3, head 1")
+    # a window that is opened meanwhile shows the later one until then.
+    frame = page.locator("#viewer vs-viewer .seek")
+    frame.press("End")
+    page.click("#time-pair")
+    visitor.see("#compare-status", "turn 1 of 3")
+    _reload(other)
+    other.see("#compare-status", "turn")
+    other_psnr = other.page.locator("#compare-facts .vs-tiles div", has_text="PSNR").first
+    assert other_psnr.inner_text() != before
+    for each in (visitor, other):
+        each.see("#compare-status", "Timed 3 times in turns")
+        each.see("#cell", "layer 3, head 1")
+    assert (psnr.inner_text(), other_psnr.inner_text()) == (before, before)
+    assert other.page.locator("#viewer vs-viewer").get_attribute("data-key") == page.locator(
+        "#viewer vs-viewer"
+    ).get_attribute("data-key")
+    # what was chosen in the viewer and in the map stays as it was.
+    playwright.expect(frame).to_have_value("4")
+    visitor.see("#heat .heads", "step 40, layer 3")
+    # what is gone is said, and nothing else stands in for it.
+    (record,) = (out / "page").glob("*/0001-*.json")
+    record.unlink()
+    visitor.tab("Generate")
+    visitor.set("Seed", 7)
+    page.click("#use-settings")
+    playwright.expect(page.get_by_text("the video that is shown here is gone")).to_be_visible()
+    playwright.expect(seed).to_have_value("7")
+    assert other.errors == []
+
+
 def _made(page: Any, seed: int) -> str:
     """How the chosen video of that seed is called."""
     name = page.locator(f"#side-{'ab'[2 - seed]} input").input_value()
@@ -340,6 +442,13 @@ def test_a_link_carries_all_settings(visit: Any) -> None:
         playwright.expect(other.page.get_by_label(label, exact=True)).to_have_value(value)
     # what is changed then outlives a reload, and the link is gone from the address.
     assert "#" not in other.page.url
+    # put into the address of the page as it stands, it is taken as well; nothing is opened anew.
+    other.set("Seed", 13)
+    other.value("() => { window.before = true; }")
+    other.page.goto(link.input_value())
+    playwright.expect(other.page.get_by_label("Seed", exact=True)).to_have_value("12")
+    assert "#" not in other.page.url
+    assert other.value("window.before")
     # one that was cut short says so.
     other.page.goto("about:blank")
     other.page.goto(link.input_value()[:-20])

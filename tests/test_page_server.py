@@ -416,6 +416,8 @@ def test_a_cell_is_recorded_when_asked_for(page: tuple[Any, str]) -> None:
         client.predict(1, 1, api_name="/record_cell")
     with pytest.raises(AppError, match="layer must be a number from 1 to 2"):
         client.predict(2, 3, api_name="/record_cell")
+    with pytest.raises(AppError, match="comparison that is shown here was too long ago"):
+        client.predict(2, 2, "0000-gone", api_name="/record_cell")
 
 
 # ---- many clients ----

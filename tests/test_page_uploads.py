@@ -132,7 +132,7 @@ def test_a_prompt_file_is_read_like_the_command_line_s(tmp_path: Path) -> None:
     ("data", "words"),
     [
         (b"\xff\xfe\x00a", "not UTF-8"),
-        (b"# nothing\n", "there is no prompt"),
+        (b"# nothing\n", "there are no prompts"),
         (b"a\nb\nc\n", "at most 2 prompts"),
         (b"a\0b\n", "NUL"),
         (b"a" * (2**20 + 1), "at most 1 MB"),

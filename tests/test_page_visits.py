@@ -7,6 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+from page_host import host_of
+from page_jobs import queue_of
+
 from vidsparse.apps.page import visits as module
 from vidsparse.apps.page.errands import Errand, Place
 from vidsparse.apps.page.gallery import Gallery
@@ -71,6 +75,48 @@ def test_a_search_is_for_words_of_prompts_and_methods(tmp_path: Path) -> None:
         ("red", [2, 1]), ("RING red", [2]), ("fg-attn", [1]), ("dense ball", []), (" ", [2, 1]),
     ):  # fmt: skip
         assert [each.seed for each in gallery.find(search)] == seeds, search
+
+
+def test_a_side_of_a_comparison_is_among_the_choices_however_old_it_is(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page import compare_tab
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.form import Form
+    from vidsparse.apps.page.generate_tab import GenerateTab
+
+    monkeypatch.setattr(compare_tab, "MOST_SHOWN", 2)
+    desk = Desk(host_of(tmp_path), queue_of(), Visits(tmp_path))
+    with gr.Blocks(), gr.Tab() as shown:
+        form = Form(desk.host)
+        tab = compare_tab.CompareTab(desk, form, GenerateTab(desk, form), shown)
+    desk.queue.close()
+    visit = desk.visits.of("one")
+    for number in range(1, 6):
+        _keep(visit.folder, number, "a ball")
+
+    def sides(updates: dict[Any, Any]) -> list[tuple[list[str], Any]]:
+        return [
+            ([name for _, name in update["choices"] if name not in ("dense", "form")],
+             update.get("value"))
+            for update in (updates[control] for control in tab.sides.values())
+        ]  # fmt: skip
+
+    new, old = ["0005-video", "0004-video"], "0001-video"
+    assert sides(tab.offered(visit, side_a=old)) == [([*new, old], old), ([*new, old], None)]
+    # what stands there stays, and what is gone gives way.
+    held = {"side_a": old, "side_b": "0009-video"}
+    assert sides(tab.offered(visit, held=held)) == [([*new, old], None), ([*new, old], "form")]
+
+
+def test_what_a_window_shows_is_found_by_its_name_while_it_is_remembered() -> None:
+    latest: module.Latest[int] = module.Latest(2)
+    assert latest.last is None
+    for name, number in (("one", 1), ("two", 2), ("one", 3), ("three", 4)):
+        latest.put(name, number)
+    assert [latest.get(name) for name in ("one", "two", "three")] == [3, None, 4]
+    assert latest.backwards() == [4, 3]
 
 
 def test_what_is_no_record_of_a_video_is_passed_over(tmp_path: Path) -> None:

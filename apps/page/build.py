@@ -114,7 +114,7 @@ def _connect_form(
     page: gr.Blocks, desk: Desk, form: Form, generate: GenerateTab, report: ReportTab
 ) -> None:
     choices = Choices(desk, form, report)
-    choices.connect(page, generate.reuse)
+    choices.connect(page, generate.reuse, generate.named)
 
     samples = {each.name: [sample[0] for sample in examples_of(each)] for each in desk.host.models}
     form.examples.click(
@@ -128,7 +128,7 @@ def _connect_form(
     )
     for name, (upload, preview) in form.images.items():
         upload.change(
-            _image_taker(desk, name),
+            image_taker(desk, name),
             inputs=[upload],
             outputs=[preview],
             show_progress="hidden",
@@ -142,29 +142,34 @@ def _connect_compare_this(
 ) -> None:
     """The shown video becomes a side of the comparison: A, and then B beside it."""
 
-    def choose(request: gr.Request, side_a: Any) -> dict[Any, Any]:
+    def choose(request: gr.Request, name: Any, side_a: Any, side_b: Any) -> dict[Any, Any]:
         visit = desk.visit(request)
-        if visit.shown is None:
-            return {tabs: gr.skip()}
-        name = visit.shown.video.stem
+        try:
+            name = visit.video(name).video.stem
+        except OptionError as error:
+            raise toast(error) from error
         side = "side_a" if side_a in (DENSE, FORM, name) else "side_b"
-        return {tabs: gr.update(selected="compare"), **compare.offered(visit, **{side: name})}
+        held = {"side_a": side_a, "side_b": side_b}
+        offered = compare.offered(visit, held=held, **{side: name})
+        return {tabs: gr.update(selected="compare"), **offered}
 
     sides = compare.sides
     generate.compare.click(
         choose,
-        inputs=[sides["side_a"]],
+        inputs=[generate.named, *sides.values()],
         outputs=[tabs, *sides.values()],
         show_progress="hidden",
         api_visibility="private",
     )
 
 
-def _image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[Any]]:
+def image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[Any]]:
+    """The event of an upload, ``name`` one of ``IMAGES``: the picture is that of its window."""
+
     def take(request: gr.Request, file: Any) -> Iterator[Any]:
-        visit = desk.visit(request)
+        others = {each: path for each, path in desk.images(request).items() if each != name}
         # neither stays when its upload is refused: the picture before, and what shows it.
-        visit.images.pop(name, None)
+        desk.keep_images(request, others)
         yield gr.update(visible=False, value=None)
         if not isinstance(file, str):
             return
@@ -173,9 +178,10 @@ def _image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[
                 raise OptionError(
                     "no model of this page takes such a picture. Hint: leave the upload out."
                 )
-            target = visit.next_stem(IMAGES[name]).with_suffix(".png")
+            target = desk.visit(request).next_stem(IMAGES[name]).with_suffix(".png")
             limit = desk.host.limits.upload
-            visit.images[name] = rewrite_image(Path(file), target, megabytes=limit)
+            made = rewrite_image(Path(file), target, megabytes=limit)
+            desk.keep_images(request, {**desk.images(request), name: made})
         except VidsparseError as error:
             raise toast(error) from error
         yield gr.update(visible=True, value=str(target))

@@ -49,6 +49,9 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 # of events that are no business of a client's, and that nobody waits for.
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
+# another address of the open page is an event of a component, as gradio has none of its own for it.
+_FORWARD_LINK = "addEventListener('hashchange', () => trigger('select'));"
+
 
 class Choices:
     """Events of the form's dropdowns that change what else it shows.
@@ -85,13 +88,15 @@ class Choices:
         self._others = [form.pictures, *uploads, form.examples, form.card]
         self._question = gr.Textbox(visible="hidden", show_label=False, elem_id="question")
         self._answer = gr.Textbox(visible="hidden", show_label=False, elem_id="answer")
+        self._pasted = gr.HTML(visible="hidden", js_on_load=_FORWARD_LINK)
 
-    def connect(self, page: gr.Blocks, reuse: gr.Button) -> None:
+    def connect(self, page: gr.Blocks, reuse: gr.Button, named: gr.Textbox) -> None:
         """Attach the events, once every control of the page is there.
 
         Args:
             page: asks for what its browser kept.
             reuse: chooses the settings of the video that is shown.
+            named: holds its name.
         """
         held, fields = _by_name(self._fields), list(self._fields.values())
         controls = self._form.controls
@@ -104,7 +109,6 @@ class Choices:
             (self._form.speed.input, "speed"),
             # not input, which gradio does not tell of what is pasted.
             (self._form.target.change, "target"),
-            (reuse.click, "settings"),
         ):
             control(
                 None,
@@ -113,6 +117,14 @@ class Choices:
                 outputs=[self._question],
                 **_QUIET,
             )
+        # another window of the visitor may show another video: the name goes with the question.
+        reuse.click(
+            None,
+            js=f"(shown, ...values) => vidsparseAsk('settings', {{ ...{held}, shown }})",
+            inputs=[named, *fields],
+            outputs=[self._question],
+            **_QUIET,
+        )
         # gradio asks one question at a time, and of those that wait only the last.
         answered = self._question.change(
             self.choose,
@@ -139,11 +151,13 @@ class Choices:
             **_QUIET,
         )
         # numbers written by hand are no named speed any more; the server need not be asked.
+        said = json.dumps(draw.note(speed_text(self._form, self._host.models[0], BY_HAND)))
         for name in self._by_hand():
-            self._form.controls[name].input(
+            controls[name].input(
                 None,
-                js="() => ['', '']",
-                outputs=[self._form.speed, self._form.target],
+                js=f"(value) => vidsparseByHand('{name}', value, {said})",
+                inputs=[controls[name]],
+                outputs=[self._form.speed, self._form.target, self._form.speed_facts],
                 **_QUIET,
             )
         self._form.controls["prompt"].change(
@@ -189,9 +203,11 @@ class Choices:
                 return self.choose_speed(model, speed)
             case "target", {"model": model, "target": target}:
                 return self.choose_target(model, target)
-            case "settings", _:
-                shown = self._desk.visit(request).shown
-                return {} if shown is None else self.choose_settings(shown.request)
+            case "settings", {"shown": str(name)}:
+                try:
+                    return self.choose_settings(self._desk.visit(request).video(name).request)
+                except OptionError as error:
+                    raise toast(error) from error
             case "kept", _:
                 return self.restore(request, held)
         raise toast(OptionError("a choice is the name of a control and what the form holds"))
@@ -351,6 +367,13 @@ class Choices:
             outputs=[self._question],
             **_QUIET,
         )
+        self._pasted.select(
+            None,
+            js=f"(...values) => vidsparsePasted({_by_name(self._fields)})",
+            inputs=[*self._fields.values()],
+            outputs=[self._question],
+            **_QUIET,
+        )
         for event in answered:
             # what was typed meanwhile is kept as well.
             event.then(
@@ -384,7 +407,7 @@ class Choices:
         model = self._model(values["model"])
         made = self._made(values.get("preset"), model)
         speed = speed_of(self._form, model, values)
-        images = self._desk.visit(request).images
+        images = self._desk.last_images(request)
         method = values["method"]
         return {
             **self.updates(model, method, made, values, speed),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any
 
 import gradio as gr
@@ -25,7 +26,7 @@ from vidsparse.apps.page.tasks import (
     time_in_turns,
 )
 from vidsparse.apps.page.values import form_number, shown, whole
-from vidsparse.apps.page.visits import Visit
+from vidsparse.apps.page.visits import Cell, Visit
 from vidsparse.apps.page.workbench import Workbench
 from vidsparse.apps.runs.comparison import dense_side
 from vidsparse.errors import OptionError
@@ -90,6 +91,9 @@ class CompareTab:
             elem_id="compare-status",
         )
         self._place = Place("compare", self.status, self.stop)
+        # what this window shows: another one of the visitor may have made a later comparison.
+        self.named = gr.Textbox("", visible="hidden", show_label=False)
+        self.named_cell = gr.Textbox("", visible="hidden", show_label=False)
         self.facts = gr.HTML(elem_id="compare-facts")
         with gr.Row(visible=False, elem_classes="vs-actions") as self.timing:
             self.time = gr.Button("Time both in turns", size="md", elem_id="time-pair")
@@ -130,11 +134,15 @@ class CompareTab:
 
     def connect(self, page: gr.Blocks) -> None:
         """Attach the events, once every control of the page is there."""
-        cell = [self.cell_status, self.cell_controls, self.head, self.order, self.cell]
-        pair = [
-            self.status, self.stop, self.facts, self.timing, self.viewer, self.links, self.inside,
-            self.heat, *cell,
+        # the name before the controls, whose change asks for the map of the cell that is named.
+        cell = [
+            self.cell_status, self.named_cell, self.cell_controls, self.head, self.order, self.cell,
         ]  # fmt: skip
+        shown = [
+            self.facts, self.timing, self.viewer, self.links, self.inside, self.heat, self.named,
+            *cell,
+        ]  # fmt: skip
+        pair = [self.status, self.stop, *shown]
         compared = self.run.click(
             self.compare,
             inputs_kwargs={**self._form.controls, **self.sides},
@@ -148,6 +156,7 @@ class CompareTab:
         self._generate.then_find(compared)
         offering = {
             "fn": self.offer,
+            "inputs": list(self.sides.values()),
             "outputs": list(self.sides.values()),
             "show_progress": "hidden",
             "api_visibility": "private",
@@ -173,10 +182,11 @@ class CompareTab:
         )
         self.time.click(
             self.time_in_turns,
-            outputs=[self.status, self.stop, self.facts],
+            inputs=[self.named],
+            outputs=pair,
             show_progress="hidden",
             api_name="time_in_turns",
-            api_description="Make this session's last comparison again, in turns, for a speed.",
+            api_description="Make a comparison again, in turns, for a speed: this session's last.",
         )
         self.heat.select(
             None,
@@ -187,8 +197,8 @@ class CompareTab:
         )
         self.record.click(
             self.record_cell,
-            inputs=[self.step, self.layer],
-            outputs=[self.stop, *cell],
+            inputs=[self.step, self.layer, self.named],
+            outputs=[self.stop, *shown],
             show_progress="hidden",
             api_name="record_cell",
             api_description="Record one attention call of this session's last comparison.",
@@ -197,7 +207,7 @@ class CompareTab:
         gr.on(
             [self.head.change, self.order.change],
             self.draw_cell,
-            inputs=[self.head, self.order],
+            inputs=[self.head, self.order, self.named_cell],
             outputs=[self.cell],
             trigger_mode="always_last",
             show_progress="hidden",
@@ -213,10 +223,10 @@ class CompareTab:
             asked: GenerateRequest | None = None
             warnings: list[str] = []
             if FORM in (side_a, side_b):
-                asked, warnings = self._form.request(values, visit.images)
+                asked, warnings = self._form.request(values, self._desk.images(request))
 
             def keep(pair: Pair) -> None:
-                visit.pair, visit.cell = pair, None
+                visit.pairs.put(pair.name, pair)
 
             if side_a == DENSE and asked is not None:
                 if asked.method == "dense":
@@ -233,7 +243,7 @@ class CompareTab:
                 place=self._place,
                 job=Job(and_keep(work, keep), parts=parts, expected=expected),
                 done="Both videos are ready",
-                show=lambda pair: self._shown(pair, None),
+                show=self._shown,
                 warnings=warnings,
             )
 
@@ -278,33 +288,45 @@ class CompareTab:
         stem = visit.next_stem(other.prompt)
         return compare_sides((sides[0], sides[1]), (names[0], names[1]), stem)
 
-    def offer(self, request: gr.Request) -> Updates:
+    def offer(self, request: gr.Request, side_a: Any, side_b: Any) -> Updates:
         """Offer what the visit has made by now as sides."""
-        return self.offered(self._desk.visit(request))
+        held = {"side_a": side_a, "side_b": side_b}
+        return self.offered(self._desk.visit(request), held=held)
 
-    def offered(self, visit: Visit, **chosen: str) -> Updates:
-        """The updates that offer the visit's videos; ``chosen`` are put there."""
+    def offered(
+        self, visit: Visit, *, held: Mapping[str, Any] = MappingProxyType({}), **chosen: str
+    ) -> Updates:
+        """The updates that offer the visit's videos.
+
+        Args:
+            visit: whose videos: the latest, and those that are a side, however old.
+            held: what the sides are; a video that is gone gives way to what stands there at first.
+            chosen: what they become.
+        """
+        sides = {**held, **chosen}
         kept = [
-            (draw.kept_choice(each), each.record.stem) for each in visit.gallery.find()[:MOST_SHOWN]
+            (draw.kept_choice(each), each.record.stem)
+            for place, each in enumerate(visit.gallery.find())
+            if place < MOST_SHOWN or each.record.stem in sides.values()
         ]
-        firsts = {"side_a": _FIRST_A, "side_b": _FIRST_B}
-        return {
-            control: gr.update(
-                choices=[*firsts[name], *kept],
-                **({"value": chosen[name]} if name in chosen else {}),
-            )
-            for name, control in self.sides.items()
-        }
+        updates = {}
+        for name, first in (("side_a", _FIRST_A), ("side_b", _FIRST_B)):
+            choices = [*first, *kept]
+            value = chosen.get(name)
+            if value is None and name in held and all(held[name] != each for _, each in choices):
+                value = first[0][1]
+            update = {} if value is None else {"value": value}
+            updates[self.sides[name]] = gr.update(choices=choices, **update)
+        return updates
 
-    async def time_in_turns(self, request: gr.Request) -> AsyncIterator[Updates]:
-        """Make both sides of the last comparison again, in turns, and tell the speed."""
+    async def time_in_turns(self, request: gr.Request, shown: Any) -> AsyncIterator[Updates]:
+        """Make both sides of the shown comparison again, in turns, and tell the speed."""
 
         def ask(visit: Visit) -> Errand:
-            pair = _pair_of(visit)
+            pair = visit.compared(shown)
 
             def keep(timed: Pair) -> None:
-                if visit.pair is pair:
-                    visit.pair = timed
+                visit.pairs.put(timed.name, timed)
 
             return Errand(
                 place=self._place,
@@ -314,7 +336,8 @@ class CompareTab:
                     expected=self._desk.seconds([pair.dense.request, pair.sparse.request] * TURNS),
                 ),
                 done=f"Timed {TURNS} times in turns",
-                show=lambda timed: {self.facts: draw.pair_facts(timed)},
+                # all of it: a window that was opened meanwhile may show another one.
+                show=lambda timed: self._shown(timed, visit.cell_of(timed)),
             )
 
         async with aclosing(self._desk.run(request, self._place, ask)) as updates:
@@ -324,10 +347,9 @@ class CompareTab:
     async def resume(self, request: gr.Request) -> AsyncIterator[Updates]:
         """What a page that is opened again shows: the last comparison, and what runs."""
         visit = self._desk.visit(request)
+        pair = visit.pairs.last
         # gradio empties what an event that says nothing would have told.
-        yield (
-            {self.status: gr.skip()} if visit.pair is None else self._shown(visit.pair, visit.cell)
-        )
+        yield ({self.status: gr.skip()} if pair is None else self._shown(pair, visit.cell_of(pair)))
         async with aclosing(self._desk.resume(request, "compare")) as updates:
             async for update in updates:
                 yield update
@@ -337,19 +359,19 @@ class CompareTab:
         return self._desk.cancel(request, "compare", status, cell_status)
 
     async def record_cell(
-        self, request: gr.Request, step: Any, layer: Any
+        self, request: gr.Request, step: Any, layer: Any, shown: Any
     ) -> AsyncIterator[Updates]:
-        """Record one cell of the last comparison and tell how it goes."""
+        """Record one cell of the shown comparison and tell how it goes."""
         place = Place("compare", self.cell_status, self.stop)
 
         def ask(visit: Visit) -> Errand:
-            pair = _pair_of(visit)
+            pair = visit.compared(shown)
             at = _place("step", step, len(pair.heads))
             of = _place("layer", layer, max(map(len, pair.heads), default=0))
 
             def keep(record: CellRecord) -> None:
-                if visit.pair is pair:
-                    visit.cell = record
+                cell = Cell(pair.name, record)
+                visit.cells.put(cell.name, cell)
 
             job: Job[Workbench, CellRecord] = Job(
                 and_keep(record_cell(pair.sparse.request, at, of), keep),
@@ -361,8 +383,10 @@ class CompareTab:
                 done = "Recorded"
                 if record.step != at:
                     done = f"Recorded step {record.step + 1}, whose plan serves step {at + 1}"
+                # timed again meanwhile, it has more figures.
+                now = visit.pairs.get(pair.name) or pair
                 return {
-                    **self._cell_shown(record),
+                    **self._shown(now, Cell(pair.name, record)),
                     self.cell_status: draw.status(job.snapshot(), done),
                 }
 
@@ -372,11 +396,13 @@ class CompareTab:
             async for update in updates:
                 yield update
 
-    def _shown(self, pair: Pair, cell: CellRecord | None) -> Updates:
-        """The updates that show a comparison, and the cell of it that was recorded."""
+    def _shown(self, pair: Pair, cell: Cell | None = None) -> Updates:
+        """The updates that show a comparison, and a cell of it that was recorded."""
         # two chosen videos have neither.
         beside = bool(pair.timed)
-        hidden = {self.cell_controls: gr.update(visible=False), self.cell: ""}
+        hidden = {
+            self.named_cell: "", self.cell_controls: gr.update(visible=False), self.cell: "",
+        }  # fmt: skip
         return {
             self.facts: draw.pair_facts(pair),
             self.timing: gr.update(visible=beside),
@@ -389,41 +415,35 @@ class CompareTab:
             ),
             self.inside: gr.update(visible=beside),
             self.heat: draw.heat(pair),
+            self.named: pair.name,
             self.cell_status: "",
             **(hidden if cell is None else self._cell_shown(cell)),
         }
 
-    def _cell_shown(self, record: CellRecord) -> Updates:
+    def _cell_shown(self, cell: Cell) -> Updates:
         """The updates that show a recorded cell, its first head."""
+        record = cell.record
         order = "rowmajor" if record.order == "rowmajor" else "hilbert"
         return {
+            self.named_cell: cell.name,
             self.cell_controls: gr.update(visible=True),
             self.head: gr.update(maximum=max(2, record.heads), value=1),
             self.order: order,
             self.cell: draw.cell_map(record, 0, order),
         }
 
-    def draw_cell(self, request: gr.Request, head: Any, order: Any) -> Any:
-        """Draw the recorded cell's map of another head, or along another order."""
-        record = self._desk.visit(request).cell
+    def draw_cell(self, request: gr.Request, head: Any, order: Any, shown: Any) -> Any:
+        """Draw the shown cell's map of another head, or along another order."""
+        cell = self._desk.visit(request).cells.get(shown)
         try:
             place = int(form_number("head", head) or 1)
+            if cell is None and shown:
+                raise OptionError("this cell was recorded too long ago. Hint: record it once more.")
         except OptionError as error:
             raise toast(error) from error
-        if record is None or order not in record.maps:
+        if cell is None or order not in cell.record.maps:
             return gr.skip()
-        return draw.cell_map(record, min(max(place, 1), record.heads) - 1, order)
-
-
-def _pair_of(visit: Visit) -> Pair:
-    """The visit's last comparison with dense.
-
-    Raises:
-        OptionError: there is none.
-    """
-    if visit.pair is None or not visit.pair.timed:
-        raise OptionError("there is no comparison with dense yet. Hint: compare with dense first.")
-    return visit.pair
+        return draw.cell_map(cell.record, min(max(place, 1), cell.record.heads) - 1, order)
 
 
 def _place(name: str, value: object, count: int) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import html
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gradio as gr
@@ -60,6 +61,21 @@ class Desk:
         """The visit that an event belongs to."""
         cookies = request.request.headers.get("cookie", "") if request.request else ""
         return self.visits.of(request.session_hash or "", key_in(cookies, self.cookie))
+
+    def images(self, request: gr.Request) -> Mapping[str, Path]:
+        """The pictures handed in in the window that asks, or by the script's session."""
+        return self.visit(request).images.get(_window(request)) or {}
+
+    def keep_images(self, request: gr.Request, images: Mapping[str, Path]) -> None:
+        """Remember pictures for the window that asks, and for the one that is opened next."""
+        self.visit(request).images.put(_window(request), images)
+
+    def last_images(self, request: gr.Request) -> Mapping[str, Path]:
+        """As ``images``; a window that has just been opened begins with its visitor's last ones."""
+        images = self.visit(request).images
+        if images.get(_window(request)) is None:
+            self.keep_images(request, images.last or {})
+        return self.images(request)
 
     @property
     def cookie(self) -> str:

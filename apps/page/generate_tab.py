@@ -70,6 +70,8 @@ class GenerateTab:
             elem_id="video",
         )
         self.facts = gr.HTML(elem_id="generate-facts")
+        # the video that this window shows: another one of the visitor may have made a later one.
+        self.named = gr.Textbox("", visible="hidden", show_label=False)
         with gr.Row(visible=False, elem_classes="vs-actions") as self.actions:
             self.links = gr.HTML()
             self.reuse = gr.Button("Use these settings", size="md", elem_id="use-settings")
@@ -99,6 +101,7 @@ class GenerateTab:
         """Attach the events, once every control of the page is there."""
         result = [
             self.video, self.facts, self.actions, self.links, self.opening, self.told, self.record,
+            self.named,
         ]  # fmt: skip
         generated = self.run.click(
             self.generate,
@@ -151,7 +154,7 @@ class GenerateTab:
         """Make a video, or some with a seed each, and tell how it goes."""
 
         def ask(visit: Visit) -> Errand:
-            first, warnings = self._form.request(values, visit.images)
+            first, warnings = self._form.request(values, self._desk.images(request))
             count = count_of(videos)
             asked = [
                 (replace(first, seed=first.seed + place), visit.next_stem(first.prompt))
@@ -238,6 +241,7 @@ class GenerateTab:
             ),
             self.told: gr.update(visible=True),
             self.record: clip.record,
+            self.named: clip.video.stem,
         }
 
     def _found(self, visit: Visit, search: Any) -> list[Kept]:

@@ -47,6 +47,8 @@ class ReportTab:
             lines=4,
             max_lines=12,
             elem_id="prompts",
+            # for the page's script, by the name that errors call it and the one that it is kept by.
+            elem_classes=["vs-field-prompts", "vs-field-prompt_lines"],
         )
         self.upload = gr.UploadButton(
             "Take them from a file", file_types=[".txt"], size="sm", elem_id="prompt-file"
@@ -175,7 +177,7 @@ class ReportTab:
             prompts = read_prompt_lines(
                 str(prompt_lines or ""), most=self._desk.host.limits.prompts
             )
-            settings = self.settings(values, vary, over, visit.images)
+            settings = self.settings(values, vary, over, self._desk.images(request))
             about = draw.about_report(settings[0][1], len(prompts))
             rows: list[tuple[str, PromptComparison]] = []
 

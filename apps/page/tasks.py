@@ -81,6 +81,11 @@ class Pair:
     timed: tuple[TimedPair, ...]
     names: tuple[str, str] = ("Dense", "Sparse")
 
+    @property
+    def name(self) -> str:
+        """What a window calls it."""
+        return self.panels.stem
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportFiles:

@@ -114,7 +114,7 @@ def read_prompt_lines(text: str, *, most: int) -> list[str]:
     """
     prompts = [prompt.text for prompt in parse_prompts("the text", text)]
     if not prompts:
-        raise OptionError("there is no prompt. Hint: write one prompt a line.")
+        raise OptionError("there are no prompts. Hint: write one a line.")
     if len(prompts) > most:
         raise OptionError(
             f"a report can have at most {most} prompts here, got {len(prompts)}. "

@@ -306,7 +306,7 @@ class Alert extends HTMLElement {
     // a page that is opened again says how its last job ended, and nobody is to be led away by that.
     if (!navigator.userActivation?.hasBeenActive) return;
     const text = this.dataset.said;
-    const word = text.match(/^(?:there is no |unknown |the )?([a-z]+(?:_[a-z]+)*)/)?.[1];
+    const word = text.match(/^(?:there (?:is|are) no |unknown |the )?([a-z]+(?:_[a-z]+)*)/)?.[1];
     const field = word && (await fieldOf(word));
     const input = field?.querySelector("input, textarea");
     if (!input || !this.isConnected || this.dataset.said !== text) return;
@@ -318,7 +318,7 @@ class Alert extends HTMLElement {
     input.setAttribute("aria-describedby", line.id);
     // said once, and where it can be mended; the focused field tells screen readers.
     this.hidden = true;
-    if (document.getElementById("form").classList.contains("folded")) document.querySelector("vs-fold").fold(false);
+    if (field.closest("#form.folded")) document.querySelector("vs-fold").fold(false);
     field.scrollIntoView({ block: "center", behavior: calm ? "auto" : "smooth" });
     input.focus({ preventScroll: true });
     field.addEventListener("input", () => this.clear(), { once: true });
@@ -417,6 +417,11 @@ function nameTiles(gallery) {
     if (name && tile.getAttribute("aria-label") !== name) tile.setAttribute("aria-label", name);
   }
 }
+// gradio says so once, answers no event from then on, and loads the page anew when the server is back,
+// two seconds later or more. It ends the connection itself when it hears that the page is left: that is
+// no loss for who is asked then, and one for who stays.
+const LOST = "Connection to the server was lost";
+let lost = false;
 function listen() {
   const region = document.createElement("div");
   Object.assign(region, { id: "vs-live", className: "vs-sr" });
@@ -431,6 +436,8 @@ function listen() {
         const element = node.nodeType === Node.ELEMENT_NODE ? node : node.parentElement;
         const status = element?.closest(".vs-status") ?? element?.querySelector(".vs-status");
         if (status) found.add(status);
+        const toast = element?.closest(".toast-body") ?? element?.querySelector(".toast-body");
+        if (toast?.textContent.includes(LOST)) setTimeout(() => { lost = true; }, 1000);
       }
     }
     // what another tab said earlier is no news.
@@ -490,22 +497,49 @@ function vidsparseChoose(name, held) {
   const left = standing[name] !== undefined && same(standing[name], held[name]);
   return left ? undefined : vidsparseAsk(name, held);
 }
+// what each field holds that a speed fills, as the page put it there or a visitor wrote it last. No named
+// speed stands for other numbers, and the line below it says so; a dropdown that is left changes nothing.
+const filled = {};
+function vidsparseByHand(name, value, said) {
+  if (same(filled[name], value)) return [];
+  filled[name] = value;
+  return ["", "", said];
+}
 // what a link carries, or else the browser kept, is asked for as the page opens; `made` is what the
 // fields hold then where nobody writes into them.
 const WRITTEN = ["prompt", "negative_prompt", "seed", "prompt_lines"];
 let answeredKept = false;
-function vidsparseReturn(kept, made) {
-  const linked = vidsparseLinked();
-  // a link need not carry what a visitor writes, and what it does not name stays.
-  const own = Object.entries(kept ?? {}).filter(([name]) => WRITTEN.includes(name));
-  const found = linked ? { ...Object.fromEntries(own), ...linked } : kept;
+// a link need not carry what a visitor writes, and what it does not name stays.
+function beside(held, linked) {
+  const own = Object.entries(held ?? {}).filter(([name]) => WRITTEN.includes(name));
+  return { ...Object.fromEntries(own), ...linked };
+}
+// while the connection is lost, what is written comes to none of the events that keep it: it is read
+// from the fields as the page goes, for the one that takes its place; not before what was kept is back,
+// since until then they hold what the page was made with.
+const TYPED = "vidsparse-typed";
+addEventListener("pagehide", () => {
+  if (!lost || !window.vidsparseRestored) return;
+  const typed = WRITTEN.flatMap((name) => {
+    const input = document.querySelector(`.vs-field-${name} :is(input, textarea)`);
+    // what is folded away is not in the page, nor was it written into.
+    return input ? [[name, input.type === "number" ? input.valueAsNumber : input.value]] : [];
+  });
+  sessionStorage.setItem(TYPED, JSON.stringify(Object.fromEntries(typed)));
+});
+function vidsparseReturn(held, made) {
+  const linked = vidsparseLinked(), typed = JSON.parse(sessionStorage.getItem(TYPED));
+  const kept = typed ? { ...(held ?? made), ...typed } : held;
+  const found = linked ? beside(kept, linked) : kept;
   window.vidsparseRestored = found === null;
   Object.keys(standing).forEach((name) => { standing[name] = made[name]; });
+  Object.assign(filled, made);
   return vidsparseAsk("kept", made, found);
 }
 // whether it stands in the fields, or never will: from then on it is they that are kept.
 function vidsparseBack() {
   window.vidsparseRestored ||= answeredKept;
+  if (window.vidsparseRestored) sessionStorage.removeItem(TYPED);
   return window.vidsparseRestored;
 }
 // the next question, where there is one, and what comes to each place of the page.
@@ -524,6 +558,8 @@ function vidsparseAnswered(answer, now, places) {
   if (refused && at === questions) return [vidsparseAsk("method", now)];
   const put = {}, held = { ...now };
   for (const [place, { value, choices, ...facts }] of Object.entries(updates)) {
+    // of a speed that is none any more.
+    if (place === "speed facts" && written("speed")) continue;
     put[place] = { ...facts, __type__: "update" };
     const offered = choices?.map((each) => (Array.isArray(each) ? each : [each, each]));
     if (offered) put[place].choices = offered;
@@ -535,6 +571,7 @@ function vidsparseAnswered(answer, now, places) {
     put[place].value = written(place) && (place === "size" || place === "length") ? "" : next;
     if (place in held) held[place] = put[place].value;
     if (place in standing) standing[place] = put[place].value;
+    filled[place] = put[place].value;
     // to those who are still to be answered, what the page puts there was not written since.
     for (const each of due.values()) if (same(each.held[place], now[place])) each.held[place] = put[place].value;
   }
@@ -592,9 +629,18 @@ function vidsparseLinked() {
   return { ...values, linked: true };
 }
 
+// a link that is put into the address of the open page is taken as if the page had opened with it.
+function vidsparsePasted(held) {
+  const linked = vidsparseLinked();
+  return linked ? vidsparseAsk("kept", held, beside(held, linked)) : undefined;
+}
+
 // leaving with a job that runs or waits asks first: it is given up unless the page is opened again.
-// just after a click the server may not have heard of it: while the browser asks, it does.
+// just after a click the server may not have heard of it: while the browser asks, it does. Where the
+// connection was lost, it is gradio that opens the page again, and a question that nobody sees would
+// keep the job from being followed in time.
 addEventListener("beforeunload", (event) => {
+  if (lost) return;
   const heard = event.timeStamp - asked > 1000;
   if (!heard || document.querySelector(".vs-status[data-state='running']")) event.preventDefault();
 });

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vidsparse.apps.page.gallery import Gallery
 from vidsparse.apps.runs.prompts import slug
+from vidsparse.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from vidsparse.apps.page.errands import Errand, Updates
     from vidsparse.apps.page.tasks import Clip, Pair
@@ -23,6 +24,65 @@ if TYPE_CHECKING:
 
 # visits that never said goodbye that are remembered.
 MOST_VISITS = 500
+
+# of one visit's: several windows may show one each. Maps of a large model's cell take megabytes.
+MOST_PAIRS, MOST_CELLS, MOST_WINDOWS = 8, 4, 100
+
+T = TypeVar("T")
+
+
+class Latest(Generic[T]):
+    """Things by name, the latest few: what windows show may be another than the very last.
+
+    Args:
+        most: that are remembered.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._things: OrderedDict[str, T] = OrderedDict()
+        # jobs remember what they made in threads of their own.
+        self._lock = threading.Lock()
+
+    def put(self, name: str, thing: T) -> None:
+        """Remember a thing as the last one, in the place of any other of that name."""
+        with self._lock:
+            self._things[name] = thing
+            self._things.move_to_end(name)
+            while len(self._things) > self._most:
+                self._things.popitem(last=False)
+
+    def get(self, name: str) -> T | None:
+        """The thing of that name, None where it is not remembered any more."""
+        return self._things.get(name)
+
+    def backwards(self) -> list[T]:
+        """Those that are remembered, the last one first."""
+        with self._lock:
+            return list(reversed(self._things.values()))
+
+    @property
+    def last(self) -> T | None:
+        """The last one, None where there was none."""
+        return next(iter(self.backwards()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A recorded cell.
+
+    Args:
+        pair: the name of its comparison.
+        record: what it looked like.
+    """
+
+    pair: str
+    record: CellRecord
+
+    @property
+    def name(self) -> str:
+        """What a window calls it."""
+        return f"{self.pair} {self.record.step} {self.record.layer}"
 
 
 @dataclass
@@ -35,11 +95,12 @@ class Visit:
         errands: what was asked for, by tab, in order: all that waits or runs, and what ended last.
         present: how many listen to how its jobs go.
         times: how often somebody came to listen.
-        pair: the last comparison.
-        cell: the last recorded cell.
+        pairs: comparisons, by their names.
+        cells: recorded cells, by their names.
         report: draws the last report.
-        shown: the video that the Generate tab shows.
-        images: pictures that were uploaded, decoded and written anew, by their names in a request.
+        shown: the video that a page shows first which is opened again.
+        images: by window, pictures that were uploaded there, decoded and written anew, by their
+            names in a request.
     """
 
     folder: Path
@@ -47,11 +108,11 @@ class Visit:
     errands: dict[str, list[Errand]] = field(default_factory=dict)
     present: int = 0
     times: int = 0
-    pair: Pair | None = None
-    cell: CellRecord | None = None
+    pairs: Latest[Pair] = field(default_factory=lambda: Latest(MOST_PAIRS))
+    cells: Latest[Cell] = field(default_factory=lambda: Latest(MOST_CELLS))
     report: Callable[[], Updates] | None = None
     shown: Clip | None = None
-    images: dict[str, Path] = field(default_factory=dict)
+    images: Latest[Mapping[str, Path]] = field(default_factory=lambda: Latest(MOST_WINDOWS))
     _number: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -73,6 +134,39 @@ class Visit:
             self._number = max(self._number, self._last_number()) + 1
             number = self._number
         return self.folder / f"{number:04d}-{slug(prompt)}"
+
+    def video(self, name: str) -> Clip:
+        """The video of that name, as a window shows it.
+
+        Raises:
+            OptionError: its files are gone.
+        """
+        kept = self.gallery.by_stem().get(name)
+        clip = None if kept is None else self.gallery.clip(kept)
+        if clip is None:
+            raise OptionError("the video that is shown here is gone. Hint: choose another one.")
+        return clip
+
+    def compared(self, name: str) -> Pair:
+        """The comparison with dense of that name, or the last one for a script, which names none.
+
+        Raises:
+            OptionError: there is none, or it was too long ago.
+        """
+        pair = self.pairs.get(name) if name else self.pairs.last
+        if pair is None and name:
+            raise OptionError(
+                "the comparison that is shown here was too long ago. Hint: compare once more."
+            )
+        if pair is None or not pair.timed:
+            raise OptionError(
+                "there is no comparison with dense yet. Hint: compare with dense first."
+            )
+        return pair
+
+    def cell_of(self, pair: Pair) -> Cell | None:
+        """The cell that was recorded last of a comparison, None where none is remembered."""
+        return next((cell for cell in self.cells.backwards() if cell.pair == pair.name), None)
 
     def add(self, errand: Errand) -> None:
         """Remember what a tab has asked for; of what has ended, only the last."""
