@@ -26,11 +26,15 @@ class Bf16Linear(nn.Linear):
 
 
 def can_be_bf16(module: nn.Module) -> bool:
-    """Whether ``to_bf16`` takes a module: a linear layer with nothing of its own about it.
+    """Whether ``to_bf16`` takes a module, or has taken it: a linear layer in fp32, and no more.
 
-    A class derived from it, or a wrapped ``forward``, may do more with the weights than multiply.
+    A class derived from it, a wrapped ``forward`` or another kind of tensor may do more with the
+    weights than multiply.
     """
-    return type(module) in (nn.Linear, Bf16Linear) and "forward" not in vars(module)
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return isinstance(module, Bf16Linear)
+    weight = module.weight.data
+    return type(weight) is torch.Tensor and weight.dtype == torch.float32
 
 
 @torch.no_grad()

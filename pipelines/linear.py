@@ -61,7 +61,7 @@ class LinearFacts:
 
     def __str__(self) -> str:
         if not self.layers:
-            return f"none of {self.of} linear layers is large enough to gain in {self.format}"
+            return f"none of {self.of} linear layers gains by {self.format}"
         before, after = (count / 2**20 for count in (self.bytes_before, self.bytes_after))
         return (
             f"{self.layers} of {self.of} linear layers in {self.format}: the transformer's weights "
@@ -97,7 +97,7 @@ def quantize_linear(
     Raises:
         UnsupportedError: the pipeline's class is not supported, torchao is missing, the device
             cannot run such layers, or no layer is large enough for 8 bits. Where none is for bf16,
-            all stay as they are: it is not asked for to save memory.
+            all stay as they are: speed is all that it is for.
         OptionError: layers are in another such format already, or weights of this dtype cannot be
             put into the format.
     """
@@ -127,7 +127,9 @@ def quantize_linear(
             f"{linear}. Hint: load the model anew."
         )
     missing = [module for module in chosen if module not in _ROUNDED]
-    dtype = missing[0].weight.dtype if missing else transformers[0].dtype
+    # a model in 16 bits may keep layers in fp32, which are not to be rounded.
+    own = not missing or linear == "bf16"
+    dtype = transformers[0].dtype if own else missing[0].weight.dtype
     check_linear(linear, device, str(dtype).removeprefix("torch."))
     before = _bytes_of(transformers)
     rounded = _rounding(linear, device)

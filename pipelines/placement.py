@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from vidsparse.dtypes import DTYPES
@@ -112,7 +113,7 @@ def has_bf16_products() -> bool:
     import torch
 
     # older versions of torch do not tell.
-    features = getattr(torch.cpu, "get_capabilities", dict)()
+    features: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(features.get(name) for name in _BF16_FEATURES)
 
 

@@ -393,7 +393,7 @@ def runs_as_measured(request: GenerateRequest, defaults: Defaults) -> bool:
     names = _LEAVES_OUT if exact else _ERRS_BY
     same = all(getattr(request, name) == getattr(alone, name) for name in names)
     linears = {request.linear, alone.linear}
-    # layers in bf16 move what is known by less than it is rounded to.
+    # what is known says that it is of layers that were not in bf16.
     alike = len(linears) == 1 or (not exact and linears == {"none", "bf16"})
     return same and alike and (exact or video[0] == video[1])
 

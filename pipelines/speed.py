@@ -140,10 +140,17 @@ def plain_linear(method: str, defaults: Defaults, *, device: str, dtype: str) ->
     return _linear("high", device, dtype)
 
 
-def measured(model: str, speed: str, defaults: Defaults, *, changed: bool = False) -> str:
+def measured(
+    model: str, speed: str, defaults: Defaults, *, changed: bool = False, linear: str = "none"
+) -> str:
     """What is known of the quality of a speed on a model with ``defaults``, in words.
 
-    ``changed``: it runs with other settings beside it, which nobody measured.
+    Args:
+        model: its name.
+        speed: the name of the speed.
+        defaults: the model's.
+        changed: it runs with other settings beside it, which nobody measured.
+        linear: number format of the linear layers that it runs with.
     """
     known = defaults.speeds.get(speed, {})
     if speed == "exact":
@@ -153,6 +160,9 @@ def measured(model: str, speed: str, defaults: Defaults, *, changed: bool = Fals
             f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default "
             "size"
         )
+        if linear == "bf16":
+            # cards tell of runs that were measured without it.
+            told += " before linear layers were in bf16"
     else:
         return "its quality was not measured on this model; `vidsparse compare` does"
     if changed:

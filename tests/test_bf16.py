@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from diffusers import WanTransformer3DModel
 from support_matrix import VARIANTS
 from tiny_families import TINY, latents
-from tiny_parts import unfitted
+from tiny_parts import Fitting, unfitted
 from tiny_pipelines import latents_of, tiny_wan
 
 from vidsparse.apps.cli import main
@@ -100,7 +100,7 @@ def test_where_no_layer_is_large_enough_all_stay_and_that_is_said() -> None:
     expected = latents_of(pipe)
     facts = quantize_linear(pipe, "bf16")
     assert (facts.layers, facts.bytes_after) == (0, facts.bytes_before)
-    assert str(facts) == f"none of {facts.of} linear layers is large enough to gain in bf16"
+    assert str(facts) == f"none of {facts.of} linear layers gains by bf16"
     assert torch.equal(latents_of(pipe), expected)
 
 
@@ -114,12 +114,24 @@ def test_layers_in_bf16_stay_so_and_take_no_other_format() -> None:
         quantize_linear(pipe, "int8", smallest=32)
 
 
-def test_a_layer_with_a_forward_of_its_own_is_left_alone() -> None:
+def test_layers_that_are_no_plain_ones_in_fp32_are_left_alone() -> None:
     pipe = tiny_wan(layers=3)
-    layer = pipe.transformer.blocks[1].ffn.net[2]
-    layer.forward = layer.forward
-    assert quantize_linear(pipe, "bf16", smallest=32).layers == 3 * LAYERS_OF_A_BLOCK - 1
-    assert type(layer) is torch.nn.Linear
+    wrapped, derived, halved = (block.ffn.net[2] for block in pipe.transformer.blocks)
+    wrapped.forward = wrapped.forward
+    derived.__class__ = Fitting
+    halved.to(torch.bfloat16)
+    kinds = [type(each) for each in (wrapped, derived, halved)]
+    assert quantize_linear(pipe, "bf16", smallest=32).layers == 3 * LAYERS_OF_A_BLOCK - 3
+    assert [type(each) for each in (wrapped, derived, halved)] == kinds
+
+
+def test_a_speed_leaves_layers_in_8_bits_as_they_are() -> None:
+    pipe = tiny_wan(layers=3)
+    quantize_linear(pipe, "int8", smallest=32, edges=0)
+    expected = latents_of(pipe)
+    with accelerate(pipe, "high", method="dense", dense_steps=1) as held:
+        assert held.linear is None
+    assert torch.equal(latents_of(pipe), expected)
 
 
 def test_weights_are_saved_and_copied_as_they_are(tmp_path: Path) -> None:

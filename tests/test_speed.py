@@ -216,6 +216,8 @@ def test_what_is_measured_is_said_and_what_is_not() -> None:
     assert "36.0 dB on shapes, mean of 24 prompts" in measured("shapes", "high", own)
     assert measured("shapes", "high", own, changed=True).startswith("by itself 36.0 dB on shapes")
     assert "not measured with these settings" in measured("shapes", "high", own, changed=True)
+    rounded = measured("shapes", "high", own, linear="bf16")
+    assert rounded.endswith("24 prompts at its default size before linear layers were in bf16")
     one = settled("fast").options()
     assert described(one).startswith("foresight (share 0.11")
     assert described(one).endswith("dense steps 0.12, refresh 0.08, step cache taylorseer")
@@ -322,7 +324,7 @@ def test_accelerate_refused_leaves_the_pipeline_as_it_was() -> None:
         ("fast", {"width": 64}, False),
         ("fast", {"cache": "none"}, False),
         ("fast", {"linear": "int8"}, False),
-        # measured with either of these, the figures are the same.
+        # what is said tells the two apart.
         ("fast", {"linear": "none"}, True),
         ("fast", {"linear": "bf16"}, True),
         ("exact", {"linear": "bf16"}, False),
