@@ -200,9 +200,9 @@ def test_another_format_is_another_video(wide_model: Path) -> None:
 
 
 def test_accelerate_takes_it_by_name_and_by_speed(wide_model: Path) -> None:
-    for given in ({"linear": "bf16"}, {}):
+    for linear in ("bf16", None):
         pipe = load(wide_model, device="cpu").pipe
-        held = accelerate(pipe, "high", **given)
+        held = accelerate(pipe, "high", linear=linear)
         assert held.linear is not None
         assert held.linear.layers == 3 * LAYERS_OF_A_BLOCK
         assert "linear layers in bf16" in str(held)
