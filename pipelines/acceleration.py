@@ -77,7 +77,8 @@ def accelerate(
         method: as in ``sparsify``.
         dense_steps: as in ``sparsify``.
         refresh: as in ``sparsify``.
-        linear: ``none``, ``fp8`` or ``int8``; ``remove()`` does not bring rounded weights back.
+        linear: ``none``, ``fp8``, ``int8`` or ``bf16``; ``remove()`` does not bring rounded
+            weights back.
         compile: whether blocks are compiled; ``remove()`` does not undo it.
         cache: ``none``, ``first-block`` or ``taylorseer``.
         **method_options: the method's own options.
@@ -112,6 +113,9 @@ def accelerate(
         facts = None
         if bundle.linear != "none":
             facts = quantize_linear(pipe, bundle.linear, device=device)
+            if not facts.layers:
+                # all are as they were.
+                facts, bundle = None, replace(bundle, linear="none")
         if bundle.compile:
             compile_blocks(pipe)
         held = None

@@ -96,8 +96,8 @@ class LoadedPipeline:
 
     ``takes_image`` says whether it makes videos from an image or from text alone; ``weights_hash``
     is the SHA-256 over the names and contents of its safetensors files, as they were before linear
-    layers were put into 8 bits (``linear_facts``). ``lora_hash`` is that of the LoRA's file, or of
-    the weights in its folder; of a LoRA of the hub it is the id.
+    layers were put into another format (``linear_facts``). ``lora_hash`` is that of the LoRA's
+    file, or of the weights in its folder; of a LoRA of the hub it is the id.
     """
 
     pipe: Any
@@ -215,15 +215,15 @@ def load(
         offload: ``none``, ``model`` or ``group`` (CUDA only).
         lora: a LoRA file, folder or hub id to put on the transformer.
         compile: compile the transformer's blocks when they first run.
-        linear: ``none``, or ``fp8`` or ``int8`` for the transformers' large linear layers; a LoRA
-            is then added to the weights first.
+        linear: ``none``, or ``fp8``, ``int8`` or ``bf16`` for the transformers' large linear
+            layers; a LoRA is then added to the weights first.
         image: load it for videos that begin with an image.
 
     Raises:
         ModelError: it is not there, or its files cannot be loaded.
         OptionError: the device or number format does not exist here, or the model takes no image.
-        UnsupportedError: LoRA, compilation or 8-bit layers lack a package or the hardware they
-            need, or memory is too small.
+        UnsupportedError: LoRA, compilation or layers in another format lack a package or the
+            hardware they need, or memory is too small.
     """
     began = time.perf_counter()
     device = check_device(device)

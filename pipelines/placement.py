@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from vidsparse.dtypes import DTYPES
@@ -12,10 +13,11 @@ from vidsparse.errors import OptionError, UnsupportedError
 OFFLOADS: Final = ("none", "model", "group")
 """Where weights rest: on the device, or on the CPU by whole models or by layers."""
 
-LINEARS: Final = ("none", "fp8", "int8")
+LINEARS: Final = ("none", "fp8", "int8", "bf16")
 """Number formats of the transformers' linear layers; ``none`` leaves them the model's own."""
 
 _FP8_CAPABILITY: Final = (8, 9)
+_BF16_FEATURES: Final = ("avx512_bf16", "amx_bf16")
 
 
 def check_device(device: str | None) -> str:
@@ -60,20 +62,22 @@ def check_linear(linear: str, device: str, dtype: str) -> None:
 
     Raises:
         OptionError: an unknown format, or one that ``dtype`` cannot be put into.
-        UnsupportedError: torchao is missing, or the device has no such products.
+        UnsupportedError: torchao is missing for 8 bits, or the device has no such products.
     """
     check_choice("linear", linear, LINEARS)
     if linear == "none":
         return
-    if importlib.util.find_spec("torchao") is None:
-        raise UnsupportedError(
-            f"linear {linear} needs torchao. Hint: pip install 'vidsparse[linear]'."
-        )
-    if linear != "fp8":
-        return
-    if (reason := linear_fp8_reason(device, dtype)) is not None:
-        wrong = OptionError if "dtype" in reason else UnsupportedError
-        raise wrong(f"linear fp8 needs {reason}")
+    if linear == "bf16":
+        reason = linear_bf16_reason(device, dtype)
+    else:
+        if importlib.util.find_spec("torchao") is None:
+            raise UnsupportedError(
+                f"linear {linear} needs torchao. Hint: pip install 'vidsparse[linear]'."
+            )
+        reason = linear_fp8_reason(device, dtype) if linear == "fp8" else None
+    if reason is not None:
+        wrong = OptionError if reason.startswith("dtype") else UnsupportedError
+        raise wrong(f"linear {linear} needs {reason}")
 
 
 def linear_fp8_reason(device: str, dtype: str) -> str | None:
@@ -90,6 +94,27 @@ def linear_fp8_reason(device: str, dtype: str) -> str | None:
     if DTYPES.get(dtype, dtype) != "bfloat16":
         return f"dtype bf16, got {dtype}. Hint: use --dtype bf16."
     return None
+
+
+def linear_bf16_reason(device: str, dtype: str) -> str | None:
+    """What linear layers in bf16 need and do not have here, None where they can run and gain."""
+    cpu = "a CPU with AVX512-BF16 or AMX-BF16"
+    if device != "cpu":
+        return f"{cpu}, and this is a GPU. Hint: use --dtype bf16, its default."
+    if not has_bf16_products():
+        return f"{cpu}, and this one has neither. Hint: leave --linear out."
+    if DTYPES.get(dtype, dtype) != "float32":
+        return f"dtype fp32, got {dtype}. Hint: use --dtype fp32, or leave --linear out."
+    return None
+
+
+def has_bf16_products() -> bool:
+    """Whether this CPU multiplies bf16 faster than fp32."""
+    import torch
+
+    # older versions of torch do not tell.
+    features: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(features.get(name) for name in _BF16_FEATURES)
 
 
 def check_device_name(device: object) -> None:

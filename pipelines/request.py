@@ -27,7 +27,7 @@ from vidsparse.pipelines.placement import (
     check_dtype,
     check_linear,
 )
-from vidsparse.pipelines.speed import SPEEDS, bundle_for
+from vidsparse.pipelines.speed import SPEEDS, bundle_for, plain_linear
 from vidsparse.pipelines.weights import files_stamp, lora_stamp
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class GenerateRequest:
     ``dense_last_layers``, ``reuse``, ``refresh``, ``steps``, ``frames``, ``width``, ``height``,
     ``fps``, ``guidance``) or to the machine (``device``, ``dtype``). ``resolve`` fills these in,
     and the method's options that are left out. ``linear`` and ``cache`` become the speed's, or
-    ``none``.
+    ``none``; on a CPU ``linear`` is also that of a model which runs as ``high`` by itself.
 
     Args:
         prompt: what to show, at most 10,000 characters.
@@ -89,7 +89,7 @@ class GenerateRequest:
         compile: compile the transformer's blocks with ``torch.compile``; None is the speed's, or
             False.
         linear: number format of the transformers' large linear layers: ``none`` (the model's own),
-            ``fp8`` or ``int8``.
+            ``fp8``, ``int8`` or ``bf16``.
         speed: a bundle of settings for what is left open: ``exact``, ``high``, ``balanced`` or
             ``fast``.
         cache: diffusers' step cache: ``none``, ``first-block`` or ``taylorseer``.
@@ -364,7 +364,7 @@ def resolve(
     return replace(request, **values)
 
 
-_LEAVES_OUT: Final = ("method", "preset", "cache", "linear")
+_LEAVES_OUT: Final = ("method", "preset", "cache")
 _ERRS_BY: Final = (
     *_LEAVES_OUT, "method_options", "cache_threshold", "order", "dense_steps", "dense_layers",
     "dense_last_layers", "reuse", "refresh", "implementation", "steps", "guidance", "lora", "image",
@@ -392,7 +392,10 @@ def runs_as_measured(request: GenerateRequest, defaults: Defaults) -> bool:
     exact = request.speed == "exact"
     names = _LEAVES_OUT if exact else _ERRS_BY
     same = all(getattr(request, name) == getattr(alone, name) for name in names)
-    return same and (exact or video[0] == video[1])
+    linears = {request.linear, alone.linear}
+    # what is known says that it is of layers that were not in bf16.
+    alike = len(linears) == 1 or (not exact and linears == {"none", "bf16"})
+    return same and alike and (exact or video[0] == video[1])
 
 
 def _bundled(
@@ -402,7 +405,9 @@ def _bundled(
     found: dict[str, Any] = {
         "linear": "none", "compile": False, "cache": "none", "schedule": {}, "method_options": {},
     }  # fmt: skip
-    if request.speed is not None:
+    if request.speed is None:
+        found["linear"] = plain_linear(request.method, defaults, device=device, dtype=dtype)
+    else:
         bundle = bundle_for(
             request.speed, defaults, steps=steps, device=device, dtype=dtype, method=request.method
         )

@@ -1,7 +1,8 @@
 """``--speed``: everything that trades quality for time, as four named bundles.
 
 A bundle follows from the model's own defaults, so that every family and every card has its own
-four, and from the machine: 8-bit layers and compilation are for GPUs, where they gain.
+four, and from the machine: 8-bit layers and compilation are for GPUs, layers in bf16 for CPUs, each
+where it gains.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.family import DEFAULT_METHOD, Defaults
-from vidsparse.pipelines.placement import linear_fp8_reason
+from vidsparse.pipelines.placement import linear_bf16_reason, linear_fp8_reason
 
 SPEEDS: Final = ("exact", "high", "balanced", "fast")
 """From the slowest to the fastest."""
@@ -121,16 +122,35 @@ def bundle_for(
         method=method,
         method_options=options,
         schedule=schedule,
-        linear=_linear(device, dtype) if quick else "none",
+        linear=_linear(speed, device, dtype),
         compile=device != "cpu",
         cache=own.get("cache", "taylorseer" if cached else "none"),
     )
 
 
-def measured(model: str, speed: str, defaults: Defaults, *, changed: bool = False) -> str:
+def plain_linear(method: str, defaults: Defaults, *, device: str, dtype: str) -> str:
+    """The number format of linear layers where no speed is asked for.
+
+    On a CPU a model whose card chose what ``high`` runs is at that speed already, these included.
+    Elsewhere they stay as they are.
+    """
+    own = speed_method("high", defaults.method, defaults.speeds)
+    if device != "cpu" or not method == defaults.method == own != "dense":
+        return "none"
+    return _linear("high", device, dtype)
+
+
+def measured(
+    model: str, speed: str, defaults: Defaults, *, changed: bool = False, linear: str = "none"
+) -> str:
     """What is known of the quality of a speed on a model with ``defaults``, in words.
 
-    ``changed``: it runs with other settings beside it, which nobody measured.
+    Args:
+        model: its name.
+        speed: the name of the speed.
+        defaults: the model's.
+        changed: it runs with other settings beside it, which nobody measured.
+        linear: number format of the linear layers that it runs with.
     """
     known = defaults.speeds.get(speed, {})
     if speed == "exact":
@@ -140,6 +160,9 @@ def measured(model: str, speed: str, defaults: Defaults, *, changed: bool = Fals
             f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default "
             "size"
         )
+        if linear == "bf16":
+            # cards tell of runs that were measured without it.
+            told += " before linear layers were in bf16"
     else:
         return "its quality was not measured on this model; `vidsparse compare` does"
     if changed:
@@ -208,8 +231,15 @@ def _default_top_p() -> float:
     return top_p
 
 
-def _linear(device: str, dtype: str) -> str:
-    """The 8-bit format that gains on ``device``: none on a CPU, where products of int8 are slow."""
-    if device == "cpu" or importlib.util.find_spec("torchao") is None:
+def _linear(speed: str, device: str, dtype: str) -> str:
+    """The format that gains on ``device`` at ``speed``.
+
+    On a CPU that is bf16, whose error the video hardly shows; int8 products are slow there.
+    """
+    if speed == "exact":
+        return "none"
+    if device == "cpu":
+        return "none" if linear_bf16_reason(device, dtype) else "bf16"
+    if speed == "high" or importlib.util.find_spec("torchao") is None:
         return "none"
     return "int8" if linear_fp8_reason(device, dtype) else "fp8"

@@ -186,6 +186,18 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def bf16_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that is said to multiply bf16 faster than fp32; any can do it."""
+    monkeypatch.setattr("vidsparse.pipelines.placement.has_bf16_products", lambda: True)
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that is said to have no such products."""
+    monkeypatch.setattr("vidsparse.pipelines.placement.has_bf16_products", lambda: False)
+
+
 @pytest.fixture(params=["triton", "gluon"])
 def kernel(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """A kernel of attention that this GPU can run."""

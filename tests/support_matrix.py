@@ -48,6 +48,8 @@ COMBINATIONS: Final = {
     "linear": "`--linear int8`",
     "linear-offload": "the same with group offload, by block and by leaf, and model offload",
     "linear-compile": "the same with regional compilation",
+    "linear-bf16": "`--linear bf16`, on a CPU in fp32",
+    "linear-bf16-compile": "the same with regional compilation",
     "group-offload": "`enable_group_offload`, by block and by leaf",
     "model-offload": "model offload (accelerate's hooks)",
     "vae-tiling": "VAE tiling",

@@ -22,13 +22,15 @@ from family_checks import first_forward
 from quick import slow_but
 from support_matrix import COMBINATIONS, LIMITS, VARIANTS, VERSIONS, page
 from tiny_families import PROMPTS, TINY, latents
+from tiny_parts import unfitted
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines import sparsify
-from vidsparse.pipelines.adapter import SparseProcessor
+from vidsparse.pipelines.adapter import SparseProcessor, transformers_of
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.linear import quantize_linear
+from vidsparse.pipelines.lookup import find_adapter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -192,30 +194,31 @@ def test_torchao(name: str) -> None:
     check(name, quantize)
 
 
-def linear_int8(pipe: Any) -> None:
-    # the tiny models have two blocks of narrow layers.
-    quantize_linear(pipe, "int8", edges=0, smallest=16)
-
-
 @cache
-def stock_int8(name: str) -> torch.Tensor:
-    """What the stock pipeline makes with 8-bit layers."""
+def stock_linear(name: str, linear: str) -> torch.Tensor:
+    """What the stock pipeline makes with linear layers in that format."""
+    return latents(name, with_linear(name, linear), num_inference_steps=2)
+
+
+def with_linear(name: str, linear: str) -> Any:
     pipe = TINY[name].build()
-    linear_int8(pipe)
-    return latents(name, pipe, num_inference_steps=2)
+    for transformer in transformers_of(pipe, find_adapter(pipe)):
+        unfitted(transformer)
+    # the tiny models have two blocks of narrow layers.
+    quantize_linear(pipe, linear, edges=0, smallest=16)
+    return pipe
 
 
-def check_linear_int8(name: str, *prepares: Prepare) -> None:
-    """Hold a full mask over 8-bit layers, beside each of these, to the stock pipeline over such.
+def check_linear(name: str, *prepares: Prepare, linear: str = "int8") -> None:
+    """Hold a full mask over such layers, beside each of these, to the stock pipeline over such.
 
     What differs in the last bit may round to another unit in a later layer, so the two may be as
     far apart as rounding has put either of them, and no farther.
     """
-    exact, expected = plain(name, 2), stock_int8(name)
+    exact, expected = plain(name, 2), stock_linear(name, linear)
     assert 0 < (expected - exact).norm() < 0.2 * exact.norm()
     for prepare in prepares:
-        pipe = TINY[name].build()
-        linear_int8(pipe)
+        pipe = with_linear(name, linear)
         with sparsify(pipe, top_p=1.0, dense_steps=1) as handle:
             prepare(pipe)
             ours = latents(name, pipe, num_inference_steps=2)
@@ -226,13 +229,13 @@ def check_linear_int8(name: str, *prepares: Prepare) -> None:
 
 @works("linear", quick="wan")
 def test_linear(name: str) -> None:
-    check_linear_int8(name, lambda pipe: None)
+    check_linear(name, lambda pipe: None)
 
 
 @pytest.mark.slow
 @works("linear-offload")
 def test_linear_offload(name: str) -> None:
-    check_linear_int8(
+    check_linear(
         name,
         *GROUP_OFFLOADS,
         lambda pipe: accelerate.cpu_offload_with_hook(pipe.transformer, torch.device("cpu")),
@@ -244,7 +247,22 @@ def test_linear_offload(name: str) -> None:
 @works("linear-compile")
 def test_linear_compile(name: str) -> None:
     backend = CountingBackend()
-    check_linear_int8(name, lambda pipe: compile_regions(pipe, backend))
+    check_linear(name, lambda pipe: compile_regions(pipe, backend))
+    assert backend.graphs > 0
+
+
+@pytest.mark.usefixtures("bf16_cpu")
+@works("linear-bf16", quick="wan")
+def test_linear_bf16(name: str) -> None:
+    check_linear(name, lambda pipe: None, linear="bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_dynamo", "bf16_cpu")
+@works("linear-bf16-compile")
+def test_linear_bf16_compile(name: str) -> None:
+    backend = CountingBackend()
+    check_linear(name, lambda pipe: compile_regions(pipe, backend), linear="bf16")
     assert backend.graphs > 0
 
 

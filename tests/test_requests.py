@@ -65,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"device": "tpu"}, "unknown device 'tpu'. Hint: use cpu, cuda"),
         ({"dtype": "fp8"}, "unknown dtype 'fp8'. Hint: choose from fp32, bf16, fp16"),
         ({"offload": "disk"}, "unknown offload 'disk'. Hint: choose from none, model, group"),
-        ({"linear": "int4"}, "unknown linear 'int4'. Hint: choose from none, fp8, int8"),
+        ({"linear": "int4"}, "unknown linear 'int4'. Hint: choose from none, fp8, int8, bf16"),
         ({"implementation": "magic"}, "unknown implementation 'magic'"),
     ],
 )

@@ -36,19 +36,26 @@ def test_exact_leaves_nothing_out() -> None:
     assert (one.method, one.linear, one.cache, one.compile) == ("dense", "none", "none", False)
 
 
-def test_high_is_the_default_where_the_card_chose_the_method() -> None:
+@pytest.mark.parametrize("cpu", ["bf16_cpu", "plain_cpu"])
+def test_high_is_the_default_where_the_card_chose_the_method(
+    request: pytest.FixtureRequest, cpu: str
+) -> None:
+    request.getfixturevalue(cpu)
     own: dict[str, Any] = {"prompt": "", "device": "cpu", "model": "shapes"}
     defaults = resolve_model("shapes").defaults
     high, plain = (resolve(GenerateRequest(speed=s, **own), defaults) for s in ("high", None))
     assert high.options() == {**plain.options(), "speed": "high"}
+    assert plain.linear == ("bf16" if cpu == "bf16_cpu" else "none")
     # so that a folder of finished videos serves both.
     hashes = {settings_hash(GenerateRequest(speed=s, **own)) for s in (None, "high")}
     assert len(hashes) == 1
 
 
+@pytest.mark.usefixtures("bf16_cpu")
 def test_without_a_speed_a_family_keeps_the_settings_of_its_source() -> None:
     plain = settled(None)
     assert (plain.method, plain.dense_steps, plain.refresh) == ("fg-attn", 0.24, 0)
+    assert plain.linear == "none"
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -122,6 +129,7 @@ def test_few_steps_leave_none_out(
     assert one.method_options["share"] == share
 
 
+@pytest.mark.usefixtures("plain_cpu")
 def test_8_bits_and_compilation_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def on(capability: tuple[int, int], dtype: str = "bf16") -> tuple[str, bool]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -134,6 +142,30 @@ def test_8_bits_and_compilation_are_for_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert on((9, 0), "fp16") == ("int8", True)
     made = bundle_for("fast", WAN.defaults, steps=50, **CPU)
     assert (made.linear, made.compile) == ("none", False)
+
+
+@pytest.mark.usefixtures("bf16_cpu")
+def test_layers_in_bf16_are_for_cpus_that_gain_and_models_in_fp32() -> None:
+    def formats(**machine: Any) -> list[str]:
+        return [bundle_for(s, WAN.defaults, steps=50, **machine).linear for s in SPEEDS]
+
+    assert formats(**CPU) == ["none", "bf16", "bf16", "bf16"]
+    assert formats(device="cpu", dtype="float32") == formats(**CPU)
+    assert formats(device="cpu", dtype="bf16") == ["none"] * 4
+    assert settled("high", dtype="bf16").linear == "none"
+    assert settled("high", linear="none").linear == "none"
+
+
+@pytest.mark.usefixtures("bf16_cpu")
+@pytest.mark.parametrize(
+    "changes",
+    [{"method": "dense"}, {"method": "fg-attn"}, {"linear": "none"}, {"dtype": "bf16"}],
+)
+def test_a_model_s_layers_stay_without_a_speed_where_it_does_not_run_as_high(
+    changes: dict[str, Any],
+) -> None:
+    request = GenerateRequest(prompt="", model="shapes", device="cpu", **changes)
+    assert resolve(request, resolve_model("shapes").defaults).linear == "none"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +208,7 @@ def test_an_unknown_speed_is_refused() -> None:
         GenerateRequest(prompt="", speed="ludicrous")
 
 
+@pytest.mark.usefixtures("plain_cpu")
 def test_what_is_measured_is_said_and_what_is_not() -> None:
     own = replace(WAN.defaults, **CARD)
     assert measured("shapes", "exact", own) == "nothing is left out"
@@ -183,6 +216,8 @@ def test_what_is_measured_is_said_and_what_is_not() -> None:
     assert "36.0 dB on shapes, mean of 24 prompts" in measured("shapes", "high", own)
     assert measured("shapes", "high", own, changed=True).startswith("by itself 36.0 dB on shapes")
     assert "not measured with these settings" in measured("shapes", "high", own, changed=True)
+    rounded = measured("shapes", "high", own, linear="bf16")
+    assert rounded.endswith("24 prompts at its default size before linear layers were in bf16")
     one = settled("fast").options()
     assert described(one).startswith("foresight (share 0.11")
     assert described(one).endswith("dense steps 0.12, refresh 0.08, step cache taylorseer")
@@ -288,6 +323,11 @@ def test_accelerate_refused_leaves_the_pipeline_as_it_was() -> None:
         ("fast", {"frames": 5}, False),
         ("fast", {"width": 64}, False),
         ("fast", {"cache": "none"}, False),
+        ("fast", {"linear": "int8"}, False),
+        # what is said tells the two apart.
+        ("fast", {"linear": "none"}, True),
+        ("fast", {"linear": "bf16"}, True),
+        ("exact", {"linear": "bf16"}, False),
         ("high", {"dense_steps": 1}, False),
         # other kernels round, merge and skip in their own way.
         ("fast", {"implementation": "reference"}, False),
@@ -300,6 +340,7 @@ def test_accelerate_refused_leaves_the_pipeline_as_it_was() -> None:
         ("exact", {"cache": "first-block"}, False),
     ],
 )
+@pytest.mark.usefixtures("bf16_cpu")
 def test_a_speed_s_quality_is_that_of_what_was_measured(
     speed: str, changes: dict[str, Any], holds: bool
 ) -> None:

@@ -48,6 +48,14 @@ def fitting(model: Any) -> Any:
     return model
 
 
+def unfitted(model: Any) -> Any:
+    """Have them be the host's own again, as they are in models of use."""
+    for module in model.modules():
+        if type(module) is Fitting:
+            object.__setattr__(module, "__class__", nn.Linear)
+    return model
+
+
 def word_tokenizer(*, chat_template: str | None = None, **options: Any) -> Any:
     """A fast tokenizer that knows ``WORDS`` and takes any other for one unknown word."""
     special = ["<pad>", "<s>", "</s>", "<unk>", "<image>", "<|end_header_id|>"]

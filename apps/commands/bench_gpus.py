@@ -81,7 +81,7 @@ Examples:
     default="none",
     show_default=True,
     type=click.Choice(LINEARS),
-    help="Linear layers in 8 bits.",
+    help="Number format of linear layers.",
 )
 @click.option("--compile", "compiled", is_flag=True, help="Compile blocks, on one GPU and on all.")
 @click.option(

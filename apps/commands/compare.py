@@ -87,7 +87,7 @@ where the rest is the prompts, how they are measured, and the machine:
 @click.option(
     "--parts",
     is_flag=True,
-    help="Also switch the parts of the sparse side on one after the other: attention, 8-bit linear "
+    help="Also switch the parts of the sparse side on one after the other: attention, linear "
     "layers, step cache. The report says what each cost and brought.",
 )
 @gpus_options

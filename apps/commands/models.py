@@ -98,5 +98,6 @@ def _speeds(ref: ModelRef) -> Iterator[tuple[str, str]]:
 
     for speed in SPEEDS:
         request = GenerateRequest(prompt="", model=ref.name, speed=speed, device="cpu")
-        parts = described(resolve(request, ref.defaults).options())
-        yield speed, f"{parts}; {measured(ref.name, speed, ref.defaults)}"
+        options = resolve(request, ref.defaults).options()
+        known = measured(ref.name, speed, ref.defaults, linear=options["linear"])
+        yield speed, f"{described(options)}; {known}"

@@ -443,6 +443,8 @@ class Form:
             ),
             order=name_of("token order", values.get("order")),
             cache=name_of("step cache", values.get("cache")) or "none",
+            # they belong to the loaded model, which is shared.
+            linear="none",
             implementation=name_of("implementation", values.get("implementation")) or "auto",
             device=self.host.devices[0],
             dtype=self.host.dtype,

@@ -1,7 +1,8 @@
 """The page's one control for quality and speed: the names of ``--speed``, as the form's values.
 
-A choice fills the controls by hand, so that what runs is what they show. Compilation and 8-bit
-layers belong to the model that is loaded, which the page's visitors share: it leaves them out.
+A choice fills the controls by hand, so that what runs is what they show. Compilation and the
+format of linear layers belong to the model that is loaded, which the page's visitors share: it
+leaves them out.
 """
 
 from __future__ import annotations

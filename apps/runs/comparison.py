@@ -140,7 +140,7 @@ class Comparison:
         record = records[0]
         same = AGAINST_STOCK if request.method == "dense" else SAME_KERNEL
         notes = [same, "Both sides ran two untimed steps before the first prompt."]
-        if (linear := record["linear"]) is not None:
+        if (linear := record["linear"]) is not None and linear["layers"]:
             notes.append(
                 f"The sparse side has {LinearFacts(**linear)}; the dense side has them all in the "
                 "model's own format."

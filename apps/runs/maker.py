@@ -49,8 +49,8 @@ class Maker:
     def __call__(self, requests: Sequence[GenerateRequest], label: str) -> list[Generated]:
         """Make the videos of a batch; ``label`` says which, beside its steps.
 
-        Requests whose linear layers are not those of the prepared prompts run on the model without
-        8-bit ones, which is loaded when first asked for.
+        Requests whose linear layers are not those of the prepared prompts run on the model with
+        its own, which is loaded when first asked for.
 
         Raises:
             VidsparseError: as ``generate_batch``.

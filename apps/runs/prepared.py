@@ -132,7 +132,10 @@ def prepare(
         terminal.say(f"Numbers of {settled.method}: those that come with {model.name}{quality}.")
     if settled.speed is not None:
         changed = not runs_as_measured(settled, model.defaults)
-        known = measured(first.model, settled.speed, model.defaults, changed=changed)
+        assert settled.linear is not None
+        known = measured(
+            first.model, settled.speed, model.defaults, changed=changed, linear=settled.linear
+        )
         terminal.say(f"speed {settled.speed}: {described(settled.options())}; {known}.")
     assert settled.cache is not None
     check_family(settled.cache, model.family)

@@ -322,8 +322,8 @@ def request_options(function: Function) -> Function:
             option(
                 "--linear",
                 metavar="FORMAT",
-                help="The transformer's large linear layers in 8 bits: none, fp8, int8.  "
-                "[default: none]",
+                help="The transformer's large linear layers in 8 bits or in bf16: none, fp8, int8, "
+                "bf16.  [default: the speed's, or none]",
             ),
             option(
                 "--compile/--no-compile",
