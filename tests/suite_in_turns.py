@@ -320,9 +320,10 @@ def main() -> int:
     )
     asked = parser.parse_args()
     if asked.show is not None:
-        told = [json.loads(file.read_text(encoding="utf-8")) for file in asked.show]
-        rows = gathered(row for each in told for row in each["rows"])
-        return 1 if show(rows, asked.within) else 0
+        files = [json.loads(file.read_text(encoding="utf-8")) for file in asked.show]
+        return (
+            1 if show(gathered(row for each in files for row in each["rows"]), asked.within) else 0
+        )
     if not asked.versions:
         parser.error("name versions, or a file to --show")
     for place in asked.versions:
