@@ -140,7 +140,7 @@ def sale_recall_rows(study: QualityStudy) -> Iterator[dict[str, Any]]:
 
     thresholds = {f"tau {tau:g}": Sale(tau=tau) for tau in (Sale().tau, HIGHER_TAU)}
     calibrated = {"calibrated": study.presets.of(Sale.name).make_method()}
-    yield from recall_rows(study.recorded, {**thresholds, **calibrated}, study.order)
+    yield from recall_rows(study.calls.recorded, {**thresholds, **calibrated}, study.order)
 
 
 def _watched(study: QualityStudy, meters: Sequence[Meter]) -> Iterator[dict[str, Any]]:
@@ -148,7 +148,7 @@ def _watched(study: QualityStudy, meters: Sequence[Meter]) -> Iterator[dict[str,
         for meter in meters:
             meter.see(call)
 
-    study.watch(see)
+    study.calls.watch(see)
     yield from (meter.row() for meter in meters)
 
 
@@ -172,7 +172,7 @@ class CallAblation:
 
 
 CALL_ABLATIONS: Final[Mapping[str, CallAblation]] = {
-    "judge-l1": CallAblation(Calls.RECORDED, lambda study: judge_rows(study.recorded)),
+    "judge-l1": CallAblation(Calls.RECORDED, lambda study: judge_rows(study.calls.recorded)),
     "sale-recall": CallAblation(Calls.RECORDED, sale_recall_rows),
     "held-out": CallAblation(Calls.WATCHED, held_out_rows),
     "bsfa-density": CallAblation(Calls.WATCHED, density_rows),
