@@ -14,13 +14,13 @@ from vidsparse.apps.cli import main
 from vidsparse.apps.results.marked_page import fill_page
 from vidsparse.apps.small_model.prompts import calibration_prompts, held_out_prompts
 from vidsparse.apps.studies import call_ablations, study_presets
-from vidsparse.apps.studies.call_ablations import judge_rows
+from vidsparse.apps.studies.call_ablations import difference_rows
 from vidsparse.apps.studies.call_meters import ErrorMeter, recall_rows
 from vidsparse.apps.studies.prepare_study import sizes_of
 from vidsparse.calls import RecordedCall
 from vidsparse.errors import OptionError, OutputError
 from vidsparse.grid import TokenGrid
-from vidsparse.methods import FgAttn, Sale
+from vidsparse.methods import FgAttn, Sale, SpargeAttn
 from vidsparse.methods.sale import relative_scores, relative_scores_mask
 from vidsparse.pipelines.models import MODELS, ModelRef, resolve_model
 from vidsparse.site import CallSite
@@ -243,7 +243,9 @@ def test_the_judge_matters_where_a_block_has_no_one_mean() -> None:
     k[:, :, :64] += 0.5 * q[:, :, :64]
     v = torch.randn(1, 2, grid.tokens, 16, generator=generator)
     call = RecordedCall(q=q.contiguous(), k=k, v=v, site=CallSite(0, 0, 0.0, grid))
-    row = next(row for row in judge_rows([call]) if row["case"] == "rowmajor")
+    methods = {"with": SpargeAttn(means=None), "without": SpargeAttn(means=None, theta=-1)}
+    rows = difference_rows([call], methods, telling=0.05)
+    row = next(row for row in rows if row["case"] == "rowmajor")
     assert row["filtered"] == row["heads"] == 2
     assert row["l1_filtered_with"] < 0.1 < 0.5 < row["l1_filtered_without"]
     assert row["sparsity_with"] < row["sparsity_without"]
