@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.logs import logger
 from vidsparse.pipelines.placement import check_choice, check_linear
@@ -130,7 +131,7 @@ def quantize_linear(
     # a model in 16 bits may keep layers in fp32, which are not to be rounded.
     own = not missing or linear == "bf16"
     dtype = transformers[0].dtype if own else missing[0].weight.dtype
-    check_linear(linear, device, str(dtype).removeprefix("torch."))
+    check_linear(linear, device, dtype_name(dtype))
     before = _bytes_of(transformers)
     rounded = _rounding(linear, device)
     for module in missing:
