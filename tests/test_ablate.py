@@ -257,8 +257,17 @@ def test_a_page_without_the_place_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no place for strides"):
         fill_page(page, {"judge": "| a |", "strides": "| b |"})
     assert page.read_text(encoding="utf-8") == PAGE
-    with pytest.raises(OptionError, match="cannot be read"):
+
+
+def test_a_page_that_cannot_be_read_is_said_with_a_hint(tmp_path: Path) -> None:
+    said = (
+        r"none\.md cannot be read: No such file or directory\. Hint: --page takes a Markdown file"
+    )
+    with pytest.raises(OptionError, match=said):
         fill_page(tmp_path / "none.md", {})
+    (tmp_path / "latin.md").write_bytes(b"\xe9t\xe9")
+    with pytest.raises(OptionError, match=r"latin\.md cannot be read: .*utf-8.* Hint: --page"):
+        fill_page(tmp_path / "latin.md", {})
 
 
 def test_a_page_that_cannot_be_written_is_said_without_another_options_hint(
