@@ -97,8 +97,8 @@ def quantize_linear(
 
     Raises:
         UnsupportedError: the pipeline's class is not supported, torchao is missing, the device
-            cannot run such layers, or no layer is large enough for 8 bits. Where none is for bf16,
-            all stay as they are: speed is all that it is for.
+            cannot run such layers, or no layer is large enough for 8 bits. (Where none is for bf16,
+            all stay as they are and nothing is raised.)
         OptionError: layers are in another such format already, or weights of this dtype cannot be
             put into the format.
     """

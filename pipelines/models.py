@@ -146,7 +146,9 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:
-    """The folder of a bundled model or a given folder; a hub id gives one that does not exist.
+    """The folder of a bundled model, or ``model`` itself as a path.
+
+    Whether there is a folder is not checked: of a hub id the path does not exist.
 
     Raises:
         ModelError: no folder can have such a name.

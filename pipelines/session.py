@@ -102,7 +102,7 @@ class Session:
         self._positions = Positions()
         self._timestep_values: list[float] = []
         self._forwards_in_step = 0
-        # told what forwards give back, and the one that goes on; the site of one that runs again.
+        # told what forwards return, and the one that goes on; the site of one that runs again.
         self.watcher: Watcher | None = None
         self._forward: Forward | None = None
         self._again: CallSite | None = None
@@ -313,7 +313,7 @@ class Session:
             self._forward = Forward.begun(module, self._site, args, kwargs)
 
     def _show(self, output: Any) -> None:
-        """Show the watcher what the forward that goes on has given back."""
+        """Show the watcher what the forward that goes on has returned."""
         forward, self._forward = self._forward, None
         if self.watcher is not None and forward is not None:
             for out in tensors_of(output):
@@ -341,7 +341,7 @@ class Session:
 
         They go by the plans they went by, where no later step has replaced them. Only calls that
         were made in the run are told, in the words of its trace, and None where there is none: what
-        came to NaN or infinity was not attention, or cannot be run again. Afterwards the trace is
+        became NaN or infinity was not attention, or cannot be run again. Afterwards the trace is
         what it was; plans are not.
         """
         found: FiniteGuard[NonFiniteCall] = FiniteGuard()
@@ -366,7 +366,7 @@ class Session:
         return NonFiniteCall(call.site, f"{cell.action}, {cell.implementation}")
 
     def outputs_with(self, forward: Forward, layers: Collection[int]) -> list[Tensor]:
-        """What the forward that has just ended gives back where only ``layers`` go by plans."""
+        """What the forward that has just ended returns if only ``layers`` go by plans."""
         engine = self.engines[forward.site.part]
         before, engine.only = engine.only, layers
         try:

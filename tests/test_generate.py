@@ -388,7 +388,7 @@ def test_compilation_is_told_where_it_begins_and_ends() -> None:
     ("part", "name", "words"),
     [
         ("transformer", "proj_out.bias", "NaN or infinity in the transformer, step 1 of 2"),
-        ("vae", "decoder.conv_out.bias", "decoding came to NaN or infinity in frame 1 of"),
+        ("vae", "decoder.conv_out.bias", "decoding returned NaN or infinity in frame 1 of"),
     ],
 )
 def test_a_run_that_comes_to_nan_ends_and_says_where(

@@ -263,7 +263,7 @@ class CompareTab:
             raise OptionError("both sides are the same. Hint: choose another video as A or B.")
         if side_a == DENSE:
             raise OptionError(
-                "a dense side is made beside the form's settings. Hint: show the video in "
+                "a dense side can only be made for the form's settings. Hint: show the video in "
                 "Generate, take its settings, and choose the form's settings as B."
             )
         kept = visit.gallery.by_stem()
