@@ -108,8 +108,9 @@ class Positions:
         where = "at its end" if count is not None and count >= total else "where it was"
         raise UnsupportedError(
             "the transformer was told another timestep, but the scheduler of "
-            f"{type(pipe).__name__} is {where}: another scheduler runs the transformer. Hint: call sparsify() on the "
-            "pipeline that runs, or set_timesteps() of this scheduler before a loop of your own."
+            f"{type(pipe).__name__} is {where}: another scheduler runs the transformer. "
+            "Hint: call sparsify() on the pipeline that runs, or set_timesteps() of this scheduler "
+            "before a loop of your own."
         )
 
 
