@@ -375,8 +375,8 @@ _ERRS_BY: Final = (
 def runs_as_measured(request: GenerateRequest, defaults: Defaults) -> bool:
     """Whether what is known of a speed's quality holds for a request that was resolved.
 
-    It does where nothing that the error comes from was asked for beside the speed, and the video
-    has the model's own length and size. Of ``exact``, which leaves nothing out, it holds at any.
+    It does if no setting that changes the error was asked for beside the speed, and the video has
+    the model's own length and size. Of ``exact``, which leaves nothing out, it holds at any.
     """
     alone = resolve(
         GenerateRequest(
