@@ -130,7 +130,7 @@ def quantize_linear(
     missing = [module for module in chosen if module not in _ROUNDED]
     # a model in 16 bits may keep layers in fp32, which are not to be rounded.
     own = not missing or linear == "bf16"
-    dtype = transformers[0].dtype if own else missing[0].weight.dtype
+    dtype: Any = transformers[0].dtype if own else missing[0].weight.dtype
     check_linear(linear, device, dtype_name(dtype))
     before = _bytes_of(transformers)
     rounded = _rounding(linear, device)
