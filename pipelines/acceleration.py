@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.caching import StepCache, cache_warmup, check_cache, check_family
 from vidsparse.pipelines.compilation import compile_blocks
@@ -93,7 +94,7 @@ def accelerate(
     steps = family.defaults.steps if steps is None else steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps must be a whole number from 1, got {steps!r}")
-    device, dtype = str(pipe.device), str(pipe.dtype).removeprefix("torch.")
+    device, dtype = str(pipe.device), dtype_name(pipe.dtype)
     own = bundle_for(speed, family.defaults, steps=steps, device=device, dtype=dtype, method=method)
     asked = {"dense_steps": dense_steps, "refresh": refresh}
     given = {name: value for name, value in asked.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Forwards of a transformer that can be run again, to find what came to NaN or infinity in them."""
+"""Forwards of a transformer that can be run again, to find what became NaN or infinity in them."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ class Forward:
         return _versions(tensors_of((self.args, self.kwargs))) == self.versions
 
     def run_again(self) -> Any:
-        """Run it once more, for what its calls show or what it gives back then."""
+        """Run it once more; returns what the transformer returns."""
         kind, enabled, dtype = self.autocast
         with torch.no_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled):
             return self.module(*self.args, **self.kwargs)
 
 
 Watcher: TypeAlias = Callable[[Forward, Tensor, bool], object]
-"""Told a forward and a tensor, and whether that is what it gives back: if not, it is the output of
-one of its attention calls. What is given back may be filled until the step is over."""
+"""Called with a forward, a tensor, and whether the forward returned that tensor: if not, it is the
+output of one of its attention calls. A returned tensor may be filled until the step is over."""
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors of floating point in what a forward was given or has given back."""
+    """The floating-point tensors in what a forward was given or has returned."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value

@@ -11,16 +11,17 @@ from vidsparse.pipelines.handle import SparseHandle
 
 
 class LayersAlone:
-    """Runs forwards again, each layer once the only one to go by its plan, and tells its error.
+    """Runs forwards again, once for each layer, and tells how much that layer errs.
 
-    From then on the runs of the pipeline are dense, but for refreshes, and each of these forwards
-    takes as many more as the transformer has layers.
+    Each time one layer goes by its plan and all others are dense. From then on the runs of the
+    pipeline are dense, but for refreshes, and each of the forwards that are looked at takes as many
+    more as the transformer has layers.
 
     Args:
         handle: of a sparse pipeline, whose method says what a plan is.
         steps: whose forwards; of guidance's two branches the conditional one is enough.
-        tell: told which transformer it was, and the mean squared error of what it gives back by
-            layer.
+        tell: called with the number of the transformer, from 0, and the mean squared error of its
+            output for each layer.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class LayersAlone:
             engine.only = ()
         handle.watch(self._take)
 
-    def _take(self, forward: Forward, out: Tensor, given_back: bool) -> None:
+    def _take(self, forward: Forward, out: Tensor, returned: bool) -> None:
         site = forward.site
-        # the first that it gives back is the video.
-        if forward is self._last or not given_back:
+        # the first tensor that it returns is the video.
+        if forward is self._last or not returned:
             return
         if site.step not in self._steps or site.branch.startswith("unconditional"):
             return

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Bf16Linear(nn.Linear):
-    """A linear layer with weights in bf16, which gives back the number format that it is given.
+    """A linear layer with weights in bf16, which returns the number format that it is given.
 
     Made of a layer that is there, by ``to_bf16``. Saved, its weights are ordinary ones in bf16.
     """

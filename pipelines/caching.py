@@ -243,8 +243,8 @@ class _Outputs:
     def follow(self) -> None:
         """Move the host's hooks to the modules that are there now, which a LoRA has replaced.
 
-        Loaded, it wraps what has the hook, and would be added to what is extrapolated, of blocks
-        that come to nothing; unloaded, it takes the hook along.
+        A LoRA that was loaded wraps the module that has the hook: it would be added to outputs that
+        are extrapolated. One that was unloaded has taken the hook along.
         """
         from diffusers.hooks import HookRegistry
 
@@ -456,7 +456,7 @@ class StepCache(AbstractContextManager["StepCache"]):
         def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             swing = self._swings.setdefault(id(transformer), _Swing(warmup))
             video = output[0] if isinstance(output, tuple) else output.sample
-            # Cosmos 3 gives back a list of videos.
+            # Cosmos 3 returns a list of videos.
             video = video[0] if isinstance(video, list) else video
             if swing.found(self._forwards[-1].branch, video):
                 self.swung = True

@@ -96,7 +96,7 @@ def generate(
             the model was loaded with.
         UnsupportedError: the memory is too small, the implementation cannot run here, or the
             pipeline needs a package that is not installed.
-        NonFiniteError: a step, or the VAE, came to NaN or infinity.
+        NonFiniteError: a step, or the VAE, returned NaN or infinity.
         GenerationCancelled: ``cancel`` returned True.
     """
     return generate_batch(loaded, [request], progress, cancel, attach, ring, apart)[0]
@@ -521,7 +521,7 @@ def _sounds(pipe: Any, output: Any, videos: int) -> list[Sound | None]:
     samples = waves.float().cpu().numpy()
     if not np.isfinite(samples).all():
         raise NonFiniteError(
-            "decoding came to NaN or infinity in the sound. Hint: use another dtype."
+            "decoding returned NaN or infinity in the sound. Hint: use another dtype."
         )
     rate = int(pipe.vocoder.config.output_sampling_rate)
     return [Sound(samples=np.clip(each, -1, 1), rate=rate) for each in samples]
@@ -537,8 +537,8 @@ def _to_bytes(video: NDArray[np.float32]) -> NDArray[np.uint8]:
     for number, (frame, target) in enumerate(zip(video, out, strict=True), 1):
         if not np.isfinite(frame).all():
             raise NonFiniteError(
-                f"decoding came to NaN or infinity in frame {number} of {len(video)}, from latents "
-                "that were finite. Hint: use another dtype for the VAE."
+                f"decoding returned NaN or infinity in frame {number} of {len(video)}, from "
+                "latents that were finite. Hint: use another dtype for the VAE."
             )
         target[...] = (frame * 255).round()
     return out

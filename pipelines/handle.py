@@ -232,10 +232,10 @@ def sparsify(
     belong to this pipeline alone; others are untouched. An option that is left out has the family's
     default (``Defaults`` in ``vidsparse.pipelines.family``; `vidsparse models` prints them).
 
-    Steps are counted by this pipeline's own scheduler. Its transformer under another scheduler is
-    refused by an ``UnsupportedError`` in the forward, at the first step; at the second where a run
-    was ended between two steps, whose next one the first passes for. A loop of one's own calls
-    ``pipe.scheduler.set_timesteps()`` first.
+    Steps are counted by this pipeline's own scheduler. Where another scheduler runs its
+    transformer, the first forward raises an ``UnsupportedError``; after a run that was stopped
+    between two steps the second one does, since the first is taken for the next step of that run. A
+    loop of one's own calls ``pipe.scheduler.set_timesteps()`` first.
 
     Args:
         pipe: a stock diffusers pipeline of a supported family.

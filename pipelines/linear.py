@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.logs import logger
 from vidsparse.pipelines.placement import check_choice, check_linear
@@ -96,8 +97,8 @@ def quantize_linear(
 
     Raises:
         UnsupportedError: the pipeline's class is not supported, torchao is missing, the device
-            cannot run such layers, or no layer is large enough for 8 bits. Where none is for bf16,
-            all stay as they are: speed is all that it is for.
+            cannot run such layers, or no layer is large enough for 8 bits. (Where none is for bf16,
+            all stay as they are and nothing is raised.)
         OptionError: layers are in another such format already, or weights of this dtype cannot be
             put into the format.
     """
@@ -129,8 +130,8 @@ def quantize_linear(
     missing = [module for module in chosen if module not in _ROUNDED]
     # a model in 16 bits may keep layers in fp32, which are not to be rounded.
     own = not missing or linear == "bf16"
-    dtype = transformers[0].dtype if own else missing[0].weight.dtype
-    check_linear(linear, device, str(dtype).removeprefix("torch."))
+    dtype: Any = transformers[0].dtype if own else missing[0].weight.dtype
+    check_linear(linear, device, dtype_name(dtype))
     before = _bytes_of(transformers)
     rounded = _rounding(linear, device)
     for module in missing:

@@ -33,7 +33,7 @@ from vidsparse.pipelines.placement import (
     check_linear,
 )
 from vidsparse.pipelines.quiet import quiet_hosts
-from vidsparse.pipelines.weights import lora_stamp, weights_hash
+from vidsparse.pipelines.weights import lora_hash, weights_hash
 
 MODELS: Final[Mapping[str, Path]] = MappingProxyType(
     {name: Path(__file__).parent / "models" / name for name in ("shapes", "shapes-joint", "scenes")}
@@ -97,7 +97,7 @@ class LoadedPipeline:
     ``takes_image`` says whether it makes videos from an image or from text alone; ``weights_hash``
     is the SHA-256 over the names and contents of its safetensors files, as they were before linear
     layers were put into another format (``linear_facts``). ``lora_hash`` is that of the LoRA's
-    file, or of the weights in its folder; of a LoRA of the hub it is the id.
+    file, or of the weights in its folder; a LoRA of the hub has its folder in the hub's cache.
     """
 
     pipe: Any
@@ -146,7 +146,9 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def model_folder(model: str | os.PathLike[str]) -> Path:
-    """The folder of a bundled model or a given folder; a hub id gives one that does not exist.
+    """The folder of a bundled model, or ``model`` itself as a path.
+
+    Whether there is a folder is not checked: of a hub id the path does not exist.
 
     Raises:
         ModelError: no folder can have such a name.
@@ -273,7 +275,7 @@ def load(
         load_seconds=time.perf_counter() - began,
         linear=linear,
         linear_facts=facts,
-        lora_hash=None if lora is None else lora_stamp(lora),
+        lora_hash=None if lora is None else lora_hash(lora),
     )
     logger.info("loaded %s in %.1f s on %s (%s)", ref.name, loaded.load_seconds, device, dtype)
     return loaded

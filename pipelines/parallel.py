@@ -142,14 +142,14 @@ def process_count() -> int:
 
 
 def everywhere(flag: Tensor) -> Tensor:
-    """Whether ``flag`` (a bool of no dimensions) holds in every process, which all must ask."""
+    """Whether ``flag`` (a bool of no dimensions) holds in every process; all must call it."""
     holds = flag.to(device_of(None), torch.int32)
     dist.all_reduce(holds, op=dist.ReduceOp.MIN)
     return holds.bool()
 
 
 def from_all(own: T) -> list[T]:
-    """What every process has, in their order; all must ask."""
+    """What every process has, in their order; all must call it."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own)
     return told
@@ -158,13 +158,13 @@ def from_all(own: T) -> list[T]:
 def all_processes(heads: int, ring: int | None = None, halves: int = 1) -> Any:
     """diffusers' configuration that deals to every process of ``torch.distributed``; None if one.
 
-    Or to every process of one of as many ``halves``.
+    With ``halves`` above 1 it deals to the processes of one such part.
 
     Args:
         heads: of an attention layer.
         ring: how many processes keys and values travel round; None for as few as let the others
             share the heads out.
-        halves: in which processes do not share a sequence.
+        halves: number of equal parts of the processes that have a sequence each.
 
     Raises:
         UnsupportedError: ``torch.distributed`` was not started.
@@ -218,7 +218,7 @@ def deal(
 ) -> list[Callable[[], None]]:
     """Deal the transformers' sequences to the processes of ``config``; returns what undoes it.
 
-    ``grid`` says that of the forward that goes on.
+    ``grid`` returns the token grid of the forward that is running.
 
     Raises:
         UnsupportedError: a transformer cannot be dealt; then none is.
@@ -364,10 +364,10 @@ def parallel_groups(config: Any) -> Groups | None:
 
 
 def forget_config(transformer: nn.Module, config: Any) -> None:
-    """Take a parallel configuration that is refused back out of all that the host told of it.
+    """Remove a parallel configuration that is refused from everything the host has given it to.
 
-    It tells the transformer and the processors before ours one by one, and what is left there would
-    refuse the next attempt.
+    These are the transformer and, one by one, the processors before ours. What is left there would
+    make the next attempt fail.
     """
     modules = list(transformer.modules())
     processors = [getattr(module, "processor", None) for module in modules]
@@ -416,7 +416,7 @@ def exchanged(
     groups: Groups,
     deal: HeadDeal | None = None,
 ) -> Tensor:
-    """``attend`` on this process's heads, of all tokens of those that share heads out.
+    """``attend`` on this process's heads, for the tokens of all processes that share the heads.
 
     q, k, v and the result are ``[B, S, H, D]``: this process's tokens of the video with all text
     beside them. ``deal`` says whose heads are which; None leaves them in their order.
@@ -441,10 +441,10 @@ def exchanged(
 
 
 def gather_heads(trace: Trace, groups: Groups) -> bool:
-    """Make a run's trace that of all heads, where every process has that of its own.
+    """Complete a run's trace with the heads that other processes computed.
 
-    Every process must call it; seconds stay its own. Returns whether it could be done: not where a
-    call of one process became dense by itself, so that the processes have other densities.
+    Every process must call it; seconds stay its own. Returns whether it could be done: not if a
+    call became dense in one process alone, because densities then differ between processes.
     """
     trace.resolve()
     count, group = groups.sharers, groups.heads

@@ -91,7 +91,7 @@ def linear_fp8_reason(device: str, dtype: str) -> str | None:
     if has < _FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"{gpu} {name} has {has[0]}.{has[1]}. Hint: use int8."
-    if DTYPES.get(dtype, dtype) != "bfloat16":
+    if dtype != "bf16":
         return f"dtype bf16, got {dtype}. Hint: use --dtype bf16."
     return None
 
@@ -103,7 +103,7 @@ def linear_bf16_reason(device: str, dtype: str) -> str | None:
         return f"{cpu}, and this is a GPU. Hint: use --dtype bf16, its default."
     if not has_bf16_products():
         return f"{cpu}, and this one has neither. Hint: leave --linear out."
-    if DTYPES.get(dtype, dtype) != "float32":
+    if dtype != "fp32":
         return f"dtype fp32, got {dtype}. Hint: use --dtype fp32, or leave --linear out."
     return None
 

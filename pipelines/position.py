@@ -107,9 +107,10 @@ class Positions:
             return
         where = "at its end" if count is not None and count >= total else "where it was"
         raise UnsupportedError(
-            f"the transformer is told another timestep, and the scheduler of {type(pipe).__name__} "
-            f"is {where}: what runs has another one. Hint: call sparsify() on the pipeline "
-            "that runs, or set_timesteps() of this scheduler before a loop of your own."
+            "the transformer was told another timestep, but the scheduler of "
+            f"{type(pipe).__name__} is {where}: another scheduler runs the transformer. "
+            "Hint: call sparsify() on the pipeline that runs, or set_timesteps() of this scheduler "
+            "before a loop of your own."
         )
 
 

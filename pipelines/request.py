@@ -375,8 +375,8 @@ _ERRS_BY: Final = (
 def runs_as_measured(request: GenerateRequest, defaults: Defaults) -> bool:
     """Whether what is known of a speed's quality holds for a request that was resolved.
 
-    It does where nothing that the error comes from was asked for beside the speed, and the video
-    has the model's own length and size. Of ``exact``, which leaves nothing out, it holds at any.
+    It does if no setting that changes the error was asked for beside the speed, and the video has
+    the model's own length and size. Of ``exact``, which leaves nothing out, it holds at any.
     """
     alone = resolve(
         GenerateRequest(
@@ -443,8 +443,9 @@ def settings_hash(request: GenerateRequest) -> str:
     """Eight hex digits over everything that changes the video, except the prompt.
 
     Two spellings of one model folder agree, and so do a default left open and the same value
-    given; a LoRA, an image and a preset are what they say, not where they lie. Where weights rest
-    (``offload``) does not count.
+    given; a LoRA, an image and a preset are what they say, not where they lie. A model or a LoRA of
+    the hub is its id, since it may not have been fetched yet. Where weights rest (``offload``) does
+    not count.
 
     Raises:
         ModelError: the model is not there.

@@ -102,7 +102,7 @@ class Session:
         self._positions = Positions()
         self._timestep_values: list[float] = []
         self._forwards_in_step = 0
-        # told what forwards give back, and the one that goes on; the site of one that runs again.
+        # told what forwards return, and the one that goes on; the site of one that runs again.
         self.watcher: Watcher | None = None
         self._forward: Forward | None = None
         self._again: CallSite | None = None
@@ -143,7 +143,7 @@ class Session:
 
         def look_back(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             session._check_reached(part, module)
-            session._show(output)
+            session._end(output)
 
         # outside the graph: the grid and the step are read by python before each forward.
         eager = torch.compiler.disable(observe)  # type: ignore[no-untyped-call]
@@ -306,14 +306,16 @@ class Session:
             stacked=2 if self._stacks() and guided(pipe) else 1,
             window=window,
         )
-        self._forwards_in_step += 1
         if self._layout is not None:
             self._texts += self._layout.new_texts(self._site.stacked, self._texts)
         if self.watcher is not None:
             self._forward = Forward.begun(module, self._site, args, kwargs)
 
-    def _show(self, output: Any) -> None:
-        """Show the watcher what the forward that goes on has given back."""
+    def _end(self, output: Any) -> None:
+        """Count the forward that goes on, which has returned, and show the watcher its output."""
+        if self._again is None:
+            # not before: one that raises and is repeated is the same branch's again.
+            self._forwards_in_step += 1
         forward, self._forward = self._forward, None
         if self.watcher is not None and forward is not None:
             for out in tensors_of(output):
@@ -341,7 +343,7 @@ class Session:
 
         They go by the plans they went by, where no later step has replaced them. Only calls that
         were made in the run are told, in the words of its trace, and None where there is none: what
-        came to NaN or infinity was not attention, or cannot be run again. Afterwards the trace is
+        became NaN or infinity was not attention, or cannot be run again. Afterwards the trace is
         what it was; plans are not.
         """
         found: FiniteGuard[NonFiniteCall] = FiniteGuard()
@@ -366,7 +368,7 @@ class Session:
         return NonFiniteCall(call.site, f"{cell.action}, {cell.implementation}")
 
     def outputs_with(self, forward: Forward, layers: Collection[int]) -> list[Tensor]:
-        """What the forward that has just ended gives back where only ``layers`` go by plans."""
+        """What the forward that has just ended returns if only ``layers`` go by plans."""
         engine = self.engines[forward.site.part]
         before, engine.only = engine.only, layers
         try:
@@ -430,7 +432,11 @@ class Session:
         return self.adapter.stacked if said is None else said == "cond_uncond"
 
     def _branch(self) -> tuple[str, int]:
-        """The branch of the forward to come, and which part of the video it is about, from 1."""
+        """The branch of the forward to come, and which part of the video it is about, from 1.
+
+        Where the pipeline does not announce its branches, they take turns within a step, by the
+        forwards that have returned in it: one that is repeated after that is taken for the next.
+        """
         if self._context is not None:
             return BRANCHES.get(self._context, self._context), 1
         branches = self.adapter.branches

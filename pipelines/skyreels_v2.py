@@ -22,8 +22,8 @@ def _layout(transformer: Any, arguments: Mapping[str, Any]) -> Layout | None:
     config = transformer.config
     if config.num_frame_per_block > 1:
         raise UnsupportedError(
-            "SkyReels-V2 is sparse only where all frames attend each other, not in causal blocks. "
-            "Hint: leave causal_block_size at 1, or remove() the handle to run it densely."
+            "SkyReels-V2 is sparse only where all frames attend to each other, not in causal "
+            "blocks. Hint: leave causal_block_size at 1, or remove() the handle to run it densely."
         )
     forcing = arguments.get("enable_diffusion_forcing")
     if forcing and getattr(transformer, "_parallel_config", None) is not None:

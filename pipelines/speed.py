@@ -149,7 +149,7 @@ def measured(
         model: its name.
         speed: the name of the speed.
         defaults: the model's.
-        changed: it runs with other settings beside it, which nobody measured.
+        changed: whether other settings were given beside the speed, which nobody measured.
         linear: number format of the linear layers that it runs with.
     """
     known = defaults.speeds.get(speed, {})

@@ -95,19 +95,19 @@ class Watch:
         if call is not None:
             layer = call.site.layer + 1
             raise NonFiniteError(
-                f"attention came to NaN or infinity in layer {layer}, {where} "
+                f"attention returned NaN or infinity in layer {layer}, {where} "
                 f"({call.site.branch}: {call.how}). Hint: lower the guidance, use another dtype, "
                 "or have such calls made again densely with sparsify(..., dense_fallback=True)."
             )
         if forward is not None:
             raise NonFiniteError(
-                f"the video came to NaN or infinity in the transformer, {where} "
+                f"the video became NaN or infinity in the transformer, {where} "
                 f"({forward.site.branch}), and no attention call could be named by running the "
                 "step again. Hint: lower the guidance, or use another dtype; sparsify(..., "
                 "check_finite=True) looks at every call."
             )
         raise NonFiniteError(
-            f"the video came to NaN or infinity in {where}. "
+            f"the video became NaN or infinity in {where}. "
             "Hint: lower the guidance, or use another dtype."
         )
 
@@ -122,7 +122,7 @@ class Watch:
             call = self._handle.find_non_finite(step.forwards)
         except Exception:
             # the run has failed, whatever comes of a closer look.
-            logger.info("the step that came to NaN or infinity cannot be run again", exc_info=True)
+            logger.info("the step that returned NaN or infinity cannot be run again", exc_info=True)
         calls = from_all(call) if self._several else [call]
         # where both branches stand in one batch, a forward has the name of one.
         places = {forward.site.branch: at for at, forward in enumerate(step.forwards)}

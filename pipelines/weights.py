@@ -56,6 +56,24 @@ def lora_stamp(lora: str) -> str:
     return weights_hash(path) if path.is_dir() else lora
 
 
+def lora_hash(lora: str) -> str:
+    """``lora_stamp`` of a LoRA that was loaded; of a hub id, that of its folder in the hub's cache.
+
+    Nothing is fetched. The id remains where the cache does not have it.
+    """
+    from huggingface_hub import snapshot_download
+
+    stamp = lora_stamp(lora)
+    if stamp != lora:
+        return stamp
+    try:
+        # no file of it has to be there: the folder is asked for, with what was loaded.
+        folder = Path(snapshot_download(lora, local_files_only=True, allow_patterns=[]))
+    except (OSError, ValueError):
+        return lora
+    return weights_hash(folder) if any(folder.rglob("*.safetensors")) else lora
+
+
 _FILE_HASHES: Final[dict[tuple[str, int, int], str]] = {}
 
 

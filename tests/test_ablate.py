@@ -14,13 +14,13 @@ from vidsparse.apps.cli import main
 from vidsparse.apps.results.marked_page import fill_page
 from vidsparse.apps.small_model.prompts import calibration_prompts, held_out_prompts
 from vidsparse.apps.studies import call_ablations, study_presets
-from vidsparse.apps.studies.call_ablations import judge_rows
+from vidsparse.apps.studies.call_ablations import difference_rows
 from vidsparse.apps.studies.call_meters import ErrorMeter, recall_rows
 from vidsparse.apps.studies.prepare_study import sizes_of
 from vidsparse.calls import RecordedCall
 from vidsparse.errors import OptionError, OutputError
 from vidsparse.grid import TokenGrid
-from vidsparse.methods import FgAttn, Sale
+from vidsparse.methods import FgAttn, Sale, SpargeAttn
 from vidsparse.methods.sale import relative_scores, relative_scores_mask
 from vidsparse.pipelines.models import MODELS, ModelRef, resolve_model
 from vidsparse.site import CallSite
@@ -243,7 +243,9 @@ def test_the_judge_matters_where_a_block_has_no_one_mean() -> None:
     k[:, :, :64] += 0.5 * q[:, :, :64]
     v = torch.randn(1, 2, grid.tokens, 16, generator=generator)
     call = RecordedCall(q=q.contiguous(), k=k, v=v, site=CallSite(0, 0, 0.0, grid))
-    row = next(row for row in judge_rows([call]) if row["case"] == "rowmajor")
+    methods = {"with": SpargeAttn(means=None), "without": SpargeAttn(means=None, theta=-1)}
+    rows = difference_rows([call], methods, telling=0.05)
+    row = next(row for row in rows if row["case"] == "rowmajor")
     assert row["filtered"] == row["heads"] == 2
     assert row["l1_filtered_with"] < 0.1 < 0.5 < row["l1_filtered_without"]
     assert row["sparsity_with"] < row["sparsity_without"]
@@ -255,8 +257,15 @@ def test_a_page_without_the_place_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="no place for strides"):
         fill_page(page, {"judge": "| a |", "strides": "| b |"})
     assert page.read_text(encoding="utf-8") == PAGE
-    with pytest.raises(OptionError, match="cannot be read"):
+
+
+def test_a_page_that_cannot_be_read_is_said_with_a_hint(tmp_path: Path) -> None:
+    said = r"none\.md cannot be read: No such file .*\. Hint: --page takes a Markdown file"
+    with pytest.raises(OptionError, match=said):
         fill_page(tmp_path / "none.md", {})
+    (tmp_path / "latin.md").write_bytes(b"\xe9t\xe9")
+    with pytest.raises(OptionError, match=r"latin\.md cannot be read: .*utf-8.* Hint: --page"):
+        fill_page(tmp_path / "latin.md", {})
 
 
 def test_a_page_that_cannot_be_written_is_said_without_another_options_hint(

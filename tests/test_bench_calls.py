@@ -117,8 +117,8 @@ def test_a_model_that_is_not_there_is_one_sentence() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("--size 128x128", "--size is of a model's run, and none was asked for"),
-        ("--frames 9 --steps 3", "--frames and --steps are of a model's run"),
+        ("--size 128x128", "--size is for a model's run, and none was asked for"),
+        ("--frames 9 --steps 3", "--frames and --steps are for a model's run"),
     ],
 )
 def test_a_run_of_no_model_is_refused(which: str, given: str, said: str) -> None:

@@ -55,7 +55,9 @@ def test_one_method_alone() -> None:
     ("arguments", "message"),
     [
         (("--method", "nearest"), "'nearest' has no mask to time. Hint: choose from fg-attn"),
-        (("--dtype", "int8"), "dtype must be one of fp32, bf16, fp16, got 'int8'"),
+        (("--dtype", "int8"), "unknown dtype 'int8'. Hint: choose from fp32, bf16, fp16."),
+        # as everywhere: torch's own names are none of ours.
+        (("--dtype", "float32"), "unknown dtype 'float32'. Hint: choose from fp32, bf16, fp16."),
         (("--json", "/nowhere/rows.json"), "cannot be written"),
     ],
 )

@@ -258,7 +258,7 @@ def test_it_is_refused_on_a_cpu_without_such_products(plain_cpu: None) -> None:
 def test_it_is_refused_on_a_gpu_and_in_a_model_that_is_in_16_bits() -> None:
     with pytest.raises(UnsupportedError, match=r"and this is a GPU\. Hint: use --dtype bf16"):
         quantize_linear(tiny_wan(), "bf16", device="cuda", smallest=32)
-    with pytest.raises(OptionError, match="linear bf16 needs dtype fp32, got bfloat16"):
+    with pytest.raises(OptionError, match="linear bf16 needs dtype fp32, got bf16"):
         quantize_linear(tiny_wan().to(torch.bfloat16), "bf16", smallest=32)
 
 

@@ -106,7 +106,7 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 def words_of(step: int, layer: int, branch: str, how: str, steps: int = 4) -> str:
     return re.escape(
-        f"attention came to NaN or infinity in layer {layer + 1}, step {step + 1} of {steps} "
+        f"attention returned NaN or infinity in layer {layer + 1}, step {step + 1} of {steps} "
         f"({branch}: {how})"
     )
 

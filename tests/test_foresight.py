@@ -153,8 +153,8 @@ def test_rows_that_are_judged_as_one_follow_the_length() -> None:
     ("options", "message"),
     [
         ({"share": 0}, r"share must lie in \(0, 1\]"),
-        ({"rows": 24}, "rows must divide the 128 of the tile, got 24.* 16, 32, 64, 128"),
-        ({"rows": 64, "tile": (32, 16)}, "rows must divide the 32 .* 16, 32"),
+        ({"rows": 24}, "rows must divide the tile's 128 rows, got 24.* 16, 32, 64, 128"),
+        ({"rows": 64, "tile": (32, 16)}, "rows must divide the tile's 32 rows.* 16, 32"),
         ({"means": 48}, "means must be a multiple of the tile's 16 keys, got 48"),
         ({"means": 64, "tile": (128, 128)}, "Hint: choose from 128, none"),
         ({"top_p": 0.5}, "foresight has no option 'top_p'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from vidsparse.pipelines.generate import (
     generate_batch,
 )
 from vidsparse.pipelines.models import LoadedPipeline, load
+from vidsparse.pipelines.weights import lora_hash, lora_stamp
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,7 +77,8 @@ def test_compiling_without_a_compiler_is_an_error(
         load(folder, device="cpu", compile=True)
 
 
-def test_a_lora_changes_the_video(folder: Path, loaded: LoadedPipeline, tmp_path: Path) -> None:
+def save_lora(folder: Path) -> Path:
+    """The file of a LoRA for the tiny model, made in ``folder``."""
     peft = pytest.importorskip("peft")
     from diffusers import WanPipeline
 
@@ -83,8 +86,13 @@ def test_a_lora_changes_the_video(folder: Path, loaded: LoadedPipeline, tmp_path
     config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
     pipe.transformer.add_adapter(config)
     layers = peft.get_peft_model_state_dict(pipe.transformer)
-    WanPipeline.save_lora_weights(tmp_path, transformer_lora_layers=layers)
-    (file,) = tmp_path.glob("*.safetensors")
+    WanPipeline.save_lora_weights(folder, transformer_lora_layers=layers)
+    (file,) = folder.glob("*.safetensors")
+    return file
+
+
+def test_a_lora_changes_the_video(folder: Path, loaded: LoadedPipeline, tmp_path: Path) -> None:
+    file = save_lora(tmp_path)
     with_lora = load(folder, device="cpu", lora=str(file))
     request = a_request(method="dense")
     changed = generate(with_lora, request)
@@ -98,6 +106,30 @@ def test_a_lora_changes_the_video(folder: Path, loaded: LoadedPipeline, tmp_path
     file.write_bytes(b"another")
     assert changed.record["lora"] == generate(with_lora, request).record["lora"] == digest
     assert generate(loaded, request).record["lora"] is None
+
+
+def test_a_lora_of_the_hub_is_recorded_by_the_weights_that_its_cache_holds(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    commit = "0" * 40
+    cached = tmp_path / "models--somebody--style"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit, encoding="utf-8")
+    held = cached / "snapshots" / commit
+    held.mkdir(parents=True)
+    file = save_lora(held)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    # which file it is, diffusers asks the hub.
+    said = SimpleNamespace(siblings=[SimpleNamespace(rfilename=file.name)])
+    monkeypatch.setattr("diffusers.loaders.lora_base.model_info", lambda name: said)
+    loaded = load(folder, device="cpu", lora="somebody/style")
+    # that of a folder with the same files.
+    assert loaded.lora_hash == lora_stamp(str(held))
+    # the id of one that is not there: nothing is fetched.
+    assert lora_hash("somebody/other") == "somebody/other"
 
 
 @pytest.mark.parametrize("lora", ["nowhere.safetensors", "folder", "file.bin", "other"])
@@ -388,7 +420,7 @@ def test_compilation_is_told_where_it_begins_and_ends() -> None:
     ("part", "name", "words"),
     [
         ("transformer", "proj_out.bias", "NaN or infinity in the transformer, step 1 of 2"),
-        ("vae", "decoder.conv_out.bias", "decoding came to NaN or infinity in frame 1 of"),
+        ("vae", "decoder.conv_out.bias", "decoding returned NaN or infinity in frame 1 of"),
     ],
 )
 def test_a_run_that_comes_to_nan_ends_and_says_where(

@@ -250,7 +250,7 @@ def test_fp8_is_refused_on_an_older_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_fp8_is_refused_for_weights_other_than_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(OptionError, match="needs dtype bf16, got float32"):
+    with pytest.raises(OptionError, match="needs dtype bf16, got fp32"):
         quantize_linear(tiny_wan(layers=3), "fp8", device="cuda", smallest=32)
 
 

@@ -136,7 +136,7 @@ def test_a_dense_video_kept_from_another_job_says_when_it_was_made(
     assert re.fullmatch(r"\d\d:\d\d", pair.kept or "")
     assert f"dense kept from {pair.kept}" in draw.pair_facts(second)
     # a tiny video's times are noise, however often they are taken.
-    timed = run(tasks.time_in_turns(second))
+    timed = run(tasks.make_in_turns(second))
     assert [each.kept for each in timed.timed] == [None] * tasks.TURNS
     assert "too short to time" in draw.pair_facts(timed)
     assert not re.search(r"<b>[\d.]+x</b>", draw.pair_facts(first) + draw.pair_facts(timed))

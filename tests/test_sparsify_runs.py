@@ -71,6 +71,34 @@ def test_a_loop_of_ones_own_is_followed_by_the_scheduler() -> None:
     ]
 
 
+def test_a_forward_that_raised_and_is_repeated_is_of_the_same_branch() -> None:
+    pipe = tiny_wan(layers=1, euler=True)
+    inputs = transformer_inputs(5, 32, 32)
+    pipe.scheduler.set_timesteps(2)
+    failing = True
+
+    def fail(*args: Any) -> None:
+        if failing:
+            raise MemoryError
+
+    pipe.transformer.proj_out.register_forward_pre_hook(fail)
+    with sparsify(pipe, dense_steps=1) as handle:
+        for t in pipe.scheduler.timesteps:
+            for _ in range(2):
+                failing = True
+                with pytest.raises(MemoryError):
+                    forward(pipe.transformer, inputs)
+                failing = False
+                noise = forward(pipe.transformer, inputs)
+            pipe.scheduler.step(noise, t, inputs["hidden_states"])
+    assert [(step, branch) for step, _, branch, _ in actions(handle)] == [
+        (step, branch)
+        for step in range(2)
+        for branch in ("conditional", "unconditional")
+        for _ in range(2)
+    ]
+
+
 def test_per_token_timesteps_are_accepted() -> None:
     pipe = tiny_wan()
     pipe.register_to_config(expand_timesteps=True)

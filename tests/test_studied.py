@@ -10,6 +10,7 @@ import pytest
 from vidsparse.apps.bench.masks import CASES
 from vidsparse.apps.studies import ablation_plots
 from vidsparse.apps.studies.ablation_tables import tables
+from vidsparse.apps.studies.call_ablations import CALL_ABLATIONS
 from vidsparse.apps.studies.configurations import ABLATIONS, CALIBRATED, KNOBS, configurations
 from vidsparse.calibration import CALIBRATORS
 from vidsparse.calibration.base import setting_fields
@@ -41,7 +42,8 @@ def row_of(method: str, own: dict[str, Any]) -> dict[str, Any]:
 def test_every_declared_setting_is_one_that_the_method_takes(name: str) -> None:
     cls = SPARSE_METHODS[name]
     ablated = (one for each in cls.ablations for some in each.lines.values() for one in some)
-    for own in (*cls.compared, *cls.masks, *cls.eight_bits, *ablated):
+    called = (own for each in cls.call_ablations for own in each.settings.values())
+    for own in (*cls.compared, *cls.masks, *cls.eight_bits, *ablated, *called):
         make_method(name, **own)
     for knob in (*cls.knobs, *(knob for each in cls.ablations for knob in each.knobs)):
         for place in (0.1, 0.9):
@@ -88,6 +90,15 @@ def test_what_can_be_calibrated_has_a_calibrator_with_its_bound_among_the_settin
         assert calibrator.calibrates is METHODS[name]
         settings = {field.name for field in setting_fields(calibrator)}
         assert calibrator.bound is None or calibrator.bound in settings
+
+
+def test_tables_of_single_calls_have_names_of_their_own_and_what_they_are_measured_by() -> None:
+    declared = [one for cls in SPARSE_METHODS.values() for one in cls.call_ablations]
+    assert [*(one.name for one in declared), "held-out"] == list(CALL_ABLATIONS)
+    assert len({*ABLATIONS, *CALL_ABLATIONS}) == len(ABLATIONS) + len(CALL_ABLATIONS)
+    for one in declared:
+        assert len(one.settings) == {"difference": 2, "recall": 2}.get(one.measured, 0)
+        assert bool(one.option) == (one.measured == "skipped")
 
 
 def test_ablations_have_names_of_their_own() -> None:
@@ -140,4 +151,4 @@ def test_ways_to_select_are_lines_by_their_knobs() -> None:
 def test_a_method_that_declares_nothing_is_compared_as_it_is_and_its_mask_timed() -> None:
     assert (SparseMethod.compared, SparseMethod.masks) == (({},), ({},))
     assert (SparseMethod.knobs, SparseMethod.ablations) == ((), ())
-    assert SparseMethod.eight_bits == ()
+    assert (SparseMethod.eight_bits, SparseMethod.call_ablations) == ((), ())

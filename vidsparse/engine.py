@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-FELL_BACK = "dense: the sparse call came to NaN or infinity"
+FELL_BACK = "dense: the sparse call returned NaN or infinity"
 """The action of a call that ``dense_fallback`` made again; both are in its time."""
 
 INFERENCE_ONLY = (
@@ -189,7 +189,8 @@ class AttentionEngine:
     def go_back(self, step: int) -> None:
         """Forget what was kept of ``step`` and after it, as far as it goes, to run it again.
 
-        What a later step has put in the place of an earlier one's stays away: calls plan anew.
+        Where a later step has replaced what an earlier one kept, nothing is left, and calls plan
+        anew.
         """
         self._plans = {key: kept for key, kept in self._plans.items() if kept.made < step}
         for kept in self._plans.values():

@@ -11,7 +11,7 @@
 
     - ``FolderError``: the folder is gone, full or closed, so that its next file would fail too.
 
-  - ``NonFiniteError``: a run came to NaN or infinity; its result would be worthless.
+  - ``NonFiniteError``: a run returned NaN or infinity; its result would be worthless.
 
 Anything else that escapes is a defect of this library.
 """
@@ -46,7 +46,7 @@ class FolderError(OutputError):
 
 
 class NonFiniteError(VidsparseError):
-    """A run came to NaN or infinity, and its result would be worthless."""
+    """A run returned NaN or infinity, and its result would be worthless."""
 
 
 def listed(names: Sequence[str]) -> str:

@@ -67,7 +67,7 @@ def can_move(x: Tensor) -> bool:
 
 
 def wants_gradient(*tensors: Tensor) -> bool:
-    """Whether a gradient will be needed of what is made of ``tensors``; kernels have none."""
+    """Whether results of ``tensors`` may be asked for a gradient, which kernels do not have."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 

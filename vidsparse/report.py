@@ -179,7 +179,7 @@ class Promise:
         std: sample standard deviation over them, None where it is not known or there was one.
         total: share of the run's query-key pairs that were computed there.
         prompts: how many they were.
-        steps: denoising steps of a video there; another number gives another quality.
+        steps: denoising steps of each video there; with another number the quality differs.
     """
 
     psnr: float

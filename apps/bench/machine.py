@@ -16,22 +16,16 @@ if TYPE_CHECKING:
 def device_and_dtype(device: str, dtype: str | None) -> tuple[torch.device, torch.dtype]:
     """What ``--device`` and ``--dtype`` mean; bf16 on a GPU and fp32 on a CPU by default.
 
-    torch's own names (``bfloat16``) are taken too.
-
     Raises:
         OptionError: no such device here, or no such dtype.
     """
     import torch
 
-    from vidsparse.errors import OptionError
-    from vidsparse.pipelines.placement import check_device
+    from vidsparse.pipelines.placement import check_choice, check_device
 
+    check_choice("dtype", dtype, (None, *DTYPES))
     where = torch.device(check_device(device))
-    name = dtype or default_dtype(where.type)
-    torch_name = DTYPES.get(name, name)
-    if torch_name not in DTYPES.values():
-        raise OptionError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    return where, getattr(torch, torch_name)
+    return where, getattr(torch, DTYPES[dtype or default_dtype(where.type)])
 
 
 def default_dtype(device: str) -> str:

@@ -18,6 +18,7 @@ from vidsparse.apps.results.row_file import RowFile, rounded
 from vidsparse.apps.runs.team import Team, check_gpus, check_ring, join_team, launch, said_once
 from vidsparse.apps.terminal.bench_options import json_rows_option, model_run_options
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError
 from vidsparse.masks import parse_tile
 from vidsparse.pipelines.compilation import require_compiler
@@ -160,7 +161,7 @@ def bench_gpus(
             quantize=(quantize,),
         )
         where, kind = device_and_dtype(device, dtype)
-        check_linear(linear, device, str(kind).removeprefix("torch."))
+        check_linear(linear, device, dtype_name(kind))
         if compiled:
             require_compiler(device)
         if team is None:

@@ -22,8 +22,8 @@ from vidsparse.apps.page.tasks import (
     Pair,
     compare,
     compare_sides,
+    make_in_turns,
     record_cell,
-    time_in_turns,
 )
 from vidsparse.apps.page.values import form_number, shown, whole
 from vidsparse.apps.page.visits import Cell, Visit
@@ -181,7 +181,7 @@ class CompareTab:
             api_visibility="private",
         )
         self.time.click(
-            self.time_in_turns,
+            self.time_again,
             inputs=[self.named],
             outputs=pair,
             show_progress="hidden",
@@ -263,7 +263,7 @@ class CompareTab:
             raise OptionError("both sides are the same. Hint: choose another video as A or B.")
         if side_a == DENSE:
             raise OptionError(
-                "a dense side is made beside the form's settings. Hint: show the video in "
+                "a dense side can only be made for the form's settings. Hint: show the video in "
                 "Generate, take its settings, and choose the form's settings as B."
             )
         kept = visit.gallery.by_stem()
@@ -319,7 +319,7 @@ class CompareTab:
             updates[self.sides[name]] = gr.update(choices=choices, **update)
         return updates
 
-    async def time_in_turns(self, request: gr.Request, shown: Any) -> AsyncIterator[Updates]:
+    async def time_again(self, request: gr.Request, shown: Any) -> AsyncIterator[Updates]:
         """Make both sides of the shown comparison again, in turns, and tell the speed."""
 
         def ask(visit: Visit) -> Errand:
@@ -331,7 +331,7 @@ class CompareTab:
             return Errand(
                 place=self._place,
                 job=Job(
-                    and_keep(time_in_turns(pair), keep),
+                    and_keep(make_in_turns(pair), keep),
                     parts=2 * TURNS,
                     expected=self._desk.seconds([pair.dense.request, pair.sparse.request] * TURNS),
                 ),

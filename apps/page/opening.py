@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from vidsparse.apps.page.queue import Job
-from vidsparse.apps.page.tasks import Clip, Pair, compare, time_in_turns
+from vidsparse.apps.page.tasks import Clip, Pair, compare, make_in_turns
 from vidsparse.apps.page.workbench import Workbench
 from vidsparse.files import parse_json, write_text, write_whole
 from vidsparse.metrics import FrameQuality, VideoQuality
@@ -67,7 +67,7 @@ def make(folder: Path) -> None:
         less = pair.panels.with_name("less.mp4")
         write_video(read_video(pair.panels), less, fps, rate_factor=_RATE_FACTOR)
         panels = less.read_bytes()
-    pair = _done(Job(time_in_turns(pair)), bench)
+    pair = _done(Job(make_in_turns(pair)), bench)
     folder.mkdir(exist_ok=True)
     write_whole(folder / "panels.mp4", panels)
     document = {

@@ -212,7 +212,7 @@ def compare_sides(
     return work
 
 
-def time_in_turns(pair: Pair) -> Callable[[Workbench, Job], Pair]:
+def make_in_turns(pair: Pair) -> Callable[[Workbench, Job], Pair]:
     """A job that makes both videos of a comparison again, in turns, and keeps the times."""
 
     def work(bench: Workbench, job: Job) -> Pair:

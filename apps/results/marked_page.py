@@ -24,7 +24,11 @@ def fill_page(path: Path, tables: Mapping[str, str]) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"{path} cannot be read as a page: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise OptionError(
+            f"the page {path} cannot be read: {reason}. Hint: --page takes a Markdown file that "
+            "exists, such as docs/ablations.md."
+        ) from None
     places = {match["name"] for match in _PLACE.finditer(text)}
     if missing := sorted(set(tables) - places):
         raise OptionError(

@@ -60,7 +60,9 @@ class CogVideoX(SmallModel):
         "layout of CogVideoX: text and video attend together.",
         steps=25,
         guidance=4.0,
-        # what fg-attn and the papers' methods run with, from the "defaults" rows of its study.
+        # what fg-attn and the papers' methods run with, from the "defaults" rows of its study, on a
+        # GPU too: a matter of a CPU's time, as in `shapes` (docs/reasons.md). the default method
+        # has no dense layers (schedules, below).
         dense_layers=1,
         dense_last_layers=1,
         reuse=2,

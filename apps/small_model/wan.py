@@ -79,9 +79,11 @@ class Wan(SmallModel):
         # several dB more accurate than the Hilbert curve at equal work, on this model
         # (BENCHMARKS.md).
         order="rowmajor",
-        # a matter of a CPU's time. At fg-attn's top_p the first and the last layer keep two thirds
-        # of their pairs, and such a call takes a CPU longer than a dense one. At equal pairs dense
-        # ends lose 2 to 4 dB (docs/reasons.md).
+        # a matter of a CPU's time, which this model is for: at fg-attn's top_p the first and the
+        # last layer keep two thirds of their pairs, and such a call takes a CPU longer than a dense
+        # one. the default method has no dense layers (schedules, below). papers' methods keep what
+        # their rows were measured with, on a GPU too, although dense ends lose 2 to 4 dB at equal
+        # pairs (docs/reasons.md).
         dense_layers=1,
         dense_last_layers=1,
         reuse=2,

@@ -9,6 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.apps.studies.call_meters import DensityMeter, ErrorMeter, Meter, recall_rows
+from vidsparse.methods import SPARSE_METHODS, SparseMethod, make_method
+from vidsparse.methods.studied import CallAblation, Settings
 from vidsparse.order import ORDERS
 
 if TYPE_CHECKING:
@@ -17,12 +19,6 @@ if TYPE_CHECKING:
     from vidsparse.apps.terminal.console import Terminal
     from vidsparse.calls import RecordedCall
 
-# SpargeAttn's Table 10 looks at the cases whose L1 the judge changes by more than this.
-FILTER_L1: Final = 0.05
-
-# a threshold at which the small model keeps about a third of the pairs.
-HIGHER_TAU: Final = 0.02
-
 LENGTHS: Final[Mapping[str, tuple[int, ...]]] = {
     "cuda": (8_192, 16_384, 32_768, 65_536, 131_072),
     "cpu": (2_048, 4_096, 8_192, 16_384),
@@ -30,18 +26,18 @@ LENGTHS: Final[Mapping[str, tuple[int, ...]]] = {
 """Sequence lengths by device; the GPU's are the paper's."""
 
 
-def judge_rows(calls: Sequence[RecordedCall]) -> Iterator[dict[str, Any]]:
-    """SpargeAttn with and without its judge of self-similarity, for each token order (Table 10).
+def difference_rows(
+    calls: Sequence[RecordedCall], methods: Mapping[str, SparseMethod], telling: float
+) -> Iterator[dict[str, Any]]:
+    """What two settings err against dense attention, for each token order.
 
-    A head of a call is what the paper calls a case. ``filtered`` means over those whose L1 the
-    judge changes by more than ``FILTER_L1``; None where there are none.
+    A head of a call is what SpargeAttn's paper calls a case. ``filtered`` means over those whose L1
+    differs by more than ``telling``; None where there are none.
     """
     import torch
 
     from vidsparse.calls import relative_l1, run_call
-    from vidsparse.methods import SpargeAttn
 
-    methods = {"with": SpargeAttn(), "without": SpargeAttn(theta=-1)}
     for order in ORDERS:
         l1, sparsity = {}, {}
         for name, method in methods.items():
@@ -49,36 +45,36 @@ def judge_rows(calls: Sequence[RecordedCall]) -> Iterator[dict[str, Any]]:
             l1[name] = torch.cat([relative_l1(out, dense).flatten() for out, dense, _ in runs])
             selected = [cell.selected.flatten() for *_, cell in runs if cell.selected is not None]
             sparsity[name] = 1 - torch.cat(selected)
-        telling = (l1["with"] - l1["without"]).abs() > FILTER_L1
+        one, other = l1.values()
+        differ = (one - other).abs() > telling
         row: dict[str, Any] = {
             "case": order,
-            "heads": telling.numel(),
-            "filtered": int(telling.sum()),
+            "heads": differ.numel(),
+            "filtered": int(differ.sum()),
         }
+        some = bool(differ.any())
         for name in methods:
             row[f"l1_{name}"] = l1[name].mean().item()
             row[f"sparsity_{name}"] = sparsity[name].mean().item()
-            some = bool(telling.any())
-            row[f"l1_filtered_{name}"] = l1[name][telling].mean().item() if some else None
+            row[f"l1_filtered_{name}"] = l1[name][differ].mean().item() if some else None
             row[f"sparsity_filtered_{name}"] = (
-                sparsity[name][telling].mean().item() if some else None
+                sparsity[name][differ].mean().item() if some else None
             )
         yield row
 
 
-def length_rows(device: str) -> Iterator[dict[str, Any]]:
-    """SpargeAttn's mask against dense attention, over the length of the sequence (Table 3)."""
+def length_rows(method: str, device: str) -> Iterator[dict[str, Any]]:
+    """A method's mask against dense attention, over the length of the sequence."""
     import torch
 
     from vidsparse.apps.bench.inputs import structured
     from vidsparse.apps.bench.masks import measure_masks
-    from vidsparse.methods import SpargeAttn
 
     where = torch.device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     for seq_len in LENGTHS[where.type]:
         data = structured(seq_len, 8, 128, dtype, where)
-        rows = measure_masks((SpargeAttn.name,), data, 3, _ignore)
+        rows = measure_masks((method,), data, 3, _ignore)
         row = next(row for row in rows if not row.options)
         yield {
             "case": str(seq_len),
@@ -97,16 +93,16 @@ def _ignore(text: str) -> None:
 def held_out_rows(study: QualityStudy) -> Iterator[dict[str, Any]]:
     """Errors on held-out prompts, with the paper's numbers and with calibrated ones."""
     from vidsparse.calibration import CALIBRATORS
-    from vidsparse.methods import SparseMethod, make_method
 
     meters = []
     for name, calibrator in CALIBRATORS.items():
         if calibrator.bound is None:
             continue
         preset = study.presets.of(name)
-        plain = make_method(name, **calibrator.calibrates.as_published)
-        assert isinstance(plain, SparseMethod)
-        for words, method in (("one number", plain), ("calibrated", preset.make_method())):
+        for words, method in (
+            ("one number", _made(name, {})),
+            ("calibrated", preset.make_method()),
+        ):
             meters.append(
                 ErrorMeter(
                     case=f"{name}, {words}",
@@ -118,29 +114,21 @@ def held_out_rows(study: QualityStudy) -> Iterator[dict[str, Any]]:
     yield from _watched(study, meters)
 
 
-def density_rows(study: QualityStudy) -> Iterator[dict[str, Any]]:
-    """BSFA's predicted and measured density on held-out prompts, for every fraction stored."""
-    from vidsparse.methods import Bsfa
-
-    preset = study.presets.of(Bsfa.name)
+def density_rows(study: QualityStudy, method: str, option: str) -> Iterator[dict[str, Any]]:
+    """Predicted and measured density on held-out prompts, for every value of ``option`` stored."""
+    preset = study.presets.of(method)
     yield from _watched(
         study,
         [
             DensityMeter(
-                method=preset.make_method(keep=float(keep)), order=study.order, predicted=predicted
+                case=f"{float(value):g}",
+                method=preset.make_method(**{option: float(value)}),
+                order=study.order,
+                predicted=predicted,
             )
-            for keep, predicted in preset.measured["predicted_density"].items()
+            for value, predicted in preset.measured["predicted_density"].items()
         ],
     )
-
-
-def sale_recall_rows(study: QualityStudy) -> Iterator[dict[str, Any]]:
-    """SALE's recall (Table 5) at the paper's threshold, at calibrated ones, and at a higher one."""
-    from vidsparse.methods import Sale
-
-    thresholds = {f"tau {tau:g}": Sale(tau=tau) for tau in (Sale().tau, HIGHER_TAU)}
-    calibrated = {"calibrated": study.presets.of(Sale.name).make_method()}
-    yield from recall_rows(study.recorded, {**thresholds, **calibrated}, study.order)
 
 
 def _watched(study: QualityStudy, meters: Sequence[Meter]) -> Iterator[dict[str, Any]]:
@@ -148,12 +136,12 @@ def _watched(study: QualityStudy, meters: Sequence[Meter]) -> Iterator[dict[str,
         for meter in meters:
             meter.see(call)
 
-    study.watch(see)
+    study.calls.watch(see)
     yield from (meter.row() for meter in meters)
 
 
 class Calls(Enum):
-    """The calls that an ablation looks at."""
+    """The calls that a table looks at."""
 
     RECORDED = auto()
     """Of a few of the study's prompts."""
@@ -164,21 +152,57 @@ class Calls(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class CallAblation:
+class CallTable:
     """Rows about attention calls; each has a ``case`` that tells it from the others."""
 
     calls: Calls
     rows: Callable[[QualityStudy], Iterator[dict[str, Any]]]
 
 
-CALL_ABLATIONS: Final[Mapping[str, CallAblation]] = {
-    "judge-l1": CallAblation(Calls.RECORDED, lambda study: judge_rows(study.recorded)),
-    "sale-recall": CallAblation(Calls.RECORDED, sale_recall_rows),
-    "held-out": CallAblation(Calls.WATCHED, held_out_rows),
-    "bsfa-density": CallAblation(Calls.WATCHED, density_rows),
-    "lengths": CallAblation(Calls.MADE_UP, lambda study: length_rows(study.device)),
+def _declared(name: str, ablation: CallAblation) -> CallTable:
+    """The table of what the method ``name`` declares."""
+
+    def settings() -> dict[str, SparseMethod]:
+        return {case: _made(name, own) for case, own in ablation.settings.items()}
+
+    def recall(study: QualityStudy) -> Iterator[dict[str, Any]]:
+        cases = {**settings(), "calibrated": study.presets.of(name).make_method()}
+        return recall_rows(study.calls.recorded, cases, study.order)
+
+    match ablation.measured:
+        case "difference":
+            return CallTable(
+                Calls.RECORDED,
+                lambda study: difference_rows(study.calls.recorded, settings(), ablation.telling),
+            )
+        case "recall":
+            return CallTable(Calls.RECORDED, recall)
+        case "skipped":
+            return CallTable(
+                Calls.WATCHED, lambda study: density_rows(study, name, ablation.option)
+            )
+        case "mask":
+            return CallTable(Calls.MADE_UP, lambda study: length_rows(name, study.device))
+
+
+def _made(name: str, own: Settings) -> SparseMethod:
+    """A method with options of its own, otherwise as its paper has it."""
+    cls = SPARSE_METHODS[name]
+    method = make_method(name, **{**cls.as_published, **own})
+    assert isinstance(method, SparseMethod)
+    return method
+
+
+CALL_ABLATIONS: Final[Mapping[str, CallTable]] = {
+    **{
+        ablation.name: _declared(name, ablation)
+        for name, cls in SPARSE_METHODS.items()
+        for ablation in cls.call_ablations
+    },
+    # of all methods that are calibrated to an error.
+    "held-out": CallTable(Calls.WATCHED, held_out_rows),
 }
-"""By name."""
+"""By name: those that methods declare, and one of all of them."""
 
 
 def measure_ablation(

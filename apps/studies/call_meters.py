@@ -72,14 +72,16 @@ class ErrorMeter:
 
 @dataclass(kw_only=True)
 class DensityMeter:
-    """BSFA's share of products with V that are made, against the one that was predicted.
+    """The share of products with V that a gate makes, against the one that was predicted.
 
     Args:
+        case: what the row is called.
         method: with calibrated numbers.
         order: token order.
-        predicted: what the preset says of the method's ``keep``.
+        predicted: what the preset says of this share.
     """
 
+    case: str
     method: SparseMethod
     order: str
     predicted: float
@@ -97,7 +99,7 @@ class DensityMeter:
         """Both densities, and what lies between them."""
         measured = _mean(self._kept)
         return {
-            "case": f"{self.method.options()['keep']:g}",
+            "case": self.case,
             "calls": len(self._kept),
             "predicted": self.predicted,
             "measured": measured,
@@ -108,7 +110,9 @@ class DensityMeter:
 def recall_rows(
     calls: Sequence[RecordedCall], thresholds: Mapping[str, SparseMethod], order: str
 ) -> Iterator[dict[str, Any]]:
-    """SALE's selection from 4 bits against one from full precision (its Table 5).
+    """A selection from 4 bits against one from full precision (SALE's Table 5).
+
+    It is of SALE by nature, and knows its class: no other method estimates every score.
 
     Recall is the share of the tiles selected in full precision that are selected from 4 bits too.
     The sink and the local area are in both; ``recall_judged`` leaves them out.

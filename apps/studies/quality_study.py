@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.results.row_file import Row, RowFile
 from vidsparse.apps.studies.aim import find_density
 from vidsparse.apps.studies.configurations import KNOBS, Aim, Configuration
+from vidsparse.apps.studies.quality_rows import DenseVideos, PendingRow, meanings
+from vidsparse.apps.studies.study_calls import RECORDED_PROMPTS, StudyCalls
 from vidsparse.apps.studies.study_presets import PROMISED_FACTS, StudyPresets, own_order, unsettled
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.apps.terminal.progress import step_bar
 from vidsparse.errors import OptionError, listed
-from vidsparse.methods.studied import Knob
-from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread_of
-from vidsparse.schedule import Schedule
-from vidsparse.wording import format_number, format_share, format_spread
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from vidsparse.calls import RecordedCall
     from vidsparse.methods import SparseMethod
     from vidsparse.methods.studied import Knob
     from vidsparse.pipelines.generate import Generated
     from vidsparse.pipelines.models import LoadedPipeline, ModelRef
     from vidsparse.pipelines.request import GenerateRequest
-    from vidsparse.site import CallSite
-
-# prompts whose attention calls are kept for statistics and calibration, and how many steps of the
-# sparse part they are taken from: every layer of these is 24 calls on the bundled model.
-RECORDED_PROMPTS = 2
-RECORDED_STEPS = 3
 
 # a dense run's calls can be far from a sparse one's: SpargeAttn keeps 0.43 of them at least, and
 # 0.18 in its own videos.
@@ -50,20 +39,6 @@ ROWS_IN_FLIGHT = 2
 
 # rows whose seconds are what is asked for: metrics on the side would take the processor from them.
 TIMED_STUDIES = ("seconds", "speeds")
-
-
-def _denoising(made: Sequence[Generated]) -> list[float]:
-    """Seconds of denoising of each video, those of a batch shared out evenly."""
-    return [one.record["times"]["denoise"] / one.record["batch"] for one in made]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A row whose videos are made and whose metrics are being computed."""
-
-    configuration: Configuration
-    row: dict[str, Any]
-    measured: list[Future[VideoQuality]]
 
 
 class QualityStudy:
@@ -90,7 +65,6 @@ class QualityStudy:
         self._batch = batch
         self._ssim_every = ssim_every
         self._folder = presets
-        self._dense_seconds: list[float] = []
         self._prepared: dict[tuple[bool, str], LoadedPipeline] = {}
         self.commit = commit
 
@@ -135,20 +109,16 @@ class QualityStudy:
 
     def run(self, todo: Sequence[Configuration]) -> None:
         """Measure ``todo`` and write each row as soon as its metrics are there."""
-        dense = self._generate(self._requests, "dense")
-        self._dense_seconds = _denoising(dense)
+        dense = DenseVideos.of(self._generate(self._requests, "dense"))
         self.head(self._file)
-        frames = [one.frames for one in dense]
-        pending: list[_Pending] = []
+        pending: list[PendingRow] = []
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             try:
                 for place, configuration in enumerate(todo, 1):
                     label = f"[{place}/{len(todo)}] {configuration}"
-                    pending.append(self._measure(configuration, label, frames, pool))
+                    pending.append(self._measure(configuration, label, dense, pool))
                     kept = 0 if configuration.study in TIMED_STUDIES else ROWS_IN_FLIGHT
-                    while len(pending) > kept or (
-                        pending and all(future.done() for future in pending[0].measured)
-                    ):
+                    while len(pending) > kept or (pending and pending[0].measured_all):
                         self._finish(pending.pop(0))
                 for each in pending:
                     self._finish(each)
@@ -215,8 +185,6 @@ class QualityStudy:
         from vidsparse.pipelines.records import provenance
 
         first = self._requests[0]
-        steps = first.dense_steps
-        dense = f"{steps:.0%}" if isinstance(steps, float) else str(steps)
         facts = provenance(self._loaded)
         return {
             "hardware": facts["device"],
@@ -227,25 +195,7 @@ class QualityStudy:
             "dtype": first.dtype,
             "guidance": first.guidance,
             "prompts_hash": self._prompts_hash,
-            "metrics": {
-                "psnr": "dB on 8-bit frames before encoding, over all frames of a video; mean and "
-                "sample standard deviation over prompts",
-                "ssim": f"scikit-image, Gaussian window, on every {self._ssim_every}. frame",
-                "flicker": "PSNR of frame-to-frame differences",
-                "flickering": "VBench's temporal flickering of the sparse videos; dense_flickering "
-                "of the dense ones",
-                "seconds": "of denoising, all prompts, what is compiled on the way included; "
-                "dense_seconds of the stock pipeline",
-                "batch": "videos that were made at once",
-                "video_seconds": "of denoising, median over prompts; dense_video_seconds and "
-                "speedup likewise",
-                "total": "share of all query-key pairs of a run that were computed, dense steps "
-                "and layers included",
-                "densities": f"means over the sparse calls; the first {dense} of all steps "
-                "are dense unless a row's options say otherwise",
-                "sim_q, sim_k, l1, sparsity": f"SpargeAttn's, over the calls of {RECORDED_STEPS} "
-                f"steps, all layers, {RECORDED_PROMPTS} prompts of a dense run",
-            },
+            "metrics": meanings(self._ssim_every, first.dense_steps),
         }
 
     def _generate(
@@ -269,18 +219,30 @@ class QualityStudy:
         self,
         configuration: Configuration,
         label: str,
-        dense: Sequence[Frames],
+        dense: DenseVideos,
         pool: ThreadPoolExecutor,
-    ) -> _Pending:
+    ) -> PendingRow:
         """Make one configuration's videos and hand them to the pool; the metrics come later."""
-        from vidsparse.methods import make_method
-
         if configuration.speed is not None:
             row, made = self._at_speed(configuration.speed, label)
-            return self._pending(configuration, row, dense, made, pool)
-        if configuration.promise is not None:
+        elif configuration.promise is not None:
             row, made = self._promised(configuration, configuration.promise, label)
-            return self._pending(configuration, row, dense, made, pool)
+        else:
+            row, made = self._configured(configuration, label)
+        row["batch"] = self._batch
+        return PendingRow.begin(configuration, row, dense, made, pool, ssim_every=self._ssim_every)
+
+    def _finish(self, pending: PendingRow) -> None:
+        row, words = pending.finish(self.conditions(), self.commit)
+        self._file.put(row, self._is(pending.configuration))
+        self._terminal.say(words)
+
+    def _configured(
+        self, configuration: Configuration, label: str
+    ) -> tuple[dict[str, Any], list[Generated]]:
+        """Videos by a method with options or an aim, and what the row says of it."""
+        from vidsparse.methods import make_method
+
         order = configuration.order or own_order(configuration.method, self.order)
         if configuration.aim is None:
             options = dict(configuration.options)
@@ -305,42 +267,7 @@ class QualityStudy:
         }
         if configuration.study == "orders":
             row.update(self._statistics(method, order))
-        return self._pending(configuration, row, dense, made, pool)
-
-    def _pending(
-        self,
-        configuration: Configuration,
-        own: Mapping[str, Any],
-        dense: Sequence[Frames],
-        made: Sequence[Generated],
-        pool: ThreadPoolExecutor,
-    ) -> _Pending:
-        """A row of its ``own`` facts and what ``made`` took, whose metrics are being computed."""
-        records = [one.record for one in made]
-        seconds = _denoising(made)
-        row = {
-            "method": configuration.method,
-            "total": spread_of([record["total"] for record in records]).mean,
-            "selected": spread_of([record["selected"] for record in records]).mean,
-            "computed": spread_of([record["computed"] for record in records]).mean,
-            "dense_step_share": records[0]["dense_step_share"],
-            "batch": self._batch,
-            "seconds": sum(seconds),
-            "dense_seconds": sum(self._dense_seconds),
-            "video_seconds": median(seconds),
-            "dense_video_seconds": median(self._dense_seconds),
-            "speedup": median(self._dense_seconds) / median(seconds),
-            "implementation": records[0]["implementation"],
-            "study": configuration.study,
-            "own_order": configuration.order is None,
-            "calibrated": configuration.calibrated,
-            **own,
-        }
-        measured = [
-            pool.submit(compare_videos, a, one.frames, ssim_every=self._ssim_every)
-            for a, one in zip(dense, made, strict=True)
-        ]
-        return _Pending(configuration, row, measured)
+        return row, made
 
     def _make(
         self,
@@ -483,47 +410,22 @@ class QualityStudy:
         _, options, made = min(trials.values(), key=lambda trial: abs(trial[0] - aim.value))
         return options, made
 
-    def _finish(self, pending: _Pending) -> None:
-        qualities = [future.result() for future in pending.measured]
-        psnr = spread_of([each.psnr for each in qualities])
-        identical = sum(each.identical for each in qualities)
-        ssim = spread_of([each.ssim for each in qualities])
-        conditions = self.conditions()
-        row = {
-            "method": pending.row["method"],
-            "options": pending.row["options"],
-            "size": conditions["size"],
-            "selected": pending.row["selected"],
-            "computed": pending.row["computed"],
-            "psnr_mean": psnr.mean,
-            "psnr_std": psnr.std,
-            "ssim_mean": ssim.mean,
-            "prompts": len(qualities),
-            "commit": self.commit,
-            "psnr_worst": min((q.psnr for q in qualities if q.psnr is not None), default=None),
-            "ssim_std": ssim.std,
-            "flicker_mean": spread_of([each.flicker for each in qualities]).mean,
-            "dense_flickering": spread_of([each.flickering[0] for each in qualities]).mean,
-            "flickering": spread_of([each.flickering[1] for each in qualities]).mean,
-            "identical": identical,
-            **pending.row,
-            **conditions,
-        }
-        self._file.put(row, self._is(pending.configuration))
-        distance = format_spread(psnr, ".2f", " dB", identical)
-        self._terminal.say(
-            f"{pending.configuration}  computed {format_share(row['total'])} of the run, "
-            f"{format_share(row['computed'])} of a sparse call (selected "
-            f"{format_share(row['selected'])}), PSNR {distance}, "
-            f"SSIM {format_number(ssim.mean, '.4f')}, {row['seconds']:.1f} s"
-        )
-
     @cached_property
     def presets(self) -> StudyPresets:
         """The presets of this study's rows."""
         return StudyPresets(
             self._terminal, self._loaded, self._requests[0], self._folder, self._batch
         )
+
+    @cached_property
+    def calls(self) -> StudyCalls:
+        """The attention calls of this study's dense runs."""
+        return StudyCalls(self._loaded, self._requests, self._batch)
+
+    @property
+    def recorded_prompts(self) -> int:
+        """How many prompts ``calls.recorded`` is of; nothing is loaded to say it."""
+        return min(RECORDED_PROMPTS, len(self._requests))
 
     @property
     def order(self) -> str:
@@ -537,92 +439,13 @@ class QualityStudy:
         """Where the model runs."""
         return self._loaded.device
 
-    @property
-    def recorded_prompts(self) -> int:
-        """How many prompts ``recorded`` is of."""
-        return min(RECORDED_PROMPTS, len(self._requests))
-
-    @cached_property
-    def recorded(self) -> list[RecordedCall]:
-        """Attention inputs of a dense run, the same for every order; made once."""
-        from vidsparse.calls import record_calls
-        from vidsparse.pipelines import sparsify
-
-        window = self._sparse_steps()
-        # the middles of equal parts of the sparse steps.
-        share = [(2 * part + 1) / (2 * RECORDED_STEPS) for part in range(RECORDED_STEPS)]
-        chosen = {window[int(part * len(window))] for part in share}
-        with (
-            sparsify(self._loaded.pipe, "dense") as handle,
-            record_calls(
-                handle.engine,
-                steps=chosen,
-                layers=range(handle.engine.layers),
-                rows=RECORDED_PROMPTS,
-            ) as calls,
-        ):
-            self._denoise(self._requests[:RECORDED_PROMPTS])
-        return calls
-
-    def watch(self, see: Callable[[RecordedCall], None]) -> None:
-        """Show ``see`` the calls of every second sparse step of a dense run of all prompts.
-
-        They are as they come, both guidance branches, and none is kept.
-        """
-        from vidsparse.calls import RecordedCall
-        from vidsparse.pipelines import sparsify
-
-        steps = set(self._sparse_steps()[::2])
-
-        def look(q: Tensor, k: Tensor, v: Tensor, site: CallSite) -> None:
-            if site.step in steps:
-                see(RecordedCall(q=q, k=k, v=v, site=site))
-
-        with sparsify(self._loaded.pipe, "dense") as handle:
-            for engine in handle.engines:
-                engine.observer = look
-            for start in range(0, len(self._requests), self._batch):
-                self._denoise(self._requests[start : start + self._batch])
-
-    def _sparse_steps(self) -> range:
-        first = self._requests[0]
-        assert first.steps is not None
-        assert first.dense_steps is not None
-        window = Schedule(dense_steps=first.dense_steps).sparse_window(first.steps)
-        if not window:
-            raise OptionError(
-                f"all {first.steps} steps are dense with dense_steps={first.dense_steps}, "
-                "so there is no sparse call to look at. Hint: more --steps."
-            )
-        return window
-
-    def _denoise(self, requests: Sequence[GenerateRequest]) -> None:
-        """Run the pipeline as it is on ``requests`` at once; decoding is left out."""
-        import torch
-
-        from vidsparse.pipelines.quiet import quiet_hosts
-
-        first = requests[0]
-        with quiet_hosts():
-            self._loaded.pipe(
-                prompt=[request.prompt for request in requests],
-                negative_prompt=[request.negative_prompt for request in requests],
-                num_frames=first.frames,
-                width=first.width,
-                height=first.height,
-                num_inference_steps=first.steps,
-                guidance_scale=first.guidance,
-                generator=[torch.Generator().manual_seed(one.seed) for one in requests],
-                output_type="latent",
-            )
-
     def _guess(self, configuration: Configuration, knob: Knob, aim: Aim, order: str) -> float:
         """The place of the knob that meets ``aim`` on the recorded calls of a dense run."""
         from vidsparse.calls import mean_densities
         from vidsparse.methods import make_method
 
         # every second call is enough for a first place.
-        calls = self.recorded[::2]
+        calls = self.calls.recorded[::2]
         low, high = 0.0, 1.0
         for _ in range(8):
             middle = (low + high) / 2
@@ -637,7 +460,7 @@ class QualityStudy:
     def _statistics(self, method: SparseMethod, order: str) -> Iterator[tuple[str, float]]:
         from vidsparse.calls import measure_calls
 
-        calls = self.recorded
+        calls = self.calls.recorded
         measured = asdict(measure_calls(calls, method, order, self._requests[0].implementation))
         yield from ((name, measured[name]) for name in ("sim_q", "sim_k", "l1"))
         yield "sparsity", 1 - measured["selected"]

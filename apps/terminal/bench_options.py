@@ -71,7 +71,7 @@ def _refuses_a_run_of_no_model(command: Command) -> Command:
         given = [f"--{name}" for name in ("size", "frames", "steps") if options[name] is not None]
         if given and options["data"] is None:
             raise OptionError(
-                f"{listed(given)} {'is' if len(given) == 1 else 'are'} of a model's run, and none "
+                f"{listed(given)} {'is' if len(given) == 1 else 'are'} for a model's run, and none "
                 "was asked for. Hint: add --data shapes, or --seq-len for made-up calls."
             )
         return command(*arguments, **options)

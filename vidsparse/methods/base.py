@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from vidsparse.kernels.attention.gates import Gate
     from vidsparse.methods.numbers import Numbers
-    from vidsparse.methods.studied import Ablation, Knob, Settings
+    from vidsparse.methods.studied import Ablation, CallAblation, Knob, Settings
     from vidsparse.order import TokenOrder
     from vidsparse.plan import SparsePlan
     from vidsparse.site import CallSite
@@ -107,8 +107,9 @@ class SparseMethod(Method):
     the usual one; the settings in which it is ``compared`` with other methods (each brought to one
     density by the knob, or as it stands without a knob); the settings whose ``masks`` are timed;
     those in which q·k is compared in 16 and in ``eight_bits``, where its paper has these; and its
-    paper's ``ablations``. All of these are measured with ``as_published``, the options that make
-    the method the one of its paper, unless the settings say otherwise.
+    paper's ``ablations``, of videos, and ``call_ablations``, of single attention calls. All of
+    these are measured with ``as_published``, the options that make the method the one of its paper,
+    unless the settings say otherwise.
     """
 
     tile: tuple[int, int]
@@ -124,6 +125,7 @@ class SparseMethod(Method):
     masks: ClassVar[tuple[Settings, ...]] = ({},)
     eight_bits: ClassVar[tuple[Settings, ...]] = ()
     ablations: ClassVar[tuple[Ablation, ...]] = ()
+    call_ablations: ClassVar[tuple[CallAblation, ...]] = ()
 
     @property
     def looks_at_values(self) -> bool:

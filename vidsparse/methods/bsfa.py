@@ -14,7 +14,7 @@ from vidsparse.kernels.attention.gates import PIECE_KEYS, AbsoluteGate, Gate
 from vidsparse.masks import tile_count
 from vidsparse.methods.base import SparseMethod, as_tile, check_share, option, tile_option
 from vidsparse.methods.numbers import Numbers
-from vidsparse.methods.studied import Settings
+from vidsparse.methods.studied import CallAblation, Settings
 from vidsparse.plan import BLOCK_ROWS, SparsePlan
 from vidsparse.site import CallSite
 
@@ -73,6 +73,9 @@ class Bsfa(SparseMethod):
     )
     # no tile is chosen before its scores are known.
     masks: ClassVar[tuple[Settings, ...]] = ()
+    call_ablations: ClassVar[tuple[CallAblation, ...]] = (
+        CallAblation(name="bsfa-density", measured="skipped", option="keep"),
+    )
 
     keep: float = option(
         0.3,

@@ -96,7 +96,7 @@ class Foresight(SparseMethod):
         if self.rows is not None and (self.rows not in ROWS or self.tile[0] % self.rows):
             fitting = ", ".join(str(rows) for rows in ROWS if self.tile[0] % rows == 0)
             raise OptionError(
-                f"rows must divide the {self.tile[0]} of the tile, got {self.rows!r}. "
+                f"rows must divide the tile's {self.tile[0]} rows, got {self.rows!r}. "
                 f"Hint: choose from {fitting}."
             )
 

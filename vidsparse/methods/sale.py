@@ -31,7 +31,7 @@ from vidsparse.methods.base import (
     tile_option,
 )
 from vidsparse.methods.numbers import Numbers
-from vidsparse.methods.studied import Knob, Settings
+from vidsparse.methods.studied import CallAblation, Knob, Settings
 from vidsparse.site import CallSite
 
 # estimates held at once, in numbers: what a CPU keeps near, 16 MB in fp32.
@@ -191,6 +191,15 @@ class Sale(SparseMethod):
     # from a score as high as all of a neighbourhood's down to a millionth of it.
     knobs: ClassVar[tuple[Knob, ...]] = (Knob("tau", 1.0, 1e-6, logarithmic=True),)
     eight_bits: ClassVar[tuple[Settings, ...]] = ({},)
+    # Table 5, at the paper's threshold and at one that keeps about a third of the small model's
+    # pairs.
+    call_ablations: ClassVar[tuple[CallAblation, ...]] = (
+        CallAblation(
+            name="sale-recall",
+            measured="recall",
+            settings={"tau 0.004": {"tau": 0.004}, "tau 0.02": {"tau": 0.02}},
+        ),
+    )
 
     tau: float = option(
         0.004,

@@ -38,7 +38,7 @@ from vidsparse.methods.base import (
     topk_option,
 )
 from vidsparse.methods.numbers import Numbers
-from vidsparse.methods.studied import Ablation, Knob, Settings
+from vidsparse.methods.studied import Ablation, CallAblation, Knob, Settings
 from vidsparse.plan import SparsePlan
 from vidsparse.site import CallSite
 
@@ -116,6 +116,17 @@ class SpargeAttn(SparseMethod):
             columns=("tau", "lambda_"),
             sparsity=True,
         ),
+    )
+    call_ablations: ClassVar[tuple[CallAblation, ...]] = (
+        # Table 10, whose cases are those that the judge changes by more than this.
+        CallAblation(
+            name="judge-l1",
+            measured="difference",
+            settings={"with": {}, "without": {"theta": -1}},
+            telling=0.05,
+        ),
+        # Table 3.
+        CallAblation(name="lengths", measured="mask"),
     )
 
     tau: float | None = share_option(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 Settings = Mapping[str, Any]
 """Options of a method that differ from their defaults."""
@@ -61,6 +61,29 @@ class Ablation:
                 knob = next((k.name for k in self.knobs if options.get(k.name) is not None), "")
                 return " ".join(word for word in (name, order, knob) if word)
         return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallAblation:
+    """A table of a method's paper that is of single attention calls, not of videos.
+
+    Args:
+        name: of the table and of its picture, unlike any other's.
+        measured: ``difference``, what each of two settings errs against dense attention, in every
+            token order; ``recall``, the share of what full precision selects that the method
+            selects too; ``skipped``, products with V that a gate leaves out against the share that
+            the preset predicts; ``mask``, the mask's time against dense attention's, over the
+            length of the sequence.
+        settings: by the name of their case, for ``difference`` (two of them) and ``recall``.
+        telling: for ``difference``, heads are told apart whose L1 differs by more than this.
+        option: for ``skipped``, the option whose values the preset has predictions for.
+    """
+
+    name: str
+    measured: Literal["difference", "recall", "skipped", "mask"]
+    settings: Mapping[str, Settings] = field(default_factory=dict)
+    telling: float = 0.0
+    option: str = ""
 
 
 def _holds(options: Settings, some: Settings) -> bool:
