@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-from click.testing import CliRunner
 from diffusers import WanTransformer3DModel
+from linear_cases import LAYERS_OF_A_BLOCK, compared
 from support_matrix import VARIANTS
 from tiny_families import TINY, latents
 from tiny_parts import Fitting, unfitted
 from tiny_pipelines import latents_of, tiny_wan
 
-from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.pipelines import accelerate
 from vidsparse.pipelines.adapter import transformers_of
@@ -31,9 +29,6 @@ from vidsparse.pipelines.placement import has_bf16_products
 from vidsparse.pipelines.request import GenerateRequest, settings_hash
 
 pytestmark = pytest.mark.usefixtures("one_thread", "bf16_cpu")
-
-LAYERS_OF_A_BLOCK = 10
-"""Wan's: four of each attention, two of the feed-forward."""
 
 
 def in_bf16(pipe: Any) -> set[str]:
@@ -219,20 +214,8 @@ def test_accelerate_takes_it_by_name_and_by_speed(wide_model: Path) -> None:
 def test_compare_holds_a_speed_s_bf16_layers_against_the_models_own(
     wide_model: Path, tmp_path: Path
 ) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a red circle\n", encoding="utf-8")
-    out = tmp_path / "out"
-    result = CliRunner().invoke(
-        main,
-        [
-            *("compare", str(prompts), "--model", str(wide_model), "--speed", "high", "--parts"),
-            *("--frames", "9", "--size", "32x32", "--steps", "3"),
-            *("--out", str(out), "--device", "cpu"),
-        ],
-    )
-    assert result.exit_code == 0, result.output
-    (file,) = out.glob("*/report.json")
-    report = json.loads(file.read_text(encoding="utf-8"))
+    options = ("--speed", "high", "--parts", "--steps", "3")
+    report, _ = compared(wide_model, tmp_path, *options)
     assert report["settings"]["linear"] == "bf16"
     sides = report["prompts"][0]
     assert sides["dense"]["linear"] is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from diffusers import WanPipeline
+from linear_cases import LAYERS_OF_A_BLOCK, compared
 from support_matrix import VARIANTS
 from tiny_families import TINY, latents
 from tiny_pipelines import tiny_wan
@@ -27,9 +27,6 @@ from vidsparse.pipelines.models import load
 from vidsparse.pipelines.request import GenerateRequest, settings_hash
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-LAYERS_OF_A_BLOCK = 10
-"""Wan's: four of each attention, two of the feed-forward."""
 
 
 def in_8_bits(pipe: Any) -> set[str]:
@@ -209,21 +206,9 @@ def test_another_format_is_another_video(wide_model: Path) -> None:
 def test_compare_holds_8_bit_layers_against_the_models_own(
     wide_model: Path, tmp_path: Path
 ) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a red circle\n", encoding="utf-8")
-    out = tmp_path / "out"
-    result = CliRunner().invoke(
-        main,
-        [
-            *("compare", str(prompts), "--model", str(wide_model), "--method", "dense"),
-            *("--frames", "9", "--size", "32x32", "--steps", "2", "--linear", "int8"),
-            *("--out", str(out), "--device", "cpu"),
-        ],
-    )
-    assert result.exit_code == 0, result.output
-    assert f"{LAYERS_OF_A_BLOCK} of" in result.output
-    (file,) = out.glob("*/report.json")
-    report = json.loads(file.read_text(encoding="utf-8"))
+    options = ("--method", "dense", "--steps", "2", "--linear", "int8")
+    report, printed = compared(wide_model, tmp_path, *options)
+    assert f"{LAYERS_OF_A_BLOCK} of" in printed
     # both sides dense: all that they differ by is the format.
     assert report["settings"]["linear"] == "int8"
     sides = report["prompts"][0]

@@ -85,13 +85,13 @@ class CogVideoX(SmallModel):
         speeds={
             "high": {"psnr": 41.1, "prompts": 24},
             "balanced": {
-                "psnr": 36.4,
+                "psnr": 36.5,
                 "prompts": 24,
                 "method_options": {"share": 0.12},
                 "schedule": {"dense_steps": 0.16, "refresh": 0.08},
             },
             "fast": {
-                "psnr": 36.4,
+                "psnr": 36.6,
                 "prompts": 24,
                 "method_options": {"share": 0.12},
                 "schedule": {"dense_steps": 0.16, "refresh": 0.08},
