@@ -214,11 +214,12 @@ def eight_bits_that_pay(
 def gates_that_pay(implementation: str) -> bool:
     """Whether ``implementation`` is to run a gate that its method can do without.
 
-    ``gluon`` loses: judging scores holds up its softmax for longer than the products that are
-    skipped would take (BENCHMARKS, "Gates on an H200"). ``triton`` was not measured. ``torch`` and
-    ``reference`` never save time by a gate, and run it for what it does to the output.
+    The GPUs' kernels lose by it: judging scores holds up their softmax for longer than the products
+    that are skipped would take (BENCHMARKS, "Gates on an H200"; no other GPU was measured).
+    ``torch`` and ``reference`` never save time by a gate, and run it for what it does to the
+    output.
     """
-    return implementation != "gluon"
+    return implementation not in ("gluon", "triton")
 
 
 def _checked_scale(scale: float | None, head_dim: int) -> float:

@@ -188,9 +188,11 @@ def versions(places: Sequence[str], warmup: int, rep: int) -> Iterator[list[Vers
 
 
 def time_case(
-    case: str, all_of_them: Sequence[Version], rounds: int, first: int
+    case: str, all_of_them: Sequence[Version], rounds: int, first: int, only: str | None
 ) -> list[dict[str, Any]]:
-    """A row for every call that all versions time in ``case``: medians, and ratios to the first.
+    """A row for every call that all versions time in ``case``, or for ``only`` that one.
+
+    It holds medians, and ratios to the first version.
 
     The version at place ``first`` begins. The ratio of a layout is the median of its rounds, so
     that a slow round counts for all versions or none.
@@ -206,6 +208,7 @@ def time_case(
     }
     calls = [name for name in ready[0].get("calls", ()) if not failed]
     calls = [name for name in calls if all(name in told["calls"] for told in ready)]
+    calls = [name for name in calls if only in (None, name)]
     rows = [{**row, "failed": failed}] if failed else []
     for name in calls:
         taken: dict[str, list[float]] = {one.name: [] for one in all_of_them}
@@ -311,6 +314,8 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=20, metavar="MS")
     parser.add_argument("--rep", type=int, default=80, metavar="MS")
     parser.add_argument("--tokens", type=int, metavar="N", help="only cases of at most so many")
+    parser.add_argument("--tile", metavar="MxN", help="only cases of this tile")
+    parser.add_argument("--call", metavar="NAME", help="time only this of a case's calls")
     parser.add_argument("--within", type=float, default=0.01, metavar="SHARE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--layouts", type=int, default=1, metavar="N")
@@ -338,13 +343,14 @@ def main() -> int:
             for case in offered[0]["cases"]
             if all(case in each["cases"] for each in offered)
             and (asked.tokens is None or facts(case)["seq_len"] <= asked.tokens)
+            and (asked.tile is None or "x".join(map(str, facts(case)["tile"])) == asked.tile)
         ]
         for layout in range(asked.layouts):
             if asked.seconds is not None and time.monotonic() - began > asked.seconds:
                 break
             measured = []
             for case in shared:
-                measured += time_case(case, made, asked.rounds, first=layout)
+                measured += time_case(case, made, asked.rounds, layout, asked.call)
             for row in measured:
                 shown = row.get("failed") or " ".join(
                     [f"{row['call']}: {row['ms'][made[0].name][0]:.3f} ms"]

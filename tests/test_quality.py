@@ -145,7 +145,7 @@ def test_orders_are_compared_at_equal_computed_density(tiny_model: Path, tmp_pat
     assert row["computed"] == pytest.approx(0.35, abs=0.15)
     # a calibrated row is known again by its target, whatever top_p was found.
     known = [any(map(one.describes, rows)) for one in configurations(("orders",))]
-    assert known == [True] * 6 + [False] * 9
+    assert known == [True] * 6 + [False] * 14
 
 
 @pytest.mark.slow
@@ -276,6 +276,29 @@ def test_a_file_of_something_else_is_not_touched(tiny_model: Path, tmp_path: Pat
     assert done.exit_code == 2
     assert "holds no quality study" in done.stderr
     assert json.loads((tmp_path / "q.json").read_text()) == {"format": "other"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_rows_of_compiled_blocks_stand_apart_from_those_that_are_not(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    one = ("--study", "seconds", "--limit-rows", "1", "--prompts", "1", "--table")
+    assert _quality(tiny_model, tmp_path, *one).exit_code == 0
+    done = _quality(tiny_model, tmp_path, *one, "--compile")
+    assert done.exit_code == 0, done.output
+    plain, compiled = _rows(tmp_path)
+    assert (plain["method"], compiled["method"]) == ("dense", "dense")
+    assert ("compile" in plain, compiled["compile"]) == (False, True)
+    # the stock pipeline beside it is the same; the compiler rounds otherwise.
+    assert compiled["psnr_mean"] is None or compiled["psnr_mean"] > 60
+    titles = [line for line in done.stdout.splitlines() if line.startswith("###")]
+    assert [title.endswith(", compiled") for title in titles] == [False, True]
+    # each is found again, and the next one is measured.
+    again = _quality(tiny_model, tmp_path, *one, "--compile")
+    assert "1 of 29 rows are there already." in again.stderr
+    assert len(_rows(tmp_path)) == 3
 
 
 def test_a_method_is_timed_against_the_stock_pipeline(tiny_model: Path, tmp_path: Path) -> None:

@@ -95,16 +95,17 @@ def test_the_gate_and_the_8_bit_format_are_known_beforehand(
     assert asked == [(64, "fp8"), (None, None), (None, "int8")]
 
 
+@pytest.mark.parametrize("kernel", ["gluon", "triton"])
 def test_a_gate_that_costs_time_is_left_out_unless_its_kernel_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
     gated = SpargeAttn(lambda_=-6.0)
     assert route_of(gated).gates
-    can = dispatch._KNOWN["gluon"]._replace(reason=lambda *call: None)
-    monkeypatch.setitem(dispatch._KNOWN, "gluon", can)
-    assert route_of(gated).implementation == "gluon"
+    can = dispatch._KNOWN[kernel]._replace(reason=lambda *call: None)
+    monkeypatch.setitem(dispatch._KNOWN, kernel, can)
+    assert route_of(gated).implementation == kernel
     assert not route_of(gated).gates
-    assert route_of(gated, implementation="gluon").gates
+    assert route_of(gated, implementation=kernel).gates
     assert route_of(gated, implementation="torch").gates
     # its gate is what this method computes less by.
     assert route_of(Bsfa()).gates

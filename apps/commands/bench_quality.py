@@ -38,6 +38,11 @@ prompts.
     type=click.Choice(STUDIES),
     help="Run this study; repeat for several.  [default: all of them]",
 )
+@click.option(
+    "--compile",
+    is_flag=True,
+    help="Compile the blocks of every row's transformer, but not of the stock pipeline beside it.",
+)
 @click.option("--limit-rows", type=int, metavar="N", help="Measure at most N missing rows.")
 @click.option(
     "--out",

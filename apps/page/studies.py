@@ -71,7 +71,7 @@ def _study(form: Form, study: Mapping[str, Any], models: set[str]) -> str:
                 f"{point['psnr']:.1f} ± {format_number(point['std'], '.1f')} dB",
                 format_number(point["worst"], ".1f"),
                 format_number(point["ssim"], ".4f"),
-                *([f"{point['seconds']:.1f}", f"{point['speedup']:.2f}x"] if timed else []),
+                *([_seconds(point["seconds"]), f"{point['speedup']:.2f}x"] if timed else []),
             ],
             "link": settings_link(form, point["settings"], models),
         }
@@ -81,12 +81,24 @@ def _study(form: Form, study: Mapping[str, Any], models: set[str]) -> str:
         draw.macros("studies.html.j2").study(
             f"{title}: {study['model']}, {study['size']}, {study['frames']} frames",
             f"{text} PSNR against the dense video, means over {study['prompts']} prompts, "
-            f"{study['steps']} steps, {study['hardware']}, {study['date']}.",
+            f"{study['steps']} steps{_how(study)}, {study['hardware']}, {study['date']}.",
             [_chart(study, axis) for axis in axes],
             [*columns, *(["seconds", "speed"] if timed else [])],
             rows,
         )
     )
+
+
+def _how(study: Mapping[str, Any]) -> str:
+    """What seconds depend on beside the device: videos made at once, and compiled blocks."""
+    together, timed = study["batch"] or 1, study["dense_seconds"] is not None
+    words = [f"{together} videos at once"] if together > 1 and timed else []
+    words += ["compiled"] if study["compiled"] else []
+    return "".join(f", {word}" for word in words)
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
 def _chart(study: Mapping[str, Any], across: str) -> dict[str, Any]:
@@ -103,7 +115,7 @@ def _chart(study: Mapping[str, Any], across: str) -> dict[str, Any]:
         return (x - xs[0]) / (xs[-1] - xs[0])
 
     def text(x: float) -> str:
-        return f"{x:.1%} computed" if percent else f"{x:.1f} s"
+        return f"{x:.1%} computed" if percent else f"{_seconds(x)} s"
 
     lines = [
         {

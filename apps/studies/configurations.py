@@ -310,6 +310,16 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                     order=order,
                     aim=Aim("computed", target),
                 )
+        for order in ORDERS:
+            # where what is skipped is approximated, neighbours count for more.
+            yield Configuration(
+                study="orders",
+                method="foresight",
+                options={"share": 0.1},
+                order=order,
+                refresh=4,
+                dense_steps=3,
+            )
     if "equal" in studies:
         aim = Aim("selected", EQUAL_SELECTED)
         for method, own in _compared():

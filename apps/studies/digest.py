@@ -62,7 +62,7 @@ def digest(paths: Sequence[Path]) -> dict[str, Any]:
         ]
         for place in dict.fromkeys(map(_place, rows)):
             own = [row for row in rows if _place(row) == place]
-            study, model, size, frames, prompts = place
+            study, model, size, frames, prompts, compiled = place
             studies.append(
                 {
                     "study": study,
@@ -70,6 +70,9 @@ def digest(paths: Sequence[Path]) -> dict[str, Any]:
                     "size": size,
                     "frames": frames,
                     "prompts": prompts,
+                    "compiled": compiled,
+                    # rows of earlier versions do not say it.
+                    "batch": own[0].get("batch"),
                     "steps": own[0]["steps"],
                     "file": path.name,
                     "date": heading["date"],
@@ -82,8 +85,9 @@ def digest(paths: Sequence[Path]) -> dict[str, Any]:
     return {"format": FORMAT, "studies": studies}
 
 
-def _place(row: Row) -> tuple[str, str, str, int, int]:
-    return row["study"], row["model"], row["size"], row["frames"], row["prompts"]
+def _place(row: Row) -> tuple[str, str, str, int, int, bool]:
+    own = row["study"], row["model"], row["size"], row["frames"], row["prompts"]
+    return *own, bool(row.get("compile"))
 
 
 def _dense_seconds(rows: Sequence[Row]) -> float | None:

@@ -80,6 +80,7 @@ def prepare_study(
         ssim_every=options["ssim_every"],
         presets=Path(options["presets"]),
         commit=options["commit"] or _commit(),
+        compile=options.get("compile", False),
     )
 
 

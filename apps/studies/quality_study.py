@@ -56,6 +56,7 @@ class QualityStudy:
         ssim_every: int,
         presets: Path,
         commit: str,
+        compile: bool = False,
     ) -> None:
         self._terminal = terminal
         self._file = file
@@ -65,6 +66,7 @@ class QualityStudy:
         self._batch = batch
         self._ssim_every = ssim_every
         self._folder = presets
+        self._compile = compile
         self._prepared: dict[tuple[bool, str], LoadedPipeline] = {}
         self.commit = commit
 
@@ -77,6 +79,8 @@ class QualityStudy:
         return lambda row: (
             all(row.get(name) == value for name, value in conditions.items())
             and configuration.describes(row)
+            # a speed says itself whether it compiles.
+            and (configuration.speed is not None or bool(row.get("compile")) == self._compile)
         )
 
     @cached_property
@@ -88,6 +92,21 @@ class QualityStudy:
         loaded = load(first.model, device=first.device, dtype=first.dtype)
         loaded.pipe.set_progress_bar_config(disable=True)
         return loaded
+
+    def _with_parts(self, compile: bool, linear: str) -> LoadedPipeline:
+        """The model with compiled blocks and rounded weights, which stay: a pipeline of its own."""
+        from vidsparse.pipelines.models import load
+
+        parts = compile, linear
+        if parts == (False, "none"):
+            return self._loaded
+        if parts not in self._prepared:
+            first = self._requests[0]
+            self._prepared[parts] = load(
+                first.model, device=first.device, dtype=first.dtype, compile=compile, linear=linear
+            )
+            self._prepared[parts].pipe.set_progress_bar_config(disable=True)
+        return self._prepared[parts]
 
     def run_missing(
         self,
@@ -264,6 +283,7 @@ class QualityStudy:
             },
             "aim": configuration.aim and configuration.aim.density,
             "target": configuration.aim and configuration.aim.value,
+            **({"compile": True} if self._compile else {}),
         }
         if configuration.study == "orders":
             row.update(self._statistics(method, order))
@@ -300,11 +320,10 @@ class QualityStudy:
             )
             for request in self._requests
         ]
-        return self._generate(requests, label)
+        return self._generate(requests, label, self._with_parts(self._compile, "none"))
 
     def _at_speed(self, speed: str, label: str) -> tuple[dict[str, Any], list[Generated]]:
         """Videos by a bundle as ``generate --speed`` makes them, and what the row says of it."""
-        from vidsparse.pipelines.models import load
         from vidsparse.pipelines.request import resolve
 
         wanted = [unsettled(request, speed=speed) for request in self._requests]
@@ -312,20 +331,7 @@ class QualityStudy:
         first = requests[0]
         assert first.linear is not None
         parts = bool(first.compile), first.linear
-        loaded = self._loaded
-        if parts != (False, "none"):
-            # compiled blocks and rounded weights stay: they have a pipeline of their own.
-            if parts not in self._prepared:
-                self._prepared[parts] = load(
-                    first.model,
-                    device=first.device,
-                    dtype=first.dtype,
-                    compile=parts[0],
-                    linear=parts[1],
-                )
-                self._prepared[parts].pipe.set_progress_bar_config(disable=True)
-            loaded = self._prepared[parts]
-        made = self._generate(requests, label, loaded)
+        made = self._generate(requests, label, self._with_parts(*parts))
         # one that would miss what a model does leaves no step out, whatever was asked for.
         cached = any(step["kind"] == "cached" for one in made for step in one.record["steps"])
         row = {

@@ -32,17 +32,22 @@ def quality_file(path: Path) -> RowFile:
 
 
 def markdown_tables(rows: Sequence[Row]) -> str:
-    """The rows as Markdown, one table for each size and study."""
+    """The rows as Markdown, one table for each size and study, those of compiled blocks apart."""
     lines: list[str] = []
-    for size, frames, study in dict.fromkeys(map(_place, rows)):
-        own = [row for row in rows if _place(row) == (size, frames, study)]
+    for place in dict.fromkeys(map(_place, rows)):
+        size, frames, study, compiled = place
+        own = [row for row in rows if _place(row) == place]
         table = markdown(own, STUDY_COLUMNS[study])
-        lines += [f"### {size}, {frames} frames: {study}", "", table, ""]
+        title = f"{size}, {frames} frames: {study}" + (", compiled" if compiled else "")
+        lines += [f"### {title}", "", table, ""]
     return "\n".join(lines)
 
 
-def _place(row: Row) -> tuple[str, int, str]:
-    return row["size"], row["frames"], row["study"]
+def _place(row: Row) -> tuple[str, int, str, bool]:
+    study = row["study"]
+    # where a column says it, rows of both kinds stand in one table.
+    apart = "compiled" not in STUDY_COLUMNS[study]
+    return row["size"], row["frames"], study, apart and bool(row.get("compile"))
 
 
 def option_text(name: str) -> CellText:
