@@ -370,7 +370,7 @@ def test_what_is_done_with_a_video_or_a_comparison_is_done_with_the_one_that_is_
     page.get_by_role("option", name="dense, made beside B").click()
     other.tab("Compare")
     # long enough for a window to be opened while it is timed.
-    visitor.set("Steps", 40)
+    visitor.set("Steps", 24)
     other.set("Steps", 2)
     for each in (visitor, other):
         each.page.click("#compare")
@@ -378,7 +378,7 @@ def test_what_is_done_with_a_video_or_a_comparison_is_done_with_the_one_that_is_
     psnr = page.locator("#compare-facts .vs-tiles div", has_text="PSNR").first
     before = psnr.inner_text()
     # the second one has no such step.
-    for each, step, layer in ((visitor, 40, 3), (other, 2, 2)):
+    for each, step, layer in ((visitor, 24, 3), (other, 2, 2)):
         place = f"[data-step='{step - 1}'][data-layer='{layer - 1}']"
         each.page.locator(f"#heat vs-heat rect{place}").click()
         each.page.click("#record-cell")
@@ -405,7 +405,7 @@ def test_what_is_done_with_a_video_or_a_comparison_is_done_with_the_one_that_is_
     ).get_attribute("data-key")
     # what was chosen in the viewer and in the map stays as it was.
     playwright.expect(frame).to_have_value("4")
-    visitor.see("#heat .heads", "step 40, layer 3")
+    visitor.see("#heat .heads", "step 24, layer 3")
     # what is gone is said, and nothing else stands in for it.
     # of all visits' first videos the one that was made last is this visitor's.
     first = (out / "page").glob("*/0001-*.json")
