@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from matplotlib.figure import Figure
 
@@ -284,10 +285,14 @@ def test_a_file_of_something_else_is_not_touched(tiny_model: Path, tmp_path: Pat
 def test_rows_of_compiled_blocks_stand_apart_from_those_that_are_not(
     tiny_model: Path, tmp_path: Path
 ) -> None:
+    graphs = torch._dynamo.utils.counters["stats"]
     one = ("--study", "seconds", "--limit-rows", "1", "--prompts", "1", "--table")
+    before = graphs["unique_graphs"]
     assert _quality(tiny_model, tmp_path, *one).exit_code == 0
+    assert graphs["unique_graphs"] == before
     done = _quality(tiny_model, tmp_path, *one, "--compile")
     assert done.exit_code == 0, done.output
+    assert graphs["unique_graphs"] > before
     plain, compiled = _rows(tmp_path)
     assert (plain["method"], compiled["method"]) == ("dense", "dense")
     assert ("compile" in plain, compiled["compile"]) == (False, True)

@@ -249,6 +249,8 @@ class QualityStudy:
         else:
             row, made = self._configured(configuration, label)
         row["batch"] = self._batch
+        if self._compile:
+            row.setdefault("compile", True)
         return PendingRow.begin(configuration, row, dense, made, pool, ssim_every=self._ssim_every)
 
     def _finish(self, pending: PendingRow) -> None:
@@ -283,7 +285,6 @@ class QualityStudy:
             },
             "aim": configuration.aim and configuration.aim.density,
             "target": configuration.aim and configuration.aim.value,
-            **({"compile": True} if self._compile else {}),
         }
         if configuration.study == "orders":
             row.update(self._statistics(method, order))
@@ -363,7 +364,7 @@ class QualityStudy:
         """
         preset, seconds = self.presets.promising(configuration.method, psnr)
         requests = [unsettled(request, preset=preset.source) for request in self._requests]
-        made = self._generate(requests, label)
+        made = self._generate(requests, label, self._with_parts(self._compile, "none"))
         schedule = dict(preset.schedule)
         row = {
             "options": {
