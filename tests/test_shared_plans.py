@@ -20,10 +20,10 @@ from vidsparse.errors import OptionError
 from vidsparse.grid import TokenGrid
 from vidsparse.grouping import MERGES
 from vidsparse.masks import unpack_bits
-from vidsparse.methods import SPARSE_METHODS, make_method
+from vidsparse.methods import SPARSE_METHODS, Foresight, make_method
 from vidsparse.pipelines.layout import Layout
 from vidsparse.plan import SparsePlan, make_plan
-from vidsparse.planning import Ordered
+from vidsparse.planning import Ordered, plan_attention
 from vidsparse.ring import own_rows
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
@@ -250,6 +250,32 @@ def test_a_plan_for_another_text_keeps_the_video_s_choice_and_computes_all_text(
     # which goes back to where it came from.
     again = pairs_of(fitted.with_text(video, grids[0].tokens))
     assert torch.equal(again | pairs_of(made), again)
+
+
+@pytest.mark.parametrize("texts", [(40, 9), (9, 40), (16, 16), (0, 33)])
+@pytest.mark.parametrize("tile", [(16, 16), (64, 16), (128, 32)], ids=str)
+def test_a_plan_whose_text_chose_keys_too_has_the_right_shares_with_another_text(
+    texts: tuple[int, int], tile: tuple[int, int]
+) -> None:
+    grids = [TokenGrid(3, 11, 13, text=text) for text in texts]
+    made = [
+        plan_attention(
+            Foresight(share=0.2, tile=tile, text_rows="sparse"),
+            *random_qkv(grid.tokens, 16, torch.float32)[:2],
+            CallSite(0, 0, 1.0, grid),
+            v=random_qkv(grid.tokens, 16, torch.float32)[2],
+        )
+        for grid in grids
+    ]
+    fitted = made[0].with_text(grids[0].video, grids[1].tokens, text_rows="sparse")
+    pairs = pairs_of(fitted)
+    assert fitted.tokens == grids[1].tokens
+    # its own rows have everything: they did not choose.
+    assert bool(pairs[:, :, grids[0].video // tile[0] * tile[0] :].all())
+    if texts[0]:
+        share = pairs.double().mean((2, 3)).float()
+        torch.testing.assert_close(fitted.computed, share, atol=1e-6, rtol=0)
+        torch.testing.assert_close(fitted.selected, share, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["fg-attn", "foresight", "sol-attn"])

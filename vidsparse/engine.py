@@ -479,7 +479,8 @@ class AttentionEngine:
         if cell.action != Action.REUSE.value and not refreshed:
             return None
         cell.plan_step = kept.made
-        return kept.use(site.step, site.grid.video, site.grid.tokens)
+        assert isinstance(self.method, SparseMethod)
+        return kept.use(site.step, site.grid.video, site.grid.tokens, self.method.text_rows)
 
     def _keep(
         self,

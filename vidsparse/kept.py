@@ -71,14 +71,19 @@ class KeptPlan:
             return branch != self.by
         return step > self.made and (step == self.last or self.served < reuse)
 
-    def use(self, step: int, video: int, tokens: int) -> SparsePlan:
-        """Take it for ``step``, for a sequence of so many tokens, of which ``video`` come first."""
+    def use(self, step: int, video: int, tokens: int, text_rows: str) -> SparsePlan:
+        """Take it for ``step``, for a sequence of so many tokens, of which ``video`` come first.
+
+        ``text_rows`` is the method's that made it.
+        """
         self.served += step != self.last
         self.last = step
         if tokens == self.plan.tokens:
             return self.plan
         if tokens not in self.fitted:
-            self.fitted[tokens] = self.plan.with_text(video, tokens, self.tiles)
+            self.fitted[tokens] = self.plan.with_text(
+                video, tokens, self.tiles, text_rows=text_rows
+            )
         return self.fitted[tokens]
 
     def holds(self, plan: SparsePlan) -> bool:

@@ -106,13 +106,16 @@ class SparsePlan:
             computed=last(self.computed),
         )
 
-    def with_text(self, video: int, tokens: int, tiles: range | None = None) -> SparsePlan:
+    def with_text(
+        self, video: int, tokens: int, tiles: range | None = None, *, text_rows: str = "dense"
+    ) -> SparsePlan:
         """This plan for a sequence whose text has another length: ``tokens`` tokens in all.
 
         ``video`` tokens stand before the text in both. What was chosen among them stays; tiles with
         text in them are computed in full, both ways, as in every plan, and so is a tile that the
         video does not fill. If this plan had no text, the new shares are exact except for that last
-        tile.
+        tile. ``text_rows`` says what rows of text have in this plan: everything, or, if ``sparse``,
+        as many keys as each row of the video.
 
         A plan made by ``own_rows`` must say which query ``tiles`` it has.
         """
@@ -156,7 +159,11 @@ class SparsePlan:
             of_rows, of_keys = whole_rows * rows, whole_keys * keys
             pairs = share.double() * float(self.tokens) ** 2
             if self.tokens > video:
-                pairs -= (self.tokens - of_rows) * self.tokens + of_rows * (self.tokens - of_keys)
+                if text_rows == "dense":
+                    pairs -= (self.tokens - of_rows) * self.tokens
+                else:
+                    pairs *= of_rows / float(self.tokens)
+                pairs -= of_rows * (self.tokens - of_keys)
             else:
                 pairs *= of_rows * of_keys / float(video) ** 2
             pairs += (tokens - of_rows) * tokens + of_rows * (tokens - of_keys)
@@ -206,7 +213,7 @@ def plan_of_blocks(words: Tensor, count: Tensor, tile: tuple[int, int], tokens: 
     has_last = (words[..., last // 32] >> (last % 32)) & 1
     keys = count * tile[1] - has_last * ((last + 1) * tile[1] - tokens)
     share = ((keys * rows).sum(-1).double() / float(tokens) ** 2).float()
-    # blocks that hold text keep everything, and stand last in the sequence: they go first.
+    # blocks that hold text mostly keep everything, and stand last in the sequence: they go first.
     number = torch.arange(blocks - 1, -1, -1, dtype=torch.int32, device=device)
     return SparsePlan(
         q_tiles=number.view(1, 1, -1, 1).expand(batch, heads, -1, -1).contiguous(),

@@ -111,8 +111,9 @@ def plan_attention(
 ) -> SparsePlan:
     """Mask and plan for ``q``, ``k`` ``[B, H, S, D]`` in token order, text last.
 
-    ``v`` in that order is for methods that look at values, too. Tiles that hold text tokens are
-    computed in full, both ways. Heads go in chunks where the mask of all of them would be too
+    ``v`` in that order is for methods that look at values, too. Key tiles that hold text tokens are
+    listed by all, and query tiles that do list everything, unless the method's ``text_rows`` are
+    ``sparse``. Heads go in chunks where the mask of all of them would be too
     large. Without a ``route`` the one for such tensors is found.
     """
     route = route or find_route(method, q, k, k)
@@ -142,7 +143,8 @@ def _plan_by_torch(
             values = None if v is None else v[:, heads]
             mask = method.select(q[:, heads], k[:, heads], part, v=values)
             if grid.text:
-                mask[:, :, grid.video // rows :] = True
+                if method.text_rows == "dense":
+                    mask[:, :, grid.video // rows :] = True
                 mask[:, :, :, grid.video // keys :] = True
             plans.append(
                 make_plan(mask, method.tile, tokens, method.merge, block_rows=route.block_rows)

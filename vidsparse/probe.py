@@ -166,7 +166,8 @@ def _head(
     rows, keys = method.tile
     kept = method.select(q, k, site, v=v)[0, 0]
     if site.grid.text:
-        kept[site.grid.video // rows :] = True
+        if method.text_rows == "dense":
+            kept[site.grid.video // rows :] = True
         kept[:, site.grid.video // keys :] = True
     scores = pooled_scores(q, k, method.tile)[0, 0]
     return (scores - scores.amax(-1, keepdim=True)).exp(), kept

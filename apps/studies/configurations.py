@@ -220,7 +220,13 @@ class Configuration:
             return same
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
         # what a row does not tell is what versions did that did not know of it.
-        before = {"reuse": 1, "dense_ends": 0, "refresh": 0, "plans": "own"}
+        before = {
+            "reuse": 1,
+            "dense_ends": 0,
+            "refresh": 0,
+            "plans": "own",
+            "text_rows": "dense",
+        }
         theirs = {**before, **row["options"]}
         # a method that selects in another way leaves its usual number out.
         if self.knob is not None and theirs.get(self.knob.name) is None:

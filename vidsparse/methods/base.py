@@ -34,6 +34,9 @@ USUAL_MEANS: Final = 64
 PLANS: Final = ("shared", "own")
 """What a ``plans`` option can be."""
 
+TEXT_ROWS: Final = ("dense", "sparse")
+"""What a ``text_rows`` option can be."""
+
 QUANTIZE: Final = ("auto", "int8", "fp8", "none")
 """What a ``quantize`` option can be."""
 
@@ -98,7 +101,9 @@ class SparseMethod(Method):
     with None these are left out. ``plans`` is ``shared`` if both guidance branches attend by the
     conditional one's plan, and ``own`` if each has its own. Guidance of strength g adds g times the
     error of one branch and 1 - g times the error of the other: an error that both share stays as it
-    is, and what they differ by is magnified.
+    is, and what they differ by is magnified. ``text_rows`` is ``dense`` if query tiles that hold
+    text attend to everything, and ``sparse`` if they attend to what the method selects for them, as
+    those of the video do. Keys of text are attended by all either way.
 
     A method that can be calibrated has a field ``numbers`` too. ``free_options`` names the options
     that may change without new numbers, and ``needs_numbers`` says that it cannot run without any.
@@ -117,6 +122,7 @@ class SparseMethod(Method):
     quantize: str | None = None
     means: int | None = None
     plans: str = "own"
+    text_rows: str = "dense"
     numbers: Numbers | None = None
     needs_numbers: ClassVar[bool] = False
     knobs: ClassVar[tuple[Knob, ...]] = ()
@@ -408,6 +414,27 @@ def check_plans(method: SparseMethod) -> None:
     """Raise an ``OptionError`` where ``method.plans`` is nothing that it can be."""
     if method.plans not in PLANS:
         raise OptionError(f"plans must be one of {', '.join(PLANS)}, got {method.plans!r}")
+
+
+def text_rows_option() -> Any:
+    """The field of what rows of text attend to; see ``SparseMethod``."""
+    return option(
+        "dense",
+        flag="--text-rows",
+        metavar="NAME",
+        help="rows of text in the video's sequence: dense, which attend to everything, or sparse, "
+        "which choose their keys as the video's rows do",
+        convert=str,
+        choices=TEXT_ROWS,
+    )
+
+
+def check_text_rows(method: SparseMethod) -> None:
+    """Raise an ``OptionError`` where ``method.text_rows`` is nothing that it can be."""
+    if method.text_rows not in TEXT_ROWS:
+        raise OptionError(
+            f"text_rows must be one of {', '.join(TEXT_ROWS)}, got {method.text_rows!r}"
+        )
 
 
 def eight_bit_option() -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.errors import OptionError
+from vidsparse.masks import tile_count
 from vidsparse.methods.base import (
     BlockChoice,
     Selection,
@@ -16,10 +17,12 @@ from vidsparse.methods.base import (
     as_tile,
     check_plans,
     check_share,
+    check_text_rows,
     means_option,
     option,
     plans_option,
     settle_means,
+    text_rows_option,
     tile_option,
 )
 from vidsparse.methods.numbers import Numbers
@@ -53,11 +56,12 @@ class Foresight(SparseMethod):
     is the same for all blocks of the head.
 
     ``rows`` is the number of query rows that are judged as one; None takes 16 up to 40,000 tokens
-    and 32 beyond, but no more than M.
+    and 32 beyond, but no more than M. ``text_rows`` says whether blocks that hold text choose their
+    chunks, too (``sparse``), or attend to everything.
 
     Raises:
-        OptionError: ``share`` is outside (0, 1]; ``rows`` does not divide M; ``tile`` or ``means``
-            has an unknown value.
+        OptionError: ``share`` is outside (0, 1]; ``rows`` does not divide M; ``tile``, ``means``,
+            ``plans`` or ``text_rows`` has an unknown value.
     """
 
     name: ClassVar[str] = "foresight"
@@ -85,6 +89,7 @@ class Foresight(SparseMethod):
     )
     means: int | None = means_option()
     plans: str = plans_option()
+    text_rows: str = text_rows_option()
     merge: ClassVar[str] = "consecutive"  # type: ignore[misc]
     numbers: Numbers | None = None
 
@@ -93,6 +98,7 @@ class Foresight(SparseMethod):
         object.__setattr__(self, "tile", as_tile(self.tile))
         settle_means(self)
         check_plans(self)
+        check_text_rows(self)
         if self.rows is not None and (self.rows not in ROWS or self.tile[0] % self.rows):
             fitting = ", ".join(str(rows) for rows in ROWS if self.tile[0] % rows == 0)
             raise OptionError(
@@ -175,7 +181,10 @@ class Foresight(SparseMethod):
         ranks = residual_ranks(q_tiles, k_chunks, v_chunks, rows // judged, q.shape[-1] ** -0.5)
         chunks = site.grid.video_tiles(keys)
         listed = self.listed(chunks, site, q.shape[1], q.device)
-        words, count = largest_chunks(ranks, listed, chunks, site.grid.video_tiles(rows))
+        choosing = (
+            site.grid.video_tiles(rows) if self.text_rows == "dense" else tile_count(tokens, rows)
+        )
+        words, count = largest_chunks(ranks, listed, chunks, choosing)
         # a mean that text has a part in would pull the video's keys towards it.
         means = None
         if self.means is not None and not site.grid.text:
