@@ -20,6 +20,8 @@ another number. The studies:
   so that runs of equal work can be compared.
 - ``block-rows``: lists for blocks of 128, 64, 32 and 16 rows, which compute as much of a short
   sequence in all, at three schedules of the model `shapes` and one of `shapes-joint`.
+- ``text-rows``: rows of text that attend to everything and that choose their keys, and what finer
+  tiles add; for models whose text stands in the video's sequence, such as `shapes-joint`.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
@@ -74,6 +76,7 @@ STUDIES: Final = (
     "precision",
     "dense-steps",
     "block-rows",
+    "text-rows",
     "few-steps",
     "seconds",
     "speeds",
@@ -92,7 +95,7 @@ EQUAL_SELECTED: Final = 0.35
 DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
 REUSED: Final = (1, 2, 4)
 CURVE_COMPUTED: Final = (0.25, 0.4, 0.55, 0.7)
-# studies of refreshes, shared plans, few steps and promises name their methods: they ask what the
+# studies of refreshes, shared plans, text, few steps and promises name their methods: they ask what the
 # method of the shipped models gains by a schedule, and set shares and refreshes against each other
 # so that runs do equal work. Others stand beside it where it must be seen that the gain is not its
 # own alone. No method could declare that by itself.
@@ -129,6 +132,18 @@ BLOCK_SCHEDULES: Final[tuple[tuple[float, Mapping[str, Any]], ...]] = (
     (0.2, {"dense_steps": 4, "reuse": 2}),
 )
 """Shares of ``foresight`` and their schedules."""
+
+TEXT_ROWS: Final[tuple[tuple[float, str, int, int, str], ...]] = (
+    (0.12, "16x8", 3, 4, "sparse"),
+    (0.146, "16x8", 2, 0, "sparse"),
+    (0.15, "32x16", 3, 4, "dense"),
+    (0.15, "32x16", 3, 4, "sparse"),
+    (0.134, "32x16", 3, 4, "sparse"),
+    (0.148, "32x16", 2, 0, "sparse"),
+    (0.28, "16x8", 3, 0, "sparse"),
+    (0.105, "16x8", 3, 0, "sparse"),
+)
+"""Shares and tiles of ``foresight``, dense steps, refreshes, and what rows of text attend to."""
 
 REFRESHED_DENSE_STEPS: Final = 3
 FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
@@ -394,6 +409,15 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                     order=None,
                     **schedule,
                 )
+    if "text-rows" in studies:
+        for share, tile, dense_steps, refresh, text_rows in TEXT_ROWS:
+            yield Configuration(
+                study="text-rows",
+                method="foresight",
+                options={"share": share, "tile": tile, "plans": "shared", "text_rows": text_rows},
+                refresh=refresh,
+                dense_steps=dense_steps,
+            )
     if "few-steps" in studies:
         for method, own, dense_steps, refresh in FEW_STEPS:
             yield Configuration(

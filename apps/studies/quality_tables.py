@@ -209,6 +209,11 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
     },
     "dense-steps": _REFRESH_COLUMNS,
     "block-rows": {"tile": option_text("tile"), **_REFRESH_COLUMNS},
+    "text-rows": {
+        "tile": option_text("tile"),
+        "text rows": option_text("text_rows"),
+        **_REFRESH_COLUMNS,
+    },
     "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
         "method": lambda row: str(row["method"]),
