@@ -95,10 +95,10 @@ EQUAL_SELECTED: Final = 0.35
 DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
 REUSED: Final = (1, 2, 4)
 CURVE_COMPUTED: Final = (0.25, 0.4, 0.55, 0.7)
-# studies of refreshes, shared plans, text, few steps and promises name their methods: they ask what the
-# method of the shipped models gains by a schedule, and set shares and refreshes against each other
-# so that runs do equal work. Others stand beside it where it must be seen that the gain is not its
-# own alone. No method could declare that by itself.
+# studies of refreshes, shared plans, text, few steps and promises name their methods: they ask what
+# the method of the shipped models gains by a schedule, and set shares and refreshes against each
+# other so that runs do equal work. Others stand beside it where it must be seen that the gain is
+# not its own alone. No method could declare that by itself.
 REFRESHED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
     ("foresight", {"share": 0.08}, 4),
     ("foresight", {"share": 0.28}, 0),
