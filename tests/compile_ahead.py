@@ -3,6 +3,7 @@
     python tests/compile_ahead.py            # the variants that differ, a minute or two
     python tests/compile_ahead.py 90 --all   # every tile and dtype for one generation
     python tests/compile_ahead.py 80 --loops # also how many instructions the main loop has
+    python tests/compile_ahead.py 90 --covering # only whether all of the kernels' code compiles
 
 A line holds registers of a thread, bytes of stack (spilled registers), and shared memory of a
 block, beside the most that a block of that generation can have. The `gluon` kernel's registers are
@@ -19,6 +20,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
 
@@ -27,6 +29,8 @@ from cubins import compile_variant
 from kernel_variants.attention import EXTRAS, attention, gluon_attention, gluon_extras, join_parts
 from kernel_variants.base import HEAD_DIMS, SHARED_KIB, Variant
 from kernel_variants.planning import means, planning, quantization
+
+from vidsparse.kernels.attention.hopper.arguments import Sizes
 
 TILES = [(m, n) for m in (16, 32, 64, 128) for n in (1, 8, 16, 32, 64, 128)]
 DTYPES = ("bf16", "fp16")
@@ -65,6 +69,34 @@ def variants(
         yield from planning(cc, head_dims, every=every)
 
 
+def covering(variants: list[Variant]) -> list[Variant]:
+    """As few as have all values that an argument of a kernel has in ``variants``.
+
+    All that is written in a kernel is compiled then, for every type and constant once, though not
+    for all that go together. Of two that are as good the first.
+    """
+    values = [set(_values(variant)) for variant in variants]
+    missing = set[tuple[object, ...]]().union(*values)
+    chosen = set[int]()
+    while missing:
+        most = max(range(len(variants)), key=lambda i: len(values[i] & missing))
+        missing -= values[most]
+        chosen.add(most)
+    return [variants[i] for i in sorted(chosen)]
+
+
+def _values(variant: Variant) -> Iterator[tuple[object, ...]]:
+    """What a variant's kernel is compiled for: of each argument the type, or the constant."""
+    which = (variant.cc, variant.kernel)
+    yield *which, variant.warps, variant.stages
+    for name, kind in variant.types.items():
+        yield *which, name, kind, name in variant.aligned
+    for name, value in variant.constants.items():
+        parts = asdict(value) if isinstance(value, Sizes) else {"": value}
+        # 1 and True are equal, but compile to different code.
+        yield from ((*which, name, part, repr(each)) for part, each in parts.items())
+
+
 def _capability(text: str) -> int:
     if not text.isdecimal() or int(text) not in SHARED_KIB:
         raise argparse.ArgumentTypeError(f"choose from {', '.join(map(str, SHARED_KIB))}")
@@ -81,17 +113,24 @@ def main() -> int:
     parser.add_argument(
         "--loops", action="store_true", help="also count the instructions of main loops"
     )
+    parser.add_argument(
+        "--covering",
+        action="store_true",
+        help="only as few as have every type and constant that an argument has, not read further",
+    )
     arguments = parser.parse_args()
     capabilities = arguments.capability or list(SHARED_KIB)
     head_dims = [arguments.head_dim] if arguments.head_dim else list(HEAD_DIMS)
     todo = list(variants(capabilities, head_dims, every=arguments.all))
+    if arguments.covering:
+        todo = covering(todo)
     print(f"triton {triton.__version__}")
     failed = 0
     # kernels cannot be sent to another process, but a fork has them.
     with ProcessPoolExecutor(
         arguments.jobs, get_context("fork"), initializer=_WORK.extend, initargs=(todo,)
     ) as pool:
-        report = partial(_report, loops=arguments.loops)
+        report = partial(_report, loops=arguments.loops, waits=not arguments.covering)
         for variant, (text, right) in zip(todo, pool.map(report, range(len(todo))), strict=True):
             print(f"{variant}: {text}", flush=True)
             failed += not right
@@ -102,12 +141,12 @@ def main() -> int:
 _WORK: list[Variant] = []
 
 
-def _report(number: int, *, loops: bool) -> tuple[str, bool]:
+def _report(number: int, *, loops: bool, waits: bool) -> tuple[str, bool]:
     """Compile a variant; a line of what it needs, and whether it compiled and fits."""
     variant = _WORK[number]
     limit = SHARED_KIB[variant.cc] * 1024
     try:
-        needs = compile_variant(variant, loops=loops)
+        needs = compile_variant(variant, loops=loops, waits=waits)
     except Exception as error:
         return f"FAILED {type(error).__name__}: {error}", False
     fits = needs.shared <= limit
