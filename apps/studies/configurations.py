@@ -133,7 +133,7 @@ BLOCK_SCHEDULES: Final[tuple[tuple[float, Mapping[str, Any]], ...]] = (
 )
 """Shares of ``foresight`` and their schedules."""
 
-TEXT_ROWS: Final[tuple[tuple[float, str, int, int, str], ...]] = (
+TEXT_SETTINGS: Final[tuple[tuple[float, str, int, int, str], ...]] = (
     (0.12, "16x8", 3, 4, "sparse"),
     (0.146, "16x8", 2, 0, "sparse"),
     (0.15, "32x16", 3, 4, "dense"),
@@ -410,7 +410,7 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                     **schedule,
                 )
     if "text-rows" in studies:
-        for share, tile, dense_steps, refresh, text_rows in TEXT_ROWS:
+        for share, tile, dense_steps, refresh, text_rows in TEXT_SETTINGS:
             yield Configuration(
                 study="text-rows",
                 method="foresight",
