@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import urllib.parse
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,13 @@ def test_every_point_is_drawn_inside_of_its_chart_and_listed(form: Any) -> None:
     assert len(places) >= 2 * len(POINTS)
     assert min(places) >= 0
     assert max(places) <= 100
+
+
+def test_no_axis_goes_below_zero_and_its_ticks_differ(form: Any) -> None:
+    for chart in studies_page(form).split("<figure")[1:]:
+        for side in "xy":
+            labels = re.findall(rf'class="tick {side}"[^>]*>(-?[\d.]+)', chart)
+            numbers = [float(label) for label in labels]
+            assert len(numbers) >= 3
+            assert min(numbers) >= 0
+            assert len(set(numbers)) == len(numbers)

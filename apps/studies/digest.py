@@ -94,7 +94,7 @@ def _dense_seconds(rows: Sequence[Row]) -> float | None:
     # others may share their machine: what they took is not what is asked of them.
     timed = [row for row in rows if row["study"] == _TIMED]
     found = [row["dense_video_seconds"] for row in timed if row.get("dense_video_seconds")]
-    return round(median(found), 3) if found else None
+    return round(median(found), 4) if found else None
 
 
 def _lines(rows: Sequence[Row], label: Callable[[Row], str]) -> dict[str, list[dict[str, Any]]]:
@@ -120,7 +120,7 @@ def _point(row: Row) -> dict[str, Any]:
         "std": rounded("psnr_std", 2),
         "worst": rounded("psnr_worst", 2),
         "ssim": rounded("ssim_mean", 4),
-        "seconds": rounded("video_seconds", 2) if row["study"] == _TIMED else None,
+        "seconds": rounded("video_seconds", 4) if row["study"] == _TIMED else None,
         "speedup": rounded("speedup", 2) if row["study"] == _TIMED else None,
         "settings": _settings(row),
     }
