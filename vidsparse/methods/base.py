@@ -412,8 +412,7 @@ def plans_option() -> Any:
 
 def check_plans(method: SparseMethod) -> None:
     """Raise an ``OptionError`` where ``method.plans`` is nothing that it can be."""
-    if method.plans not in PLANS:
-        raise OptionError(f"plans must be one of {', '.join(PLANS)}, got {method.plans!r}")
+    _check_word(method, "plans", PLANS)
 
 
 def text_rows_option() -> Any:
@@ -431,10 +430,13 @@ def text_rows_option() -> Any:
 
 def check_text_rows(method: SparseMethod) -> None:
     """Raise an ``OptionError`` where ``method.text_rows`` is nothing that it can be."""
-    if method.text_rows not in TEXT_ROWS:
-        raise OptionError(
-            f"text_rows must be one of {', '.join(TEXT_ROWS)}, got {method.text_rows!r}"
-        )
+    _check_word(method, "text_rows", TEXT_ROWS)
+
+
+def _check_word(method: SparseMethod, name: str, words: tuple[str, ...]) -> None:
+    value = getattr(method, name)
+    if value not in words:
+        raise OptionError(f"{name} must be one of {', '.join(words)}, got {value!r}")
 
 
 def eight_bit_option() -> Any:
