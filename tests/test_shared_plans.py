@@ -258,16 +258,10 @@ def test_a_plan_whose_text_chose_keys_too_has_the_right_shares_with_another_text
     texts: tuple[int, int], tile: tuple[int, int]
 ) -> None:
     grids = [TokenGrid(3, 11, 13, text=text) for text in texts]
-    made = [
-        plan_attention(
-            Foresight(share=0.2, tile=tile, text_rows="sparse"),
-            *random_qkv(grid.tokens, 16, torch.float32)[:2],
-            CallSite(0, 0, 1.0, grid),
-            v=random_qkv(grid.tokens, 16, torch.float32)[2],
-        )
-        for grid in grids
-    ]
-    fitted = made[0].with_text(grids[0].video, grids[1].tokens, text_rows="sparse")
+    q, k, v = random_qkv(grids[0].tokens, 16, torch.float32)
+    method = Foresight(share=0.2, tile=tile, text_rows="sparse")
+    made = plan_attention(method, q, k, CallSite(0, 0, 1.0, grids[0]), v=v)
+    fitted = made.with_text(grids[0].video, grids[1].tokens, text_rows="sparse")
     pairs = pairs_of(fitted)
     assert fitted.tokens == grids[1].tokens
     # its own rows have everything: they did not choose.

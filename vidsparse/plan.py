@@ -112,10 +112,10 @@ class SparsePlan:
         """This plan for a sequence whose text has another length: ``tokens`` tokens in all.
 
         ``video`` tokens stand before the text in both. What was chosen among them stays; tiles with
-        text in them are computed in full, both ways, as in every plan, and so is a tile that the
-        video does not fill. If this plan had no text, the new shares are exact except for that last
-        tile. ``text_rows`` says what rows of text have in this plan: everything, or, if ``sparse``,
-        as many keys as each row of the video.
+        text in them are computed in full in the new one, both ways, and so is a tile that the video
+        does not fill. If this plan had no text, the new shares are exact except for that last tile.
+        ``text_rows`` says what rows of text have in this plan: everything, or, if ``sparse``, as
+        many keys as each row of the video.
 
         A plan made by ``own_rows`` must say which query ``tiles`` it has.
         """
@@ -213,7 +213,8 @@ def plan_of_blocks(words: Tensor, count: Tensor, tile: tuple[int, int], tokens: 
     has_last = (words[..., last // 32] >> (last % 32)) & 1
     keys = count * tile[1] - has_last * ((last + 1) * tile[1] - tokens)
     share = ((keys * rows).sum(-1).double() / float(tokens) ** 2).float()
-    # blocks that hold text mostly keep everything, and stand last in the sequence: they go first.
+    # blocks that hold text stand last in the sequence. Where they keep everything they are the
+    # longest, so they go first.
     number = torch.arange(blocks - 1, -1, -1, dtype=torch.int32, device=device)
     return SparsePlan(
         q_tiles=number.view(1, 1, -1, 1).expand(batch, heads, -1, -1).contiguous(),

@@ -113,8 +113,8 @@ def plan_attention(
 
     ``v`` in that order is for methods that look at values, too. Key tiles that hold text tokens are
     listed by all, and query tiles that do list everything, unless the method's ``text_rows`` are
-    ``sparse``. Heads go in chunks where the mask of all of them would be too
-    large. Without a ``route`` the one for such tensors is found.
+    ``sparse``. Heads go in chunks where the mask of all of them would be too large. Without a
+    ``route`` the one for such tensors is found.
     """
     route = route or find_route(method, q, k, k)
     if route.selection in ("select", "blocks"):
