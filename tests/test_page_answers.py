@@ -125,11 +125,13 @@ def test_a_model_chosen_before_the_server_is_asked_again_is_answered(
     visitor.calls_at_rest()
     refused: list[Any] = []
     asked: list[Any] = []
+    late: list[Any] = []
 
     def busy(call: Any) -> None:
         told = call.request.post_data
         if r"\"name\":\"kept\"" in told:
-            refused.append(call)
+            # how often it was refused before depends on how long the choice took.
+            (late if asked else refused).append(call)
             if chosen == "after it":
                 call.fulfill(status=503, json={"detail": "not now"})
         elif r"\"name\":\"model\"" in told:
@@ -146,7 +148,8 @@ def test_a_model_chosen_before_the_server_is_asked_again_is_answered(
         page.wait_for_timeout(1000)
         assert (len(refused), len(asked)) == (1, 0)
         refused[0].fulfill(status=503, json={"detail": "not now"})
-    # its answer comes once the page would have asked again for what the browser kept.
+    # its answer comes once the page would have asked again for what the browser kept: that is after
+    # eight seconds at most.
     page.wait_for_timeout(9000)
     for call in asked:
         call.continue_()
@@ -157,7 +160,7 @@ def test_a_model_chosen_before_the_server_is_asked_again_is_answered(
     playwright.expect(page.get_by_label("Model", exact=True)).to_have_value("shapes-joint")
     playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value(steps)
     visitor.see("#model-card", resolve_model("shapes-joint").description)
-    assert len(refused) == 1
+    assert refused and not late
 
 
 def test_the_settings_of_a_video_bring_its_model_and_what_is_said_of_it(visit: Any) -> None:
