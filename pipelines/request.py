@@ -177,8 +177,7 @@ class GenerateRequest:
             check_order(self.order)
         check_choice("implementation", self.implementation, ("auto", *IMPLEMENTATIONS))
         check_choice("dense_kernel", self.dense_kernel, DENSE_KERNELS)
-        given = {f.name: getattr(self, f.name) for f in fields(Schedule)}
-        Schedule(**{name: value for name, value in given.items() if value is not None})
+        Schedule.of(self)
         if self.preset is None:
             if not self.method:
                 name = own_method(self.model, self.speed, self.method_options)

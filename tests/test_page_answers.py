@@ -160,7 +160,8 @@ def test_a_model_chosen_before_the_server_is_asked_again_is_answered(
     playwright.expect(page.get_by_label("Model", exact=True)).to_have_value("shapes-joint")
     playwright.expect(page.get_by_label("Steps", exact=True)).to_have_value(steps)
     visitor.see("#model-card", resolve_model("shapes-joint").description)
-    assert refused and not late
+    assert refused
+    assert not late
 
 
 def test_the_settings_of_a_video_bring_its_model_and_what_is_said_of_it(visit: Any) -> None:

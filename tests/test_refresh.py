@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def engine_of(
     method: str = "foresight", *, layers: int = 1, plans: str = "shared", **schedule: Any
 ) -> AttentionEngine:
-    options = {"share": 0.1} if method == "foresight" else {"topk": 0.1}
+    options: dict[str, Any] = {"share": 0.1} if method == "foresight" else {"topk": 0.1}
+    options |= {name: schedule.pop(name) for name in ("fading",) if name in schedule}
     return AttentionEngine(
         make_method(method, plans=plans, **options),
         schedule=Schedule(**{"dense_steps": 2, "refresh": 3, **schedule}),
@@ -64,6 +66,13 @@ def row(schedule: Schedule, steps: int) -> str:
         ({"dense_steps": 3, "refresh": 1}, 10, "ddfrrrrrrr"),
         ({"dense_steps": 0, "refresh": 2}, 8, "frrfrrrr"),
         ({"dense_steps": 2, "refresh": 2, "dense_last_steps": 2}, 10, "dfrrfrrrdd"),
+        # beyond its reach a refresh is as if it had not been.
+        ({"dense_steps": 3, "refresh": 1, "reach": 3}, 10, "ddfrrrpppp"),
+        ({"dense_steps": 3, "refresh": 4, "reach": 3}, 20, "ddfrrfrrrpfrrrfrrrpp"),
+        ({"dense_steps": 3, "refresh": 1, "reach": 3, "reuse": 2}, 10, "ddfrrrprpr"),
+        # a plan that may serve longer does so without what was kept with it.
+        ({"dense_steps": 3, "refresh": 1, "reach": 1, "reuse": 3}, 10, "ddfrrprrpr"),
+        ({"dense_steps": 3, "refresh": 1, "reach": 9}, 10, "ddfrrrrrrr"),
         # where all are refreshes none keeps anything.
         ({"dense_steps": 1, "refresh": 1.0}, 4, "dddd"),
         ({"dense_steps": 1, "refresh": 0, "reuse": 2}, 5, "dprpr"),
@@ -81,11 +90,12 @@ def test_refreshes_begin_with_the_last_dense_step_and_grow_apart(
     dense=st.integers(0, 30),
     last=st.integers(0, 10),
     wanted=st.integers(1, 130),
+    reach=st.none() | st.integers(1, 40),
 )
 def test_there_are_as_many_refreshes_as_asked_for_or_as_fit(
-    steps: int, dense: int, last: int, wanted: int
+    steps: int, dense: int, last: int, wanted: int, reach: int | None
 ) -> None:
-    schedule = Schedule(dense_steps=dense, dense_last_steps=last, refresh=wanted)
+    schedule = Schedule(dense_steps=dense, dense_last_steps=last, refresh=wanted, reach=reach)
     window, found = schedule.sparse_window(steps), schedule.refresh_steps(steps)
     if not window:
         assert found == ()
@@ -96,8 +106,10 @@ def test_there_are_as_many_refreshes_as_asked_for_or_as_fit(
     assert found[-1] < window.stop
     assert all(one < other for one, other in itertools.pairwise(found))
     for step in window:
-        assert schedule.refresh_before(step, steps) == max(one for one in found if one <= step)
-        assert schedule.plan_step(step, steps) == schedule.refresh_before(step, steps)
+        nearest = max(one for one in found if one <= step)
+        reached = reach is None or step - nearest <= reach
+        assert schedule.refresh_for(step, steps) == (nearest if reached else None)
+        assert schedule.plan_step(step, steps) == (nearest if reached else step)
 
 
 @pytest.mark.parametrize("name", ["refresh", "dense_steps"])
@@ -110,6 +122,20 @@ def test_a_count_of_one_is_not_a_share_of_one_in_the_same_process(name: str) -> 
     assert len(one.refresh_steps(10)) == (1 if name == "refresh" else 2)
     assert len(whole.refresh_steps(10)) == (9 if name == "refresh" else 0)
     assert len(one.refresh_steps(10)) == (1 if name == "refresh" else 2)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "2"])
+def test_a_bad_reach_is_refused_by_name(bad: Any) -> None:
+    for make in (Schedule, vidsparse.make_method):
+        name = () if make is Schedule else ("foresight",)
+        with pytest.raises(vidsparse.OptionError, match="reach must be a whole number of steps"):
+            make(*name, reach=bad)
+
+
+@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf"), True, "2"])
+def test_a_bad_fading_is_refused_by_name(bad: Any) -> None:
+    with pytest.raises(vidsparse.OptionError, match="fading must be a number from 0"):
+        make_method("foresight", fading=bad)
 
 
 @pytest.mark.parametrize("bad", [-1, 1.5, True, "2"])
@@ -322,6 +348,57 @@ def test_what_is_kept_counts_less_with_every_step_and_alike_in_runs_of_any_lengt
     assert factors == sorted(factors, reverse=True)
     assert factors[-1] > 0.5
     assert likeness(10, 50) == pytest.approx(likeness(4, 20))
+
+
+def test_a_model_has_a_fading_of_its_own() -> None:
+    q, k, v = operands()
+    outputs = run(engine_of(fading=2.5), [(q, k, v)] * STEPS)
+    dense = F.scaled_dot_product_attention(q, k, v)
+    plain = run(engine_of(refresh=0), [(q, k, v)] * STEPS)[-1]
+    rounded = (dense - plain).abs().amax(-1, keepdim=True) / 254 + 1e-5
+    age = STEPS - 1 - Schedule(dense_steps=2, refresh=3).refresh_steps(STEPS)[-1]
+    assert age > 1
+    faded = math.exp(-2.5 * age / STEPS)
+    expected = torch.lerp(plain, dense, faded)
+    assert bool(((outputs[-1] - expected).abs() <= rounded).all())
+
+
+def test_beyond_the_reach_of_a_refresh_steps_are_as_without_it() -> None:
+    calls = [operands(seed) for seed in range(STEPS)]
+    engine = engine_of(refresh=1, reach=2)
+    outputs = run(engine, calls)
+    without = engine_of(refresh=0)
+    plain = run(without, calls)
+    kept, all_steps = engine.schedule.refresh_steps(STEPS)[0], range(STEPS)
+    assert [cell.action for cell in engine.trace.cells] == [
+        "refresh" if step == kept else "reuse" if 0 < step - kept <= 2 else one.action
+        for step, one in zip(all_steps, without.trace.cells, strict=True)
+    ]
+    for step in all_steps:
+        assert torch.equal(outputs[step], plain[step]) == (step not in (kept + 1, kept + 2))
+    # nothing waits for the end of the run.
+    assert not engine._lacking
+
+
+def test_steps_beyond_the_reach_plan_for_both_branches_and_the_next_refresh_keeps_anew() -> None:
+    engine = engine_of(refresh=3, reach=1)
+    engine.begin_run(STEPS)
+    for step in range(STEPS):
+        for branch in ("cond", "uncond"):
+            engine.attend(*operands(step), replace(site(step), branch=branch))
+    told: dict[str, list[tuple[str, int | None]]] = {"cond": [], "uncond": []}
+    for cell in engine.trace.cells:
+        told[cell.branch].append((cell.action, cell.plan_step))
+    expected = row(engine.schedule, STEPS)
+    assert set("fpr") <= set(expected)
+    letters = {"dense": "d", "replan": "p", "reuse": "r", "refresh": "f"}
+    assert "".join(letters[action] for action, _ in told["cond"]) == expected
+    # the other branch goes by the plans of the first.
+    assert "".join(letters[action] for action, _ in told["uncond"]) == expected.replace("p", "r")
+    sparse = engine.schedule.sparse_window(STEPS)
+    for step in sparse:
+        made = engine.schedule.plan_step(step, STEPS)
+        assert (told["cond"][step][1], told["uncond"][step][1]) == (made, made)
 
 
 def test_a_refresh_gives_the_dense_output_itself() -> None:

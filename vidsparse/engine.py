@@ -201,9 +201,9 @@ class AttentionEngine:
     def plans_anew(self, step: int) -> bool:
         """Whether no call of ``step`` goes by what is kept of a step before."""
         schedule = self._plain or self.schedule
-        if schedule.refresh:
-            due = schedule.refresh_before(step, self.steps)
-            return due is None or all(each.step < due for each in self._lacking.values())
+        due = schedule.refresh_for(step, self.steps)
+        if due is not None:
+            return all(each.step < due for each in self._lacking.values())
         return not any(kept.serves(step, kept.by, schedule.reuse) for kept in self._plans.values())
 
     def attend(
@@ -323,11 +323,10 @@ class AttentionEngine:
             )
         # without a plan made for just such a call, planning anew is always right.
         kept = self._plans.get(key)
-        if schedule.refresh and action is not Action.REFRESH:
+        due = schedule.refresh_for(site.step, self.steps)
+        if due is not None and action is not Action.REFRESH:
             # a step cache may have left the refresh out, and a second transformer may have come in
             # after it.
-            due = schedule.refresh_before(site.step, self.steps)
-            assert due is not None
             lacking = self._lacking.get((site.branch, key))
             fresh = (
                 kept is not None
@@ -525,9 +524,11 @@ class AttentionEngine:
         lacking = self._lacking.get((site.branch, key))
         if lacking is None:
             return
-        factor = likeness(site.step - lacking.step, self.steps)
-        lacking.remainder.add_to(out, factor, by_kernel=route.reorders)
-        if site.step + 1 not in self.schedule.sparse_window(self.steps):
+        assert isinstance(self.method, SparseMethod)
+        if self.schedule.refresh_for(site.step, self.steps) is not None:
+            factor = likeness(site.step - lacking.step, self.steps, self.method.fading)
+            lacking.remainder.add_to(out, factor, by_kernel=route.reorders)
+        if self.schedule.refresh_for(site.step + 1, self.steps) is None:
             # nothing follows that it serves, but a decoder that wants the memory.
             del self._lacking[site.branch, key]
 

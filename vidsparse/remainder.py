@@ -9,8 +9,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
+FADING: Final = 0.6
+"""How fast a remainder stops being right, where nothing better is known of a model."""
+
 _LARGEST: Final = {8: 127, 4: 7}
-_FADING: Final = 0.6
 
 # what all remainders of a run may take in 8 bits; beyond it 4 bits are worth what they cost.
 _SMALL: Final = 2**30
@@ -168,9 +170,10 @@ def _to_host(x: Tensor) -> Tensor:
     return home.copy_(x, non_blocking=True)
 
 
-def likeness(age: int, steps: int) -> float:
+def likeness(age: int, steps: int, fading: float = FADING) -> float:
     """How much of a remainder is still right ``age`` steps after it, in a run of ``steps``.
 
-    The best factor falls from step to step, by about 3 % in a run of 20 (``docs/experiments.md``).
+    The best factor falls from step to step, by about 3 % in a run of 20 with the ``fading`` that is
+    usual. A model's own may be half of that or four times as much (``docs/experiments.md``).
     """
-    return math.exp(-_FADING * age / steps)
+    return math.exp(-fading * age / steps)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import lru_cache
-from typing import Final
+from typing import Final, Self
 
 from vidsparse.errors import OptionError
 
@@ -42,6 +42,12 @@ def share_or_count(value: int | float, total: int, name: str) -> int:
     return min(total, value)
 
 
+def check_steps(name: str, value: object) -> None:
+    """Raise an ``OptionError`` unless ``value`` is a number of steps from 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name} must be a whole number of steps from 1, got {value!r}")
+
+
 _AMOUNTS: Final = (
     "dense_steps",
     "dense_last_steps",
@@ -64,14 +70,18 @@ class Schedule:
         dense_layers: first transformer layers kept dense in every step.
         dense_last_layers: last transformer layers kept dense in every step.
         reuse: steps a plan serves before it is made anew; 1 plans in every step. Steps that a step
-            cache leaves out do not count. With ``refresh`` a plan serves up to the next refresh.
+            cache leaves out do not count. With ``refresh`` a plan serves as long as what was kept
+            with it, if that is longer.
         refresh: steps at which a sparse layer computes all pairs as well as those of its plan, and
             keeps the difference; the steps up to the next refresh add it to what they compute
             (decimal: share rounded up; integer: count; 0: nothing is kept). The first refresh is
             the last dense step, if there is one.
+        reach: how many steps after a refresh add what it kept, if the next refresh is further
+            away. The steps beyond make plans as if there had been none. None: all up to the next.
+            It is an option of the method, ``SparseMethod.reach``.
 
     Raises:
-        OptionError: a value is negative, a share above 1, or ``reuse`` below 1.
+        OptionError: a value is negative, a share above 1, or ``reuse`` or ``reach`` below 1.
     """
 
     dense_steps: int | float = 0.24
@@ -80,12 +90,26 @@ class Schedule:
     dense_last_layers: int | float = 0
     reuse: int = 1
     refresh: int | float = 0
+    reach: int | None = None
 
     def __post_init__(self) -> None:
         for name in _AMOUNTS:
             share_or_count(getattr(self, name), 1, name)
-        if isinstance(self.reuse, bool) or not isinstance(self.reuse, int) or self.reuse < 1:
-            raise OptionError(f"reuse must be a whole number of steps from 1, got {self.reuse!r}")
+        check_steps("reuse", self.reuse)
+        if self.reach is not None:
+            check_steps("reach", self.reach)
+
+    @classmethod
+    def of(cls, settings: object, *, reach: int | None = None) -> Self:
+        """The schedule that ``settings`` have, such as those of a request.
+
+        What is None there is as usual.
+        """
+        asked = {
+            one.name: getattr(settings, one.name) for one in fields(cls) if one.name != "reach"
+        }
+        given = {name: value for name, value in asked.items() if value is not None}
+        return cls(**given, reach=reach)
 
     def sparse_window(self, steps: int) -> range:
         """The steps that may be sparse, of ``steps`` in all."""
@@ -102,11 +126,16 @@ class Schedule:
         wanted = share_or_count(self.refresh, steps, "refresh")
         return _refresh_steps(self.sparse_window(steps), wanted)
 
-    def refresh_before(self, step: int, steps: int) -> int | None:
-        """The last refresh up to ``step``, if no step is left out; None if there is none.
+    def refresh_for(self, step: int, steps: int) -> int | None:
+        """The refresh that ``step`` is, or that keeps what ``step`` adds, if no step is left out.
 
-        What it keeps is added in ``step``.
+        None if there is none, or none that reaches so far.
         """
+        last = self._last_refresh(step, steps)
+        reached = last is not None and (self.reach is None or step - last <= self.reach)
+        return last if reached else None
+
+    def _last_refresh(self, step: int, steps: int) -> int | None:
         if step not in self.sparse_window(steps):
             return None
         return max((one for one in self.refresh_steps(steps) if one <= step), default=None)
@@ -117,11 +146,15 @@ class Schedule:
         For a dense step it is the step itself.
         """
         window = self.sparse_window(steps)
-        if self.refresh and step in window:
-            served = self.refresh_before(step, steps)
-            assert served is not None
-            return served
-        return step - (step - window.start) % self.reuse if step in window else step
+        if step not in window:
+            return step
+        last = self._last_refresh(step, steps)
+        if last is None:
+            return step - (step - window.start) % self.reuse
+        if self.reach is None or step - last <= self.reach:
+            return last
+        anew = last + max(self.reach + 1, self.reuse)
+        return last if step < anew else step - (step - anew) % self.reuse
 
     def decide(self, step: int, steps: int, layer: int, layers: int) -> Action:
         """What the call of ``layer`` in ``step`` does, in a run without a step cache.

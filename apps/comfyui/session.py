@@ -27,7 +27,7 @@ from vidsparse.apps.comfyui.layout import ForwardLayout, count_blocks, read_layo
 from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
-from vidsparse.methods import Method
+from vidsparse.methods import Method, SparseMethod
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
@@ -137,7 +137,9 @@ class NodeSession:
 
     def _schedule(self, first: int = 0, last: int = 0) -> Schedule:
         settled: dict[str, Any] = {**self.settings.schedule}
-        return Schedule(**{**settled, "dense_steps": first, "dense_last_steps": last})
+        settled |= {"dense_steps": first, "dense_last_steps": last}
+        method = self.settings.method
+        return Schedule(**settled, reach=method.reach if isinstance(method, SparseMethod) else None)
 
     # ---- what ComfyUI calls ----
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -252,7 +252,7 @@ def record_cell(
         from vidsparse.schedule import Schedule
 
         fitted = bench.fit(request)
-        schedule = Schedule(**{each.name: getattr(fitted, each.name) for each in fields(Schedule)})
+        schedule = Schedule.of(fitted, reach=fitted.method_options.get("reach"))
         assert fitted.steps is not None
         probe = CellProbe(schedule.plan_step(step, fitted.steps), layer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 from vidsparse.errors import OptionError
 from vidsparse.grouping import MERGES
 from vidsparse.masks import KEY_TILES, QUERY_TILES, PooledTopP, check_tile, parse_tile
+from vidsparse.remainder import FADING
+from vidsparse.schedule import check_steps
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +106,9 @@ class SparseMethod(Method):
     error of one branch and 1 - g times the error of the other: an error that both share stays as it
     is, and what they differ by is magnified. ``text_rows`` is ``dense`` if query tiles that hold
     text attend to everything, and ``sparse`` if they attend to what the method selects for them, as
-    those of the video do. Keys of text are attended by all either way.
+    those of the video do. Keys of text are attended by all either way. ``fading`` is how fast what
+    a refresh keeps stops being right (``remainder.likeness``), and ``reach`` how many steps after
+    it add it at most (``Schedule``).
 
     A method that can be calibrated has a field ``numbers`` too. ``free_options`` names the options
     that may change without new numbers, and ``needs_numbers`` says that it cannot run without any.
@@ -123,6 +128,8 @@ class SparseMethod(Method):
     means: int | None = None
     plans: str = "own"
     text_rows: str = "dense"
+    fading: float = FADING
+    reach: int | None = None
     numbers: Numbers | None = None
     needs_numbers: ClassVar[bool] = False
     knobs: ClassVar[tuple[Knob, ...]] = ()
@@ -365,6 +372,11 @@ def optional_count(text: str) -> int | str | None:
     return {"none": None, "auto": "auto"}[word] if word in ("none", "auto") else int(text)
 
 
+def count_or_auto(text: str) -> int | None:
+    """Read a whole number, or None from ``auto``."""
+    return None if text.strip().lower() in ("auto", "none") else int(text)
+
+
 def means_option() -> Any:
     """The field of what becomes of keys that are not computed; see ``settle_means``."""
     return option(
@@ -431,6 +443,39 @@ def text_rows_option() -> Any:
 def check_text_rows(method: SparseMethod) -> None:
     """Raise an ``OptionError`` where ``method.text_rows`` is nothing that it can be."""
     _check_word(method, "text_rows", TEXT_ROWS)
+
+
+def fading_option() -> Any:
+    """The field of how fast what a refresh keeps stops being right; see ``SparseMethod``."""
+    return option(
+        FADING,
+        flag="--fading",
+        metavar="F",
+        help="how fast what a refresh keeps stops being right: S of a run's N steps later "
+        "exp(-F S / N) of it is added",
+    )
+
+
+def reach_option() -> Any:
+    """The field of how many steps after a refresh add what it kept; see ``SparseMethod``."""
+    return option(
+        None,
+        flag="--reach",
+        metavar="N",
+        help="steps after a refresh that add what it kept, those beyond make plans of their own; "
+        "auto: all up to the next refresh",
+        convert=count_or_auto,
+    )
+
+
+def check_refreshing(method: SparseMethod) -> None:
+    """Raise an ``OptionError`` where ``method.fading`` or ``method.reach`` is out of range."""
+    fading = method.fading
+    number = isinstance(fading, (int, float)) and not isinstance(fading, bool)
+    if not number or not 0 <= fading < math.inf:
+        raise OptionError(f"fading must be a number from 0, got {fading!r}")
+    if method.reach is not None:
+        check_steps("reach", method.reach)
 
 
 def _check_word(method: SparseMethod, name: str, words: tuple[str, ...]) -> None:

@@ -16,11 +16,15 @@ from vidsparse.methods.base import (
     SparseMethod,
     as_tile,
     check_plans,
+    check_refreshing,
     check_share,
     check_text_rows,
+    count_or_auto,
+    fading_option,
     means_option,
     option,
     plans_option,
+    reach_option,
     settle_means,
     text_rows_option,
     tile_option,
@@ -38,10 +42,6 @@ ROWS: Final = (16, 32, 64, 128)
 FINEST_TOKENS: Final = 40_000
 
 
-def _rows(text: str) -> int | None:
-    return None if text.strip().lower() in ("auto", "none") else int(text)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Foresight(SparseMethod):
     """This project's own method: equal lists for all blocks, chosen by the error of a mean.
@@ -57,11 +57,13 @@ class Foresight(SparseMethod):
 
     ``rows`` is the number of query rows that are judged as one; None takes 16 up to 40,000 tokens
     and 32 beyond, but no more than M. ``text_rows`` says whether blocks that hold text choose their
-    chunks, too (``sparse``), or attend to everything.
+    chunks, too (``sparse``), or attend to everything. ``fading`` and ``reach`` say what becomes of
+    that which a refresh keeps; see ``SparseMethod``.
 
     Raises:
         OptionError: ``share`` is outside (0, 1]; ``rows`` does not divide M; ``tile``, ``means``,
-            ``plans`` or ``text_rows`` has an unknown value.
+            ``plans`` or ``text_rows`` has an unknown value; ``fading`` or ``reach`` is out of
+            range.
     """
 
     name: ClassVar[str] = "foresight"
@@ -85,11 +87,13 @@ class Foresight(SparseMethod):
         flag="--rows",
         metavar="R",
         help="query rows judged as one: 16, 32, 64, 128, or auto, by the length",
-        convert=_rows,
+        convert=count_or_auto,
     )
     means: int | None = means_option()
     plans: str = plans_option()
     text_rows: str = text_rows_option()
+    fading: float = fading_option()
+    reach: int | None = reach_option()
     merge: ClassVar[str] = "consecutive"  # type: ignore[misc]
     numbers: Numbers | None = None
 
@@ -99,6 +103,7 @@ class Foresight(SparseMethod):
         settle_means(self)
         check_plans(self)
         check_text_rows(self)
+        check_refreshing(self)
         if self.rows is not None and (self.rows not in ROWS or self.tile[0] % self.rows):
             fitting = ", ".join(str(rows) for rows in ROWS if self.tile[0] % rows == 0)
             raise OptionError(
