@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import re
 import threading
@@ -337,6 +338,26 @@ def test_every_answer_says_what_browsers_may_do_with_it(page: tuple[Any, str]) -
 def _directive(policy: str, name: str) -> list[str]:
     """What a policy allows for one kind of thing."""
     return next(each.split()[1:] for each in policy.split("; ") if each.startswith(f"{name} "))
+
+
+def test_a_page_comes_in_a_third_of_its_bytes_where_the_browser_can_read_that(
+    page: tuple[Any, str],
+) -> None:
+    import httpx
+
+    sent = {}
+    with httpx.Client(base_url=page[1]) as http:
+        for encoding in ("gzip, deflate, br", "identity"):
+            with http.stream("GET", "", headers={"Accept-Encoding": encoding}) as answer:
+                sent[encoding] = b"".join(answer.iter_raw())
+            assert int(answer.headers["content-length"]) == len(sent[encoding])
+            assert "Accept-Encoding" in answer.headers["vary"]
+            zipped = encoding != "identity"
+            assert answer.headers.get("content-encoding") == ("gzip" if zipped else None)
+    short, plain = sent.values()
+    assert 3 * len(short) < len(plain)
+    assert b"gradio_config" in plain
+    assert gzip.decompress(short) == plain
 
 
 def test_the_page_s_own_scripts_are_named_and_no_others(page: tuple[Any, str]) -> None:

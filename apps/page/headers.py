@@ -1,7 +1,11 @@
-"""What browsers are told about answers: which files they may show, and what pages may do."""
+"""What browsers are told about answers: which files they may show, and what pages may do.
+
+Pages are sent compressed, which Gradio does with its files alone.
+"""
 
 from __future__ import annotations
 
+import gzip
 import re
 from base64 import b64encode
 from collections.abc import Iterable
@@ -9,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vidsparse.apps.page.guard import API
@@ -18,6 +22,9 @@ from vidsparse.apps.page.guard import API
 SHOWN = (".mp4", ".jpg", ".json", ".html")
 
 _FILE = ("file=", "file/")
+
+# a page is a fifth of its length then, after a hundredth of a second; more effort saves little.
+_LEVEL = 5
 
 
 _EVERYWHERE = {
@@ -134,6 +141,7 @@ class PageHeaders:
         name = scope["path"].partition(API)[2]
         is_file = name.startswith(_FILE)
         shown = not is_file or self._is_shown(name[len("file=") :])
+        zipped = "gzip" in Headers(scope=scope).get("Accept-Encoding", "")
         page: _Page | None = None
 
         async def described(message: Message) -> None:
@@ -158,6 +166,10 @@ class PageHeaders:
                 body = html.encode()
                 headers = MutableHeaders(scope=page.start)
                 headers["Content-Security-Policy"] = self._policy(html)
+                headers.add_vary_header("Accept-Encoding")
+                if body and zipped:
+                    body = gzip.compress(body, _LEVEL, mtime=0)
+                    headers["Content-Encoding"] = "gzip"
                 if body:
                     headers["Content-Length"] = str(len(body))
                 await send(page.start)
