@@ -111,12 +111,19 @@ def calibrate(
     return preset
 
 
-def check_calibration(request: GenerateRequest, steps: int, settings: dict[str, Any]) -> Calibrator:
+def check_calibration(
+    request: GenerateRequest, steps: int, settings: dict[str, Any], prompts: int = 1
+) -> Calibrator:
     """Make a calibrator for one layer and head, to see whether method and settings are valid.
 
     Raises:
-        OptionError: they are not.
+        OptionError: they are not, or one of so many ``prompts`` has no seed.
     """
+    if request.seed + prompts > 2**63:
+        raise OptionError(
+            f"prompt {2**63 - request.seed + 1} of {prompts} has no seed: they count up from "
+            f"{request.seed}, and the last there is is 2^63 - 1. Hint: --seed {2**63 - prompts}."
+        )
     extent = Extent(parts=1, layers=1, heads=1, window=_window(request, steps))
     return _calibrator(request, extent, settings)
 

@@ -222,8 +222,32 @@ def named_arguments(
     return inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
 
 
+def speaks_of_run(pipe: Any) -> bool:
+    """Whether what ``pipe`` says of guidance is of the run whose first forward begins.
+
+    It says so of its last call for as long as there is no other: in a loop of one's own, and while
+    another pipeline runs the same transformer. No pipeline says whether it is being called; so its
+    call is looked for among the functions that are running. Where it never was called, whoever
+    loops has set what it says.
+    """
+    # known from the first call on.
+    return not hasattr(pipe, "num_timesteps") or _is_called(pipe)
+
+
+def _is_called(pipe: Any) -> bool:
+    kinds = [vars(kind)["__call__"] for kind in type(pipe).__mro__ if "__call__" in vars(kind)]
+    own = {code for kind in kinds if (code := getattr(inspect.unwrap(kind), "__code__", None))}
+    frame = inspect.currentframe()
+    while frame is not None:
+        # of no other frame: a look at its variables keeps them until it ends.
+        if frame.f_code in own and frame.f_locals.get("self") is pipe:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def guided(pipe: Any) -> bool:
-    """Whether the run that goes on has guidance, as its pipeline says."""
+    """Whether the call of ``pipe`` that goes on has guidance, as it says."""
     said = getattr(pipe, "do_classifier_free_guidance", None)
     # some keep the number alone.
     return (getattr(pipe, "_guidance_scale", None) or 0) > 1 if said is None else bool(said)

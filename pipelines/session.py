@@ -49,6 +49,7 @@ from vidsparse.pipelines.position import (
     Positions,
     guided,
     named_arguments,
+    speaks_of_run,
     step_count,
 )
 from vidsparse.ring import Ring
@@ -98,6 +99,8 @@ class Session:
         self._reached: set[int] = set()
         # whether the run that goes on was followed from its first step.
         self._from_start = False
+        # whether what the pipeline says of guidance is of that run.
+        self._spoken_of = False
         self._context: str | None = None
         self._positions = Positions()
         self._timestep_values: list[float] = []
@@ -224,7 +227,7 @@ class Session:
     def _guided_at(self) -> tuple[int, str] | None:
         """Step and branch of the forward that begins; None where the run has no guidance."""
         pipe, site = self._pipe(), self._site
-        if pipe is None or site is None or not guided(pipe):
+        if pipe is None or site is None or not (self._spoken_of and guided(pipe)):
             return None
         return site.step, site.branch
 
@@ -289,6 +292,7 @@ class Session:
         if at.begins:
             self._begin_run(steps, at.timesteps.tolist()[: step_count(pipe.scheduler)])
             self._from_start = step == 0
+            self._spoken_of = speaks_of_run(pipe)
         elif step != last:
             self._forwards_in_step = 0
             self._deal_heads(part, last, step)
@@ -303,7 +307,7 @@ class Session:
             grid=grid,
             branch=branch,
             part=part,
-            stacked=2 if self._stacks() and guided(pipe) else 1,
+            stacked=2 if self._stacks() and self._spoken_of and guided(pipe) else 1,
             window=window,
         )
         if self._layout is not None:
@@ -316,6 +320,8 @@ class Session:
         if self._again is None:
             # not before: one that raises and is repeated is the same branch's again.
             self._forwards_in_step += 1
+        if self._site is not None:
+            self.engines[self._site.part].end_forward(self._site)
         forward, self._forward = self._forward, None
         if self.watcher is not None and forward is not None:
             for out in tensors_of(output):

@@ -472,12 +472,27 @@ def test_steps_are_drawn_as_most_runs_had_them() -> None:
     assert schedule_cells([{}]) == []
 
 
-def test_compare_draws_the_steps_and_tells_of_old_plans(folder: Path, tmp_path: Path) -> None:
+# beyond the reach of a refresh a plan ages as it does without one.
+@pytest.mark.parametrize(
+    ("more", "oldest", "drawn"),
+    [
+        ((), 3, "1 dense, 4 sparse, 2 cached"),
+        (
+            ("--method", "foresight", "--refresh", "1", "--reach", "1", "--reuse", "5"),
+            6,
+            "4 sparse, 2 cached",
+        ),
+    ],
+    ids=["plain", "reach"],
+)
+def test_compare_draws_the_steps_and_tells_of_old_plans(
+    folder: Path, tmp_path: Path, more: tuple[str, ...], oldest: int, drawn: str
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red circle\n", encoding="utf-8")
     small = ("--frames", "9", "--size", "32x32", "--steps", str(STEPS), "--device", "cpu")
     cache = ("--cache", "taylorseer", "--dense-steps", "1", "--reuse", "3")
-    arguments = ["compare", str(prompts), "--model", str(folder), *small, *cache]
+    arguments = ["compare", str(prompts), "--model", str(folder), *small, *cache, *more]
     result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     (file,) = (tmp_path / "out").glob("*/report.json")
@@ -487,9 +502,10 @@ def test_compare_draws_the_steps_and_tells_of_old_plans(folder: Path, tmp_path: 
     assert {step["kind"] for step in sides["dense"]["steps"]} == {"dense"}
     assert [step["kind"] for step in sides["sparse"]["steps"]].count("cached") == 2
     assert [note for note in report["notes"] if note.startswith("2 of the sparse side's 7 steps")]
-    assert [note for note in report["notes"] if "still served 3 steps after its own" in note]
+    said = f"still served {oldest} steps after its own"
+    assert [note for note in report["notes"] if said in note]
     page = file.with_suffix(".html").read_text(encoding="utf-8")
-    assert "1 dense, 4 sparse, 2 cached" in page
+    assert drawn in page
     assert page.count('<rect class="cached"') == 2
 
 

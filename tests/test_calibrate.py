@@ -401,6 +401,11 @@ def test_what_was_measured_is_printed_in_words_a_try_a_line(
             ("--method", "foresight", "--speed", "fast"),
             "takes no step cache, got first-block with --speed fast. Hint: --cache none",
         ),
+        (
+            ("--method", "foresight", "--seed", str(2**63 - 2)),
+            f"prompt 3 of 3 has no seed: they count up from {2**63 - 2}, and the last there is is "
+            f"2^63 - 1. Hint: --seed {2**63 - 3}.",
+        ),
     ],
 )
 def test_bad_input_ends_with_2_before_the_model_loads(

@@ -278,6 +278,21 @@ def test_methods_lists_papers_and_defaults() -> None:
         assert words in done.output
 
 
+def test_what_stands_for_no_number_is_said_as_it_is_typed() -> None:
+    document = json.loads(CliRunner().invoke(main, ["methods", "--json"]).stdout)
+    defaults = {
+        f"{each['name']} {one['flag']}": one["default"]
+        for each in document
+        for one in each["options"]
+    }
+    for option in ("foresight --rows", "foresight --reach"):
+        assert defaults[option] == "auto"
+    assert defaults["fg-attn --topk"] == "none"
+    refused = CliRunner().invoke(main, ["generate", "-", "--reach", "1.5"], input="a ball\n")
+    assert refused.exit_code == 2
+    assert "Hint: auto is the default." in " ".join(refused.output.split())
+
+
 def test_models_lists_words_prompts_and_families(bundled: Path) -> None:
     done = CliRunner().invoke(main, ["models"])
     assert done.exit_code == 0, done.output

@@ -56,6 +56,8 @@ def _assert_refused(done: Result, out: Path, words: str) -> None:
     [
         (b"", "holds no prompt"),
         (b"# only\n\n   \n# comments", "holds no prompt"),
+        # as two files are that were joined, each with the mark that some editors begin it with.
+        ("\ufeff# one\n\ufeff# another\n\ufeff\n".encode(), "holds no prompt"),
         (b"a red circle\n\xff\xfe broken", "not UTF-8 text (line 2"),
         ("a red circle".encode("utf-16"), "not UTF-8"),
         (b"fine\n" + b"x" * 10_001, "line 2"),

@@ -14,12 +14,15 @@ from budget import random_qkv
 from engine_calls import GRID, site
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_pipelines import latents_of, tiny_wan
 from torch import Tensor
 
 import vidsparse
 from vidsparse import room
 from vidsparse.engine import AttentionEngine
 from vidsparse.methods import make_method
+from vidsparse.pipelines import sparsify
+from vidsparse.pipelines.caching import StepCache
 from vidsparse.remainder import Keeping, Remainder, choose_keeping, likeness
 from vidsparse.schedule import Action, Schedule
 from vidsparse.work import SelectionCost
@@ -132,9 +135,9 @@ def test_a_bad_reach_is_refused_by_name(bad: Any) -> None:
             make(*name, reach=bad)
 
 
-@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf"), True, "2"])
+@pytest.mark.parametrize("bad", [-0.1, float("nan"), float("inf"), 10**400, True, "2"])
 def test_a_bad_fading_is_refused_by_name(bad: Any) -> None:
-    with pytest.raises(vidsparse.OptionError, match="fading must be a number from 0"):
+    with pytest.raises(vidsparse.OptionError, match="fading must be a number from 0 to 1000"):
         make_method("foresight", fading=bad)
 
 
@@ -468,6 +471,68 @@ def test_layers_and_branches_keep_remainders_of_their_own() -> None:
         assert all(map(torch.equal, together[number], alone))
 
 
+@pytest.mark.parametrize(
+    ("options", "first_run", "expected"),
+    [
+        # the schedule's refreshes are those of steps 1, 3 and 6.
+        ({"reach": 1}, 4, "plan"),
+        ({"dense_last_steps": 3, "refresh": 2}, 6, "dense"),
+        ({}, 4, "refresh"),
+    ],
+)
+def test_a_late_refresh_that_nothing_could_add_is_none(
+    options: dict[str, Any], first_run: int, expected: str
+) -> None:
+    engine = engine_of(**options)
+    engine.begin_run(STEPS)
+    due = engine.schedule.refresh_for(first_run, STEPS)
+    assert due is not None
+    assert due < first_run
+    for step in (*range(due), *range(first_run, STEPS)):
+        engine.attend(*operands(), site(step))
+    actions = {cell.step: cell.action for cell in engine.trace.cells}
+    assert actions[first_run] == {"plan": "replan"}.get(expected, expected)
+
+
+def test_a_late_refresh_asks_for_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def none_left(self: AttentionEngine, q: Tensor, at: Any, ring: Any) -> bool:
+        asked.append(at.step)
+        return False
+
+    monkeypatch.setattr(AttentionEngine, "_has_room", none_left)
+    engine = engine_of()
+    engine.begin_run(STEPS)
+    # a step cache left the first refresh out.
+    for step in range(2, STEPS):
+        engine.attend(*operands(), site(step))
+    assert asked == [2]
+    assert {cell.action for cell in engine.trace.cells} == {"replan"}
+    assert not engine._lacking
+
+
+@pytest.mark.parametrize("steps", [12, 13])
+def test_nothing_is_kept_while_the_video_is_decoded(steps: int) -> None:
+    # the last of an even number of steps is one that the cache leaves out.
+    pipe = tiny_wan(euler=True)
+    kept: list[int] = []
+    decode = pipe.vae.decode
+
+    def decoded(*arguments: Any, **named: Any) -> Any:
+        kept.append(len(handle.engine._lacking))
+        return decode(*arguments, **named)
+
+    pipe.vae.decode = decoded
+    with sparsify(pipe, "foresight", tile="16x16", refresh=0.2) as handle:
+        cache = StepCache(pipe, "taylorseer", warmup=3)
+        latents_of(pipe, num_inference_steps=steps, output_type="np")
+        assert cache.blocks_run()[11] == 0
+        summary = handle.summary()
+    assert summary.work.refresh > 0
+    assert kept == [0]
+
+
 def test_a_refresh_that_a_step_cache_left_out_is_made_up_for() -> None:
     engine = engine_of(refresh=3)
     engine.begin_run(STEPS)
@@ -481,7 +546,7 @@ def test_a_refresh_that_a_step_cache_left_out_is_made_up_for() -> None:
 
 
 def test_shapes_that_change_in_a_run_are_refreshed() -> None:
-    engine = engine_of()
+    engine = engine_of(refresh=1)
     engine.begin_run(STEPS)
     engine.attend(*operands(), site(1))
     q, k, v = (torch.cat([x, x]) for x in operands())

@@ -221,6 +221,32 @@ def covers(asked: tuple[int, int] | None, implementation: str, **changed: Any) -
     return Sharing(kind="even").covers(replace(row, **changed), setting, "none", False, 2)
 
 
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"study": "newer"}, "has rows of the study 'newer', which this version of vidsparse does"),
+        ({"method": "newer"}, "has rows of the method 'newer', which this version of vidsparse"),
+        ({"psnr_mean": None}, "holds no quality study"),
+        ({"identical": None}, "holds no quality study"),
+    ],
+)
+def test_rows_of_a_study_that_are_not_known_here_are_refused_before_anything_is_measured(
+    changed: dict[str, str | None], says: str, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red circle\n", encoding="utf-8")
+    document = json.loads((DOCS / "quality-small.json").read_text(encoding="utf-8"))
+    row = document["rows"][0] | changed
+    absent = {name for name, value in changed.items() if value is None}
+    document["rows"] = [{name: value for name, value in row.items() if name not in absent}]
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(document), encoding="utf-8")
+    before = file.read_bytes()
+    for show in ((), ("--limit-rows", "0", "--table")):
+        refused(run("quality", str(prompts), "--out", str(file), *show), says)
+    assert file.read_bytes() == before
+
+
 def test_rows_of_several_gpus_are_of_one_tile_and_kernel() -> None:
     assert covers(None, "auto")
     assert covers((32, 32), "gluon")

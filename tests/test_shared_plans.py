@@ -53,6 +53,48 @@ def actions(engine: AttentionEngine) -> list[tuple[int, str, str]]:
     return [(cell.step, cell.branch, cell.action) for cell in engine.trace.cells if cell.step]
 
 
+def test_two_videos_are_no_branches_in_a_loop_of_one_s_own_after_a_guided_call() -> None:
+    pipe = TINY["cogvideox"].build()
+    source = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, 3, 4, 8, 8, generator=source)
+    text = torch.randn(2, 16, 32, generator=source)
+
+    def loop(which: slice) -> Tensor:
+        video = noise[which]
+        pipe.scheduler.set_timesteps(3)
+        turned = pipe._prepare_rotary_positional_embeddings(64, 64, 3, "cpu")
+        for step in pipe.scheduler.timesteps:
+            told = pipe.transformer(
+                hidden_states=video,
+                encoder_hidden_states=text[which],
+                timestep=step.expand(len(video)),
+                image_rotary_emb=turned,
+            ).sample
+            video = pipe.scheduler.step(told, step, video).prev_sample
+        return video
+
+    with sparsify(pipe, "foresight", tile="16x16", share=0.1, dense_steps=0, refresh=0):
+        latents("cogvideox", pipe)
+        with torch.no_grad():
+            together = loop(slice(0, 2))
+            alone = torch.cat([loop(slice(0, 1)), loop(slice(1, 2))])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "ltx"])
+def test_another_pipeline_of_the_same_transformer_has_no_guidance_of_the_first_one_s(
+    name: str,
+) -> None:
+    first = TINY[name].build()
+    second = type(first)(**first.components)
+    second.set_progress_bar_config(disable=True)
+    with sparsify(first, "foresight", tile="16x16", share=0.1, dense_steps=0, refresh=0):
+        before = latents(name, second, guidance_scale=1.0)
+        latents(name, first)
+        after = latents(name, second, guidance_scale=1.0)
+    assert torch.equal(before, after)
+
+
 @pytest.mark.parametrize("reuse", [1, 2])
 @pytest.mark.parametrize("refresh", [0, 2])
 def test_the_second_branch_of_a_step_attends_by_the_first_one_s_plan(

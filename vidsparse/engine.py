@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vidsparse.autocast import autocast, working_dtype
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.finite import FiniteGuard, NonFiniteCall
-from vidsparse.grid import TokenGrid
-from vidsparse.kept import KeptPlan, Lacking, Lists
+from vidsparse.kept import KeptPlan, Lacking, Lists, PlanKey
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
 from vidsparse.methods import METHODS, Method, SparseMethod
 from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
@@ -69,20 +69,6 @@ _LEFT_FREE: Final = 0.1
 
 Observer = Callable[[Tensor, Tensor, Tensor, CallSite], None]
 """Shown q, k, v ``[B, H, S, D]`` of every call, in the pipeline's token order, before it runs."""
-
-# layer, branch (none where branches share a plan), and all else that a plan depends on: window,
-# samples, grid, batch, heads, device.
-PlanKey = tuple[
-    int,
-    str | None,
-    int,
-    tuple[int, ...],
-    TokenGrid,
-    int,
-    int,
-    tuple[int, ...] | None,
-    torch.device,
-]
 
 
 class AttentionEngine:
@@ -206,6 +192,20 @@ class AttentionEngine:
             return all(each.step < due for each in self._lacking.values())
         return not any(kept.serves(step, kept.by, schedule.reuse) for kept in self._plans.values())
 
+    def end_forward(self, site: CallSite) -> None:
+        """Let go of what no step after a forward that has returned adds.
+
+        Its last call does so, too; but a step cache may leave that one out, and a decoder that
+        wants the memory comes next.
+        """
+        if self._lacking and self.schedule.refresh_for(site.step + 1, self.steps) is None:
+            done = site.branch, site.window
+            self._lacking = {
+                (branch, key): one
+                for (branch, key), one in self._lacking.items()
+                if (branch, key[2]) != done
+            }
+
     def attend(
         self,
         q: Tensor,
@@ -281,7 +281,7 @@ class AttentionEngine:
                     out, cell.dense_by = self._run_dense(q, k, v, stock, asked)
                 else:
                     check_dense_in_ring(self.dense_kernel)
-                    out = attend_densely(ring, *_autocast(q, k, v), site.grid).to(q.dtype)
+                    out = attend_densely(ring, *autocast(q, k, v), site.grid).to(q.dtype)
                     cell.dense_by = "dense"
                 # a refresh is named after what serves the steps to come.
                 if planned is None:
@@ -336,7 +336,18 @@ class AttentionEngine:
                 # a text that changes in length is of other rows, to which a plan alone is fitted.
                 and lacking.remainder.values.shape[2] == q.shape[2]
             )
-            return Action.REUSE.value if fresh else Action.REFRESH.value
+            if fresh:
+                return Action.REUSE.value
+            if not self._has_room(q, site, ring):
+                self._plain = replace(self.schedule, refresh=0)
+                return self._action(q, site, key, ring)
+            follows = schedule.refresh_for(site.step + 1, self.steps)
+            if follows == due:
+                return Action.REFRESH.value
+            # what this late one kept would serve nothing: the schedule's own are dense then, and
+            # beyond the reach of one there are plans.
+            if follows is not None or site.step + 1 not in schedule.sparse_window(self.steps):
+                return Action.DENSE.value
         if action is Action.REFRESH:
             return action.value
         again = kept is not None and kept.serves(site.step, site.branch, self.schedule.reuse)
@@ -346,12 +357,12 @@ class AttentionEngine:
         self, q: Tensor, k: Tensor, v: Tensor, stock: DenseAttention, asked: str
     ) -> tuple[Tensor, str]:
         """The output, and what made it: the Hopper kernel, or whatever the pipeline has."""
-        key = asked, q.device, _working_dtype(q), q.shape[2:], wants_gradient(q, k, v)
+        key = asked, q.device, working_dtype(q), q.shape[2:], wants_gradient(q, k, v)
         if key not in self._dense:
-            self._dense[key] = dense_by_kernel(q, k, v, asked, _working_dtype(q))
+            self._dense[key] = dense_by_kernel(q, k, v, asked, working_dtype(q))
         if not self._dense[key]:
             return stock(q, k, v), "dense"
-        return dense_attention(*_autocast(q, k, v), chosen=True)[0].to(q.dtype), "gluon"
+        return dense_attention(*autocast(q, k, v), chosen=True)[0].to(q.dtype), "gluon"
 
     def _sparse_in_ring(
         self,
@@ -393,7 +404,7 @@ class AttentionEngine:
         """The output, and the way it went."""
         assert isinstance(self.method, SparseMethod)
         asked = q.dtype
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         route = self._route(q, k, v)
         # said here, before any gradient is written. the definition has one, except through 8 bits.
         if route.implementation != "reference" and wants_gradient(q, k, v):
@@ -577,16 +588,3 @@ class AttentionEngine:
         values = order.apply(v, by_kernel=route.reorders) if made.v is None else made.v
         self.probe.take(self.method, made.q, made.k, values, site, self.order, shares)
         return made
-
-
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As autocast does for stock attention; planning and kernels choose their own precision."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    dtype = _working_dtype(q)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _working_dtype(q: Tensor) -> torch.dtype:
-    kind = q.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype

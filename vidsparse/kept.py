@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+import torch
 from torch import Tensor
 
+from vidsparse.grid import TokenGrid
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import share_with_means
 from vidsparse.remainder import Remainder
@@ -15,6 +17,20 @@ _SMALL: Final = 8 << 20
 """Bytes of a plan's lists up to which they are kept with it. Those of long videos take a quarter of
 a gigabyte a layer, and making them anew takes nothing beside the call; those of short ones take
 little, and every launch counts."""
+
+# layer, branch (none where branches share a plan), and all else that a plan depends on: window,
+# samples, grid, batch, heads, device.
+PlanKey = tuple[
+    int,
+    str | None,
+    int,
+    tuple[int, ...],
+    TokenGrid,
+    int,
+    int,
+    tuple[int, ...] | None,
+    torch.device,
+]
 
 
 @dataclass(frozen=True, slots=True)

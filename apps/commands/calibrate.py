@@ -159,7 +159,7 @@ def calibrate(
     used = PromptFile(stem=source.stem, prompts=source.prompts[:wanted])
     prepared = prepare(used, options, terminal, ready=False)
     assert prepared.request.steps is not None
-    check_calibration(prepared.request, prepared.request.steps, settings)
+    check_calibration(prepared.request, prepared.request.steps, settings, len(used.prompts))
     if len(used.prompts) < wanted:
         terminal.warn(
             f"{prompts_file} has {len(used.prompts)} prompts; {prepared.request.method} is "

@@ -190,7 +190,9 @@ def _say_next(terminal: Terminal, prompts_file: str, method: str) -> None:
     if method == "dense" or prompts_file == "-":
         return
     ctx = click.get_current_context()
-    words = ["vidsparse", "compare", prompts_file]
+    # as a path it is no option, whatever its name begins with.
+    file = prompts_file if not prompts_file.startswith("-") else f"./{prompts_file}"
+    words = ["vidsparse", "compare", file]
     for option in ctx.command.params:
         name = option.name or ""
         given = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE

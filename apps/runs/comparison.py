@@ -290,10 +290,11 @@ def _cache_notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{len(cached)} of the sparse side's {len(steps)} steps left blocks out by its step cache; "
         "attention computed is a share of the calls that were made."
     ]
-    if records[0]["options"]["refresh"]:
+    options = records[0]["options"]
+    if options["refresh"] and options["method_options"].get("reach") is None:
         # plans serve from one refresh to the next, whatever a cache leaves out between.
         return notes
-    reuse = records[0]["options"]["reuse"]
+    reuse = options["reuse"]
     oldest = max((record["oldest_plan"] or 0) for record in records)
     if oldest >= reuse:
         notes.append(

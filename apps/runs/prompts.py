@@ -112,7 +112,8 @@ def parse_prompts(name: str, text: str) -> Iterator[Prompt]:
     number = 0
     # not splitlines(): it also cuts at form feeds and unicode separators, which no editor counts.
     for line, raw in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1):
-        prompt = raw.strip()
+        # joined files have one of these marks where each began.
+        prompt = raw.replace("\ufeff", "").strip()
         if not prompt or prompt.startswith("#"):
             continue
         if "\0" in prompt:

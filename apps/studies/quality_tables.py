@@ -10,7 +10,8 @@ from typing import Final
 from vidsparse.apps.results.row_file import Row, RowFile
 from vidsparse.apps.results.tables import CellText, Columns, markdown
 from vidsparse.apps.studies.configurations import DECLARED
-from vidsparse.methods import SPARSE_METHODS
+from vidsparse.errors import OptionError
+from vidsparse.methods import METHODS, SPARSE_METHODS
 from vidsparse.methods.studied import Ablation
 from vidsparse.metrics import Spread
 from vidsparse.wording import format_number, format_spread
@@ -18,7 +19,10 @@ from vidsparse.work import Work
 
 # of what a row is, which those of all versions tell.
 _KEYS: Final = frozenset(
-    ("study", "size", "frames", "model", "method", "options", "prompts", "steps", "computed")
+    (
+        *("study", "size", "frames", "model", "method", "options", "prompts", "steps", "computed"),
+        *("target", "dense_step_share", "psnr_mean", "psnr_std", "ssim_mean", "identical"),
+    )
 )
 
 
@@ -26,9 +30,17 @@ def quality_file(path: Path) -> RowFile:
     """The rows of quality studies in ``path``, which need not exist.
 
     Raises:
-        OptionError: it exists and holds something else.
+        OptionError: it exists and holds something else, or what this version does not know.
     """
-    return RowFile(path, "vidsparse-quality/1", "quality study", keys=_KEYS)
+    file = RowFile(path, "vidsparse-quality/1", "quality study", keys=_KEYS)
+    for row in file.rows:
+        for name, known in (("study", STUDY_COLUMNS), ("method", METHODS)):
+            if row[name] not in known:
+                raise OptionError(
+                    f"{path} has rows of the {name} {row[name]!r}, which this version of vidsparse "
+                    "does not know. Hint: use the version that wrote it, or name another file."
+                )
+    return file
 
 
 def markdown_tables(rows: Sequence[Row]) -> str:

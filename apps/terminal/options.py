@@ -54,7 +54,7 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     """A method option's default as one types it."""
     value = field.default
     if value is None:
-        return "none"
+        return str(field.metadata["absent"])
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
@@ -36,6 +35,9 @@ USUAL_MEANS: Final = 64
 
 PLANS: Final = ("shared", "own")
 """What a ``plans`` option can be."""
+
+MOST_FADING: Final = 1000
+"""Of a ``fading`` option: nothing is left of a remainder in the step after it."""
 
 TEXT_ROWS: Final = ("dense", "sparse")
 """What a ``text_rows`` option can be."""
@@ -282,10 +284,12 @@ def option(
     help: str,
     convert: Callable[[str], Any] = float,
     choices: tuple[str, ...] = (),
+    absent: str = "none",
 ) -> Any:
     """A dataclass field that carries its own command line flag, help and text conversion.
 
-    ``choices`` are all its values as a user types them, if they can be listed.
+    ``choices`` are all its values as a user types them, if they can be listed, and ``absent`` is
+    how None is typed.
     """
     return dataclasses.field(
         default=default,
@@ -295,6 +299,7 @@ def option(
             "help": help,
             "convert": convert,
             "choices": choices,
+            "absent": absent,
         },
     )
 
@@ -465,6 +470,7 @@ def reach_option() -> Any:
         help="steps after a refresh that add what it kept, those beyond make plans of their own; "
         "auto: all up to the next refresh",
         convert=count_or_auto,
+        absent="auto",
     )
 
 
@@ -472,8 +478,8 @@ def check_refreshing(method: SparseMethod) -> None:
     """Raise an ``OptionError`` where ``method.fading`` or ``method.reach`` is out of range."""
     fading = method.fading
     number = isinstance(fading, (int, float)) and not isinstance(fading, bool)
-    if not number or not 0 <= fading < math.inf:
-        raise OptionError(f"fading must be a number from 0, got {fading!r}")
+    if not number or not 0 <= fading <= MOST_FADING:
+        raise OptionError(f"fading must be a number from 0 to {MOST_FADING}, got {fading!r}")
     if method.reach is not None:
         check_steps("reach", method.reach)
 

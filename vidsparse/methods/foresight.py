@@ -88,6 +88,7 @@ class Foresight(SparseMethod):
         metavar="R",
         help="query rows judged as one: 16, 32, 64, 128, or auto, by the length",
         convert=count_or_auto,
+        absent="auto",
     )
     means: int | None = means_option()
     plans: str = plans_option()
