@@ -92,7 +92,7 @@ def test_a_tile_may_be_a_pair_or_text(tile: object) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_fields_carry_what_a_command_line_needs(name: str) -> None:
     for field in METHODS[name].option_fields():
-        assert set(field.metadata) == {"help", "flag", "metavar", "convert", "choices"}
+        assert set(field.metadata) == {"help", "flag", "metavar", "convert", "choices", "absent"}
         assert field.metadata["flag"] == "--" + field.name.rstrip("_").replace("_", "-")
         written = make_method(name).options()[field.name]
         read = field.metadata["convert"](str(written))

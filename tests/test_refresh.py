@@ -476,11 +476,12 @@ def test_layers_and_branches_keep_remainders_of_their_own() -> None:
     [
         # the schedule's refreshes are those of steps 1, 3 and 6.
         ({"reach": 1}, 4, "plan"),
-        ({"dense_last_steps": 3, "refresh": 2}, 6, "dense"),
+        # without a reach the steps beyond are dense or refresh.
+        ({"dense_last_steps": 3, "refresh": 2}, 6, "refresh"),
         ({}, 4, "refresh"),
     ],
 )
-def test_a_late_refresh_that_nothing_could_add_is_none(
+def test_a_late_refresh_at_the_end_of_its_reach_is_none(
     options: dict[str, Any], first_run: int, expected: str
 ) -> None:
     engine = engine_of(**options)

@@ -341,13 +341,11 @@ class AttentionEngine:
             if not self._has_room(q, site, ring):
                 self._plain = replace(self.schedule, refresh=0)
                 return self._action(q, site, key, ring)
+            # what a late one kept in the last step of its reach would serve nothing: that step is
+            # as those beyond, which plan.
             follows = schedule.refresh_for(site.step + 1, self.steps)
-            if follows == due:
-                return Action.REFRESH.value
-            # what this late one kept would serve nothing: the schedule's own are dense then, and
-            # beyond the reach of one there are plans.
             if follows is not None or site.step + 1 not in schedule.sparse_window(self.steps):
-                return Action.DENSE.value
+                return Action.REFRESH.value
         if action is Action.REFRESH:
             return action.value
         again = kept is not None and kept.serves(site.step, site.branch, self.schedule.reuse)
