@@ -321,10 +321,12 @@ class AttentionEngine:
                 f"dense: a grid of {g.frames}x{g.height}x{g.width} video and {g.text} text tokens "
                 f"does not match {q.shape[2]} tokens"
             )
+        if action is Action.REFRESH:
+            return action.value
         # without a plan made for just such a call, planning anew is always right.
         kept = self._plans.get(key)
         due = schedule.refresh_for(site.step, self.steps)
-        if due is not None and action is not Action.REFRESH:
+        if due is not None:
             # a step cache may have left the refresh out, and a second transformer may have come in
             # after it.
             lacking = self._lacking.get((site.branch, key))
@@ -346,8 +348,6 @@ class AttentionEngine:
             follows = schedule.refresh_for(site.step + 1, self.steps)
             if follows is not None or site.step + 1 not in schedule.sparse_window(self.steps):
                 return Action.REFRESH.value
-        if action is Action.REFRESH:
-            return action.value
         again = kept is not None and kept.serves(site.step, site.branch, self.schedule.reuse)
         return Action.REUSE.value if again else Action.REPLAN.value
 

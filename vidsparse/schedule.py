@@ -129,14 +129,15 @@ class Schedule:
     def refresh_for(self, step: int, steps: int) -> int | None:
         """The refresh that ``step`` is, or that keeps what ``step`` adds, if no step is left out.
 
-        None if there is none, or none that reaches so far.
+        None if there is none, or none that reaches so far, and for a dense step.
         """
         last = self._last_refresh(step, steps)
         reached = last is not None and (self.reach is None or step - last <= self.reach)
         return last if reached else None
 
     def _last_refresh(self, step: int, steps: int) -> int | None:
-        if step not in self.sparse_window(steps):
+        # most methods have none, and every attention call asks.
+        if not self.refresh or step not in self.sparse_window(steps):
             return None
         return max((one for one in self.refresh_steps(steps) if one <= step), default=None)
 

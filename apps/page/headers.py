@@ -141,7 +141,6 @@ class PageHeaders:
         name = scope["path"].partition(API)[2]
         is_file = name.startswith(_FILE)
         shown = not is_file or self._is_shown(name[len("file=") :])
-        zipped = "gzip" in Headers(scope=scope).get("Accept-Encoding", "")
         page: _Page | None = None
 
         async def described(message: Message) -> None:
@@ -167,7 +166,7 @@ class PageHeaders:
                 headers = MutableHeaders(scope=page.start)
                 headers["Content-Security-Policy"] = self._policy(html)
                 headers.add_vary_header("Accept-Encoding")
-                if body and zipped:
+                if body and "gzip" in Headers(scope=scope).get("Accept-Encoding", ""):
                     body = gzip.compress(body, _LEVEL, mtime=0)
                     headers["Content-Encoding"] = "gzip"
                 if body:

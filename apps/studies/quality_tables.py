@@ -18,12 +18,10 @@ from vidsparse.wording import format_number, format_spread
 from vidsparse.work import Work
 
 # of what a row is, which those of all versions tell.
-_KEYS: Final = frozenset(
-    (
-        *("study", "size", "frames", "model", "method", "options", "prompts", "steps", "computed"),
-        *("target", "dense_step_share", "psnr_mean", "psnr_std", "ssim_mean", "identical"),
-    )
-)
+_KEYS: Final = frozenset((
+    "study", "size", "frames", "model", "method", "options", "prompts", "steps", "computed",
+    "target", "dense_step_share", "psnr_mean", "psnr_std", "ssim_mean", "identical",
+))  # fmt: skip
 
 
 def quality_file(path: Path) -> RowFile:
