@@ -22,6 +22,7 @@ another number. The studies:
   sequence in all, at three schedules of the model `shapes` and one of `shapes-joint`.
 - ``text-rows``: rows of text that attend to everything and that choose their keys, and what finer
   tiles add; for models whose text stands in the video's sequence, such as `shapes-joint`.
+- ``fading``: how fast what a refresh keeps stops being right, and how many steps add it.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
@@ -44,6 +45,7 @@ from vidsparse.methods.base import PLANS
 from vidsparse.methods.studied import Ablation, Knob
 from vidsparse.order import ORDERS
 from vidsparse.pipelines.speed import SPEEDS
+from vidsparse.remainder import FADING
 
 DECLARED: Final[Mapping[str, tuple[str, Ablation]]] = {
     ablation.name: (name, ablation)
@@ -77,6 +79,7 @@ STUDIES: Final = (
     "dense-steps",
     "block-rows",
     "text-rows",
+    "fading",
     "few-steps",
     "seconds",
     "speeds",
@@ -95,10 +98,10 @@ EQUAL_SELECTED: Final = 0.35
 DEFAULT_TOP_P: Final = (0.6, 0.7, 0.8, 0.9)
 REUSED: Final = (1, 2, 4)
 CURVE_COMPUTED: Final = (0.25, 0.4, 0.55, 0.7)
-# studies of refreshes, shared plans, text, few steps and promises name their methods: they ask what
-# the method of the shipped models gains by a schedule, and set shares and refreshes against each
-# other so that runs do equal work. Others stand beside it where it must be seen that the gain is
-# not its own alone. No method could declare that by itself.
+# studies of refreshes, shared plans, text, fading, few steps and promises name their methods: they
+# ask what the method of the shipped models gains by a schedule, and set shares and refreshes
+# against each other so that runs do equal work. Others stand beside it where it must be seen that
+# the gain is not its own alone. No method could declare that by itself.
 REFRESHED: Final[tuple[tuple[str, Mapping[str, Any], int], ...]] = (
     ("foresight", {"share": 0.08}, 4),
     ("foresight", {"share": 0.28}, 0),
@@ -144,6 +147,23 @@ TEXT_SETTINGS: Final[tuple[tuple[float, str, int, int, str], ...]] = (
     (0.105, "16x8", 3, 0, "sparse"),
 )
 """Shares and tiles of ``foresight``, dense steps, refreshes, and what rows of text attend to."""
+
+FADED: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
+    ("16x8", {"share": 0.12, "fading": 2.5}, 3, 4),
+    ("16x8", {"share": 0.12, "fading": 0.6}, 3, 4),
+    ("16x8", {"share": 0.12, "fading": 4.0}, 3, 4),
+    ("16x8", {"share": 0.135, "fading": 2.5, "reach": 3}, 2, 1),
+    ("16x8", {"share": 0.135, "fading": 0.6, "reach": 3}, 2, 1),
+    ("16x8", {"share": 0.135, "fading": 0.6, "reach": None}, 2, 1),
+    ("16x8", {"share": 0.097, "fading": 4.0, "reach": 5}, 3, 1),
+    ("32x16", {"share": 0.15, "fading": 0.6}, 3, 4),
+    ("32x16", {"share": 0.15, "fading": 4.0}, 3, 4),
+    ("32x16", {"share": 0.15, "fading": 2.5, "reach": 4}, 3, 2),
+    ("128x16", {"share": 0.1, "fading": 0.6, "text_rows": "dense"}, 3, 4),
+    ("128x16", {"share": 0.1, "fading": 0.3, "text_rows": "dense"}, 3, 4),
+    ("16x8", {"share": 0.062, "fading": 0.6, "text_rows": "dense"}, 1, 3),
+)
+"""Tiles of ``foresight``, its numbers, dense steps and refreshes; the last three for ``scenes``."""
 
 REFRESHED_DENSE_STEPS: Final = 3
 FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
@@ -241,6 +261,7 @@ class Configuration:
             "refresh": 0,
             "plans": "own",
             "text_rows": "dense",
+            "fading": FADING,
         }
         theirs = {**before, **row["options"]}
         # a method that selects in another way leaves its usual number out.
@@ -415,6 +436,15 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 study="text-rows",
                 method="foresight",
                 options={"share": share, "tile": tile, "plans": "shared", "text_rows": text_rows},
+                refresh=refresh,
+                dense_steps=dense_steps,
+            )
+    if "fading" in studies:
+        for tile, own, dense_steps, refresh in FADED:
+            yield Configuration(
+                study="fading",
+                method="foresight",
+                options={"tile": tile, "plans": "shared", "text_rows": "sparse", **own},
                 refresh=refresh,
                 dense_steps=dense_steps,
             )

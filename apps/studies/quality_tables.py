@@ -224,6 +224,12 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         "text rows": option_text("text_rows"),
         **_REFRESH_COLUMNS,
     },
+    "fading": {
+        "tile": option_text("tile"),
+        "fading": option_text("fading"),
+        "reach": lambda row: str(row["options"]["reach"] or "auto"),
+        **_REFRESH_COLUMNS,
+    },
     "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
         "method": lambda row: str(row["method"]),
