@@ -23,7 +23,7 @@ from vidsparse.engine import AttentionEngine
 from vidsparse.methods import make_method
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.caching import StepCache
-from vidsparse.remainder import Keeping, Remainder, choose_keeping, likeness
+from vidsparse.remainder import Keeping, Remainder, choose_keeping, likeness, weights
 from vidsparse.schedule import Action, Schedule
 from vidsparse.work import SelectionCost
 
@@ -37,7 +37,7 @@ def engine_of(
     method: str = "foresight", *, layers: int = 1, plans: str = "shared", **schedule: Any
 ) -> AttentionEngine:
     options: dict[str, Any] = {"share": 0.1} if method == "foresight" else {"topk": 0.1}
-    options |= {name: schedule.pop(name) for name in ("fading",) if name in schedule}
+    options |= {name: schedule.pop(name) for name in ("fading", "slope") if name in schedule}
     return AttentionEngine(
         make_method(method, plans=plans, **options),
         schedule=Schedule(**{"dense_steps": 2, "refresh": 3, **schedule}),
@@ -364,6 +364,63 @@ def test_a_model_has_a_fading_of_its_own() -> None:
     faded = math.exp(-2.5 * age / STEPS)
     expected = torch.lerp(plain, dense, faded)
     assert bool(((outputs[-1] - expected).abs() <= rounded).all())
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.1, float("nan"), True, "0.5"])
+def test_a_bad_slope_is_refused_by_name(bad: Any) -> None:
+    with pytest.raises(vidsparse.OptionError, match="slope must be a number from 0 to 1, got"):
+        make_method("foresight", slope=bad)
+
+
+def test_two_remainders_in_a_line_go_on_for_as_long_as_they_took() -> None:
+    # without fading a slope of one is the line through both, which ends where the gap is over.
+    for age, expected in ((0, 5.0), (2, 6.0), (4, 7.0), (9, 7.0)):
+        last, before = weights(age, 4, 20, 0.0, 1.0)
+        assert last * 5.0 + before * 3.0 == pytest.approx(expected)
+    assert weights(3, 4, 20, 0.6) == (likeness(3, 20, 0.6), 0.0)
+
+
+def test_steps_follow_the_slope_of_the_last_two_refreshes() -> None:
+    calls = [operands(seed) for seed in range(STEPS)]
+    engine, without = engine_of(slope=0.5, fading=0.5), engine_of(fading=0.5)
+    outputs, others = run(engine, calls), run(without, calls)
+    refreshes = engine.schedule.refresh_steps(STEPS)
+    lacked = {}
+    for step in refreshes:
+        dense = F.scaled_dot_product_attention(*calls[step])
+        # the plan of a refresh is its own, so that a run that plans there anew has its output.
+        alone = engine_of(dense_steps=0, refresh=0)
+        lacked[step] = dense - run(alone, [calls[step]])[0]
+    rounded = 4 * max(one.abs().max() for one in lacked.values()) / 254 + 1e-4
+    for step, (out, other) in enumerate(zip(outputs, others, strict=True)):
+        known = [one for one in refreshes if one <= step]
+        if step in refreshes or len(known) < 2:
+            assert torch.equal(out, other)
+            continue
+        new, old = known[-1], known[-2]
+        onward = likeness(step - new, STEPS, 0.5) * 0.5 * min((step - new) / (new - old), 1)
+        change = onward * (lacked[new] - lacked[old])
+        assert float((out - other - change).abs().max()) <= rounded
+        assert float(change.abs().max()) > 2 * rounded
+    assert not engine._lacking
+
+
+def test_no_more_than_two_remainders_of_a_call_are_kept() -> None:
+    q, k, v = operands()
+    engine = engine_of(slope=0.5, refresh=4)
+    engine.begin_run(STEPS)
+    last = engine.schedule.refresh_steps(STEPS)[-1]
+    for step in range(last + 1):
+        engine.attend(q, k, v, site(step))
+    (kept,) = engine._lacking.values()
+    assert kept.step == last
+    assert kept.earlier is not None
+    assert kept.earlier.earlier is None
+    # run again, it still follows the refresh before it.
+    engine.attend(q, k, v, site(last))
+    (again,) = engine._lacking.values()
+    assert again.earlier is not None
+    assert (again.step, again.earlier.step) == (last, kept.earlier.step)
 
 
 def test_beyond_the_reach_of_a_refresh_steps_are_as_without_it() -> None:

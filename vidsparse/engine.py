@@ -25,7 +25,7 @@ from vidsparse.planning import (
     order_and_plan,
     share_with_means,
 )
-from vidsparse.remainder import Keeping, Remainder, choose_keeping, lack_of_room, likeness
+from vidsparse.remainder import Keeping, Remainder, choose_keeping, lack_of_room
 from vidsparse.ring import (
     Ring,
     attend_densely,
@@ -253,11 +253,13 @@ class AttentionEngine:
         pairs = q.shape[0] * q.shape[1] * tokens**2
         cell = Cell(site.step, site.layer, site.branch, action, "dense", pairs, heads=site.heads)
         with self.trace.timed(cell, q.device):
-            planned = None
+            planned = earlier = None
             if action == Action.REFRESH.value:
                 # the old one's memory serves the new one. The sparse call comes first: the copies
                 # that it makes are gone before there is a dense output beside them.
-                self._lacking.pop((site.branch, key), None)
+                last = self._lacking.pop((site.branch, key), None)
+                earlier = last.before(site.step) if last and self._follows_slope else None
+                del last
                 planned, route = self._sparse(q, k, v, site, cell, key, ring)
                 self._show(planned, site, cell)
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
@@ -288,7 +290,7 @@ class AttentionEngine:
                     cell.implementation = cell.dense_by
             if planned is not None:
                 remainder = Remainder.of(out, planned, self._keeping, by_kernel=route.reorders)
-                lacking = Lacking(site.step, self._plans[key].made, remainder)
+                lacking = Lacking(site.step, self._plans[key].made, remainder, earlier)
                 self._lacking[site.branch, key] = lacking
         self._show(out, site, cell)
         if self.check_finite and not bool(out.isfinite().all()):
@@ -514,7 +516,7 @@ class AttentionEngine:
         if not q.is_cuda or self._keeping is not None:
             return True
         before = {cell.branch for cell in self.trace.cells if cell.step < site.step}
-        calls = self.layers * (len(before) or 2)
+        calls = self.layers * (len(before) or 2) * (2 if self._follows_slope else 1)
         free, all_of_it = free_bytes(q.device), torch.cuda.mem_get_info(q.device)[1]
         assert free is not None
         room = max(0, int(free - all_of_it * _LEFT_FREE))
@@ -535,11 +537,16 @@ class AttentionEngine:
             return
         assert isinstance(self.method, SparseMethod)
         if self.schedule.refresh_for(site.step, self.steps) is not None:
-            factor = likeness(site.step - lacking.step, self.steps, self.method.fading)
-            lacking.remainder.add_to(out, factor, by_kernel=route.reorders)
+            how = self.method.fading, self.method.slope
+            for remainder, factor in lacking.counted(site.step, self.steps, *how):
+                remainder.add_to(out, factor, by_kernel=route.reorders)
         if self.schedule.refresh_for(site.step + 1, self.steps) is None:
             # nothing follows that it serves, but a decoder that wants the memory.
             del self._lacking[site.branch, key]
+
+    @property
+    def _follows_slope(self) -> bool:
+        return isinstance(self.method, SparseMethod) and self.method.slope > 0
 
     def _plan_key(self, q: Tensor, site: CallSite) -> PlanKey:
         shared = isinstance(self.method, SparseMethod) and self.method.plans == "shared"

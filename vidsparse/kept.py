@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from vidsparse.grid import TokenGrid
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import share_with_means
-from vidsparse.remainder import Remainder
+from vidsparse.remainder import Remainder, likeness, weights
 
 _SMALL: Final = 8 << 20
 """Bytes of a plan's lists up to which they are kept with it. Those of long videos take a quarter of
@@ -109,8 +110,30 @@ class KeptPlan:
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """What a plan lacked of the dense output in ``step``, and the step that had made the plan."""
+    """What a plan lacked of the dense output in ``step``, and the step that had made the plan.
+
+    ``earlier`` is what the refresh before lacked, where the method follows a ``slope``.
+    """
 
     step: int
     planned: int
     remainder: Remainder
+    earlier: Lacking | None = None
+
+    def before(self, step: int) -> Lacking | None:
+        """What a refresh in ``step`` keeps of refreshes before it: one is enough for a slope."""
+        # a step that runs again replaces what it kept.
+        last = self if self.step < step else self.earlier
+        return None if last is None else replace(last, earlier=None)
+
+    def counted(
+        self, step: int, steps: int, fading: float, slope: float
+    ) -> Iterator[tuple[Remainder, float]]:
+        """What is to be added in ``step`` of ``steps``, and how many times (``weights``)."""
+        if self.earlier is None:
+            yield self.remainder, likeness(step - self.step, steps, fading)
+            return
+        gap = self.step - self.earlier.step
+        last, before = weights(step - self.step, gap, steps, fading, slope)
+        yield self.remainder, last
+        yield self.earlier.remainder, before

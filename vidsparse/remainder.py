@@ -177,3 +177,16 @@ def likeness(age: int, steps: int, fading: float = FADING) -> float:
     usual. A model's own may be half of that or four times as much (``docs/experiments.md``).
     """
     return math.exp(-fading * age / steps)
+
+
+def weights(
+    age: int, gap: int, steps: int, fading: float = FADING, slope: float = 0.0
+) -> tuple[float, float]:
+    """What the last remainder counts ``age`` steps after it, and the one ``gap`` steps before that.
+
+    A remainder changes from one refresh to the next, and goes on to change: ``slope`` times as much
+    as it did, for as long as it took, in a run of ``steps``. All of it fades (``likeness``).
+    """
+    likely = likeness(age, steps, fading)
+    onward = slope * min(age / gap, 1.0)
+    return likely * (1 + onward), -likely * onward

@@ -109,8 +109,9 @@ class SparseMethod(Method):
     is, and what they differ by is magnified. ``text_rows`` is ``dense`` if query tiles that hold
     text attend to everything, and ``sparse`` if they attend to what the method selects for them, as
     those of the video do. Keys of text are attended by all either way. ``fading`` is how fast what
-    a refresh keeps stops being right (``remainder.likeness``), and ``reach`` how many steps after
-    it add it at most (``Schedule``).
+    a refresh keeps stops being right (``remainder.likeness``), ``reach`` how many steps after it
+    add it at most (``Schedule``), and ``slope`` how far steps follow the change between what the
+    last two refreshes kept (``remainder.weights``).
 
     A method that can be calibrated has a field ``numbers`` too. ``free_options`` names the options
     that may change without new numbers, and ``needs_numbers`` says that it cannot run without any.
@@ -132,6 +133,7 @@ class SparseMethod(Method):
     text_rows: str = "dense"
     fading: float = FADING
     reach: int | None = None
+    slope: float = 0.0
     numbers: Numbers | None = None
     needs_numbers: ClassVar[bool] = False
     knobs: ClassVar[tuple[Knob, ...]] = ()
@@ -474,12 +476,24 @@ def reach_option() -> Any:
     )
 
 
+def slope_option() -> Any:
+    """The field of how far steps follow what refreshes change; see ``SparseMethod``."""
+    return option(
+        0.0,
+        flag="--slope",
+        metavar="B",
+        help="how much of the change from one refresh to the next is expected to go on after it, "
+        "0 to 1; keeps what the last two refreshes kept",
+    )
+
+
 def check_refreshing(method: SparseMethod) -> None:
-    """Raise an ``OptionError`` where ``method.fading`` or ``method.reach`` is out of range."""
-    fading = method.fading
-    number = isinstance(fading, (int, float)) and not isinstance(fading, bool)
-    if not number or not 0 <= fading <= MOST_FADING:
-        raise OptionError(f"fading must be a number from 0 to {MOST_FADING}, got {fading!r}")
+    """Raise an ``OptionError`` where what is said of refreshes is out of range."""
+    for name, most in (("fading", MOST_FADING), ("slope", 1)):
+        value = getattr(method, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 <= value <= most:
+            raise OptionError(f"{name} must be a number from 0 to {most}, got {value!r}")
     if method.reach is not None:
         check_steps("reach", method.reach)
 

@@ -26,6 +26,7 @@ from vidsparse.methods.base import (
     plans_option,
     reach_option,
     settle_means,
+    slope_option,
     text_rows_option,
     tile_option,
 )
@@ -57,13 +58,13 @@ class Foresight(SparseMethod):
 
     ``rows`` is the number of query rows that are judged as one; None takes 16 up to 40,000 tokens
     and 32 beyond, but no more than M. ``text_rows`` says whether blocks that hold text choose their
-    chunks, too (``sparse``), or attend to everything. ``fading`` and ``reach`` say what becomes of
-    that which a refresh keeps; see ``SparseMethod``.
+    chunks, too (``sparse``), or attend to everything. ``fading``, ``reach`` and ``slope`` say what
+    becomes of that which a refresh keeps; see ``SparseMethod``.
 
     Raises:
         OptionError: ``share`` is outside (0, 1]; ``rows`` does not divide M; ``tile``, ``means``,
-            ``plans`` or ``text_rows`` has an unknown value; ``fading`` or ``reach`` is out of
-            range.
+            ``plans`` or ``text_rows`` has an unknown value; ``fading``, ``reach`` or ``slope``
+            is out of range.
     """
 
     name: ClassVar[str] = "foresight"
@@ -95,6 +96,7 @@ class Foresight(SparseMethod):
     text_rows: str = text_rows_option()
     fading: float = fading_option()
     reach: int | None = reach_option()
+    slope: float = slope_option()
     merge: ClassVar[str] = "consecutive"  # type: ignore[misc]
     numbers: Numbers | None = None
 
