@@ -13,7 +13,7 @@ from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, UnsupportedError, listed
 from vidsparse.finite import NonFiniteCall
 from vidsparse.logs import logger
-from vidsparse.methods import Method, SparseMethod, make_method
+from vidsparse.methods import Method, make_method
 from vidsparse.pipelines.adapter import (
     Adapter,
     SparseProcessor,
@@ -321,7 +321,7 @@ def sparsify(
         dense_last_layers=given("dense_last_layers", dense_last_layers),
         reuse=given("reuse", reuse),
         refresh=method.refresh if amount is None and isinstance(method, Method) else amount or 0,
-        reach=method.reach if isinstance(method, SparseMethod) else None,
+        **(method.of_schedule if isinstance(method, Method) else {}),
     )
     # what is no method is refused by the engine.
     own_order = method.token_order if isinstance(method, Method) else None

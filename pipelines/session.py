@@ -300,6 +300,7 @@ class Session:
             # one transformer takes over from the other.
             self.engines[self._site.part].forget()
         branch, window = self._branch()
+        has_guidance = self._spoken_of and guided(pipe)
         self._site = CallSite(
             layer=0,
             step=step,
@@ -307,8 +308,10 @@ class Session:
             grid=grid,
             branch=branch,
             part=part,
-            stacked=2 if self._stacks() and self._spoken_of and guided(pipe) else 1,
+            stacked=2 if self._stacks() and has_guidance else 1,
             window=window,
+            # where branches are apart, none finds here what the other one kept.
+            guided=has_guidance and self.halves is None,
         )
         if self._layout is not None:
             self._texts += self._layout.new_texts(self._site.stacked, self._texts)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vidsparse.autocast import autocast, working_dtype
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.finite import FiniteGuard, NonFiniteCall
-from vidsparse.kept import KeptPlan, Lacking, Lists, PlanKey
+from vidsparse.kept import AllLacking, KeptPlan, Lacking, PlanKey, lists_of, plan_key
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
 from vidsparse.methods import METHODS, Method, SparseMethod
 from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
@@ -143,7 +143,7 @@ class AttentionEngine:
         self.probe: CellProbe | None = None
         self.only: Collection[int] | None = None
         self._plans: dict[PlanKey, KeptPlan] = {}
-        self._lacking: dict[tuple[str, PlanKey], Lacking] = {}
+        self._lacking = AllLacking()
         # of the run: the engines of a pipeline's transformers have one set, as they have one trace.
         self.branches: set[str] = set()
         # how what refreshes keep is kept, and where there is no room for it the schedule without.
@@ -182,7 +182,7 @@ class AttentionEngine:
         for kept in self._plans.values():
             # it served the step, for else another would stand in its place.
             kept.last = step
-        self._lacking = {key: one for key, one in self._lacking.items() if one.step < step}
+        self._lacking.go_back(step)
 
     def plans_anew(self, step: int) -> bool:
         """Whether no call of ``step`` goes by what is kept of a step before."""
@@ -199,12 +199,7 @@ class AttentionEngine:
         wants the memory comes next.
         """
         if self._lacking and self.schedule.refresh_for(site.step + 1, self.steps) is None:
-            done = site.branch, site.window
-            self._lacking = {
-                (branch, key): one
-                for (branch, key), one in self._lacking.items()
-                if (branch, key[2]) != done
-            }
+            self._lacking.end_forward(site, lends=self._lends(site))
 
     def attend(
         self,
@@ -240,7 +235,8 @@ class AttentionEngine:
         if self.observer is not None and dense_because is None:
             self.observer(q, k, v, site)
         self.branches.add(site.branch)
-        key = self._plan_key(q, site)
+        shared = isinstance(self.method, SparseMethod) and self.method.plans == "shared"
+        key = plan_key(q, site, shared=shared)
         numbers = self.method.numbers if isinstance(self.method, SparseMethod) else None
         if numbers is not None and dense_because is None:
             # said in the first step, though it may be a dense one.
@@ -257,9 +253,7 @@ class AttentionEngine:
             if action == Action.REFRESH.value:
                 # the old one's memory serves the new one. The sparse call comes first: the copies
                 # that it makes are gone before there is a dense output beside them.
-                last = self._lacking.pop((site.branch, key), None)
-                earlier = last.before(site.step) if last and self._follows_slope else None
-                del last
+                earlier = self._lacking.retire(site, key, slope=self._has_slope(site.step))
                 planned, route = self._sparse(q, k, v, site, cell, key, ring)
                 self._show(planned, site, cell)
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
@@ -272,6 +266,9 @@ class AttentionEngine:
                 # whatever made it is not to be used again.
                 self._plans.pop(key, None)
                 sparse = False
+            # of branches in one batch the conditional one is the last.
+            lends = planned is not None and site.stacked > 1 and self._lends(site)
+            first = q.shape[0] // site.stacked if lends else 0
             if not sparse:
                 # a mask, for one, is nothing that another kernel knows of.
                 keep_dense = dense_because is not None or (
@@ -279,19 +276,25 @@ class AttentionEngine:
                 )
                 asked = "stock" if keep_dense else self.dense_kernel
                 stock = dense or F.scaled_dot_product_attention
+                rows = (q[first:], k[first:], v[first:]) if first else (q, k, v)
                 if ring is None:
-                    out, cell.dense_by = self._run_dense(q, k, v, stock, asked)
+                    out, cell.dense_by = self._run_dense(*rows, stock, asked)
                 else:
                     check_dense_in_ring(self.dense_kernel)
-                    out = attend_densely(ring, *autocast(q, k, v), site.grid).to(q.dtype)
+                    out = attend_densely(ring, *autocast(*rows), site.grid).to(q.dtype)
                     cell.dense_by = "dense"
                 # a refresh is named after what serves the steps to come.
                 if planned is None:
                     cell.implementation = cell.dense_by
             if planned is not None:
-                remainder = Remainder.of(out, planned, self._keeping, by_kernel=route.reorders)
+                how = {"by_kernel": route.reorders}
+                remainder = Remainder.of(out, planned[first:], self._keeping, **how)
                 lacking = Lacking(site.step, self._plans[key].made, remainder, earlier)
                 self._lacking[site.branch, key] = lacking
+                if lends:
+                    remainder.add_to(planned[:first], **how)
+                    planned[first:], cell.whole = out, 1 - first / q.shape[0]
+                    out = planned
         self._show(out, site, cell)
         if self.check_finite and not bool(out.isfinite().all()):
             raise VidsparseError(
@@ -310,9 +313,14 @@ class AttentionEngine:
             return Action.DENSE.value
         schedule = self._plain or self.schedule
         action = schedule.decide(site.step, self.steps, site.layer, self.layers)
+        lends = self._lends(site)
+        if lends and action is Action.DENSE and site.layer in schedule.sparse_layers(self.layers):
+            # a dense step of the one branch, from which the other takes what its plan lacks.
+            action = Action.REFRESH
         if action is Action.REFRESH and not self._has_room(q, site, ring):
             schedule = self._plain = replace(self.schedule, refresh=0)
             action = schedule.decide(site.step, self.steps, site.layer, self.layers)
+            lends = False
         if self.only is not None and site.layer not in self.only and action is not Action.REFRESH:
             action = Action.DENSE
         if action is Action.DENSE:
@@ -323,10 +331,14 @@ class AttentionEngine:
                 f"dense: a grid of {g.frames}x{g.height}x{g.width} video and {g.text} text tokens "
                 f"does not match {q.shape[2]} tokens"
             )
+        kept = self._plans.get(key)
+        if lends and kept is not None:
+            lent = self._lacking.borrow(site, key, q.shape, slope=self._has_slope(site.step))
+            if lent is not None and lent.planned == kept.made:
+                return Action.REUSE.value
         if action is Action.REFRESH:
             return action.value
         # without a plan made for just such a call, planning anew is always right.
-        kept = self._plans.get(key)
         due = schedule.refresh_for(site.step, self.steps)
         if due is not None:
             # a step cache may have left the refresh out, and a second transformer may have come in
@@ -432,7 +444,7 @@ class AttentionEngine:
             averages = (averages[0], of_values)
         else:
             v = made.v
-        lists = self._lists(plan, key, size, route)
+        lists = lists_of(plan, self._plans.get(key), size, by_kernel=route.lists)
         kv_index, means = lists.kv_index, None
         if size is not None:
             assert lists.counts is not None
@@ -466,18 +478,6 @@ class AttentionEngine:
         # the copies in order are as large as what the caller holds: not to be kept beside another.
         del q, k, v, made, mean, averages, kv_index, lists, gate, means
         return order.undo(out, like=layout, by_kernel=route.reorders).to(asked), route
-
-    def _lists(self, plan: SparsePlan, key: PlanKey, size: int | None, route: Route) -> Lists:
-        """What a call by ``plan`` is given of it: made once if that is small and both are kept."""
-        kept = self._plans.get(key)
-        if kept is None or not kept.holds(plan):
-            return Lists.of(plan, size, by_kernel=route.lists)
-        if plan.tokens in kept.lists:
-            return kept.lists[plan.tokens]
-        lists = Lists.of(plan, size, by_kernel=route.lists)
-        if lists.small:
-            kept.lists[plan.tokens] = lists
-        return lists
 
     def _take_kept(self, site: CallSite, cell: Cell, key: PlanKey) -> SparsePlan | None:
         """The plan that a call goes by without making one, as its action says."""
@@ -536,27 +536,32 @@ class AttentionEngine:
         if lacking is None:
             return
         assert isinstance(self.method, SparseMethod)
-        if self.schedule.refresh_for(site.step, self.steps) is not None:
+        # what another branch lent is of this very step, which may be one before the first refresh.
+        lent = lacking.step == site.step
+        if lent or self.schedule.refresh_for(site.step, self.steps) is not None:
             how = self.method.fading, self.method.slope
             for remainder, factor in lacking.counted(site.step, self.steps, *how):
-                remainder.add_to(out, factor, by_kernel=route.reorders)
+                # of branches in one batch there may be that of one alone.
+                for part in out.split(remainder.values.shape[0]):
+                    remainder.add_to(part, factor, by_kernel=route.reorders)
         if self.schedule.refresh_for(site.step + 1, self.steps) is None:
             # nothing follows that it serves, but a decoder that wants the memory.
             del self._lacking[site.branch, key]
 
+    def _lends(self, site: CallSite) -> bool:
+        """Whether the conditional branch computes all pairs in this step for the other one, too."""
+        # calibration, which looks at one layer, wants the others as they are.
+        if self.only is not None or not (site.guided or site.stacked > 1):
+            return False
+        return (self._plain or self.schedule).lends(site.step, self.steps)
+
+    def _has_slope(self, step: int) -> bool:
+        """Whether what is kept in ``step`` has something to change from: not before a refresh."""
+        return self._follows_slope and step > self.schedule.refresh_steps(self.steps)[0]
+
     @property
     def _follows_slope(self) -> bool:
         return isinstance(self.method, SparseMethod) and self.method.slope > 0
-
-    def _plan_key(self, q: Tensor, site: CallSite) -> PlanKey:
-        shared = isinstance(self.method, SparseMethod) and self.method.plans == "shared"
-        branch, grid = None if shared else site.branch, site.grid
-        if shared and (grid.text_first or grid.text > grid.lead):
-            # branches may differ in text. What of it leads is frames of the past, where there are
-            # any: the plan for a video behind others is another.
-            grid = replace(grid, text=grid.lead, text_first=False)
-        heads = q.shape[1], site.heads
-        return site.layer, branch, site.window, site.samples, grid, q.shape[0], *heads, q.device
 
     def _route(self, q: Tensor, k: Tensor, v: Tensor) -> Route:
         # found once a run for all calls alike: asking the device takes time of the host's.

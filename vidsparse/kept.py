@@ -13,6 +13,9 @@ from vidsparse.grid import TokenGrid
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import share_with_means
 from vidsparse.remainder import Remainder, likeness, weights
+from vidsparse.site import CallSite
+
+_LENDER: Final = "conditional"
 
 _SMALL: Final = 8 << 20
 """Bytes of a plan's lists up to which they are kept with it. Those of long videos take a quarter of
@@ -32,6 +35,20 @@ PlanKey = tuple[
     tuple[int, ...] | None,
     torch.device,
 ]
+
+
+def plan_key(q: Tensor, site: CallSite, *, shared: bool) -> PlanKey:
+    """What the plan of a call with queries ``q`` ``[B, H, S, D]`` is kept under.
+
+    ``shared`` says whether the branches of guidance have one.
+    """
+    branch, grid = None if shared else site.branch, site.grid
+    if shared and (grid.text_first or grid.text > grid.lead):
+        # branches may differ in text. What of it leads is frames of the past, where there are any:
+        # the plan for a video behind others is another.
+        grid = replace(grid, text=grid.lead, text_first=False)
+    heads = q.shape[1], site.heads
+    return site.layer, branch, site.window, site.samples, grid, q.shape[0], *heads, q.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +125,20 @@ class KeptPlan:
         return plan is self.plan or plan is self.fitted.get(plan.tokens)
 
 
+def lists_of(
+    plan: SparsePlan, kept: KeptPlan | None, size: int | None, *, by_kernel: bool
+) -> Lists:
+    """What a call by ``plan`` is given of it: made once if that is small and both are ``kept``."""
+    if kept is None or not kept.holds(plan):
+        return Lists.of(plan, size, by_kernel=by_kernel)
+    if plan.tokens in kept.lists:
+        return kept.lists[plan.tokens]
+    lists = Lists.of(plan, size, by_kernel=by_kernel)
+    if lists.small:
+        kept.lists[plan.tokens] = lists
+    return lists
+
+
 @dataclass(frozen=True, slots=True)
 class Lacking:
     """What a plan lacked of the dense output in ``step``, and the step that had made the plan.
@@ -119,6 +150,12 @@ class Lacking:
     planned: int
     remainder: Remainder
     earlier: Lacking | None = None
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Samples and tokens of the call that kept it."""
+        values = self.remainder.values
+        return values.shape[0], values.shape[2]
 
     def before(self, step: int) -> Lacking | None:
         """What a refresh in ``step`` keeps of refreshes before it: one is enough for a slope."""
@@ -136,4 +173,58 @@ class Lacking:
         gap = self.step - self.earlier.step
         last, before = weights(step - self.step, gap, steps, fading, slope)
         yield self.remainder, last
-        yield self.earlier.remainder, before
+        if before:
+            yield self.earlier.remainder, before
+
+
+class AllLacking(dict[tuple[str, PlanKey], Lacking]):
+    """What the plans of a run lack, by guidance branch and plan."""
+
+    def go_back(self, step: int) -> None:
+        """Forget what was kept in ``step`` and after it."""
+        for at in [at for at, one in self.items() if one.step >= step]:
+            del self[at]
+
+    def end_forward(self, site: CallSite, *, lends: bool) -> None:
+        """Forget what a branch has after its forward at ``site``.
+
+        Where the conditional one ``lends`` it is kept until the other branch has been through.
+        """
+        lender = _lender_of(site.branch)
+        for (branch, key), one in [*self.items()]:
+            of_this_step = one.step == site.step
+            own = branch == site.branch and not (lends and lender is None and of_this_step)
+            if key[2] == site.window and (own or (branch == lender and of_this_step)):
+                del self[branch, key]
+
+    def retire(self, site: CallSite, key: PlanKey, *, slope: bool) -> Lacking | None:
+        """Forget what the last refresh kept; with a ``slope``, what the next one keeps of it."""
+        last = self.pop((site.branch, key), None)
+        return last.before(site.step) if last and slope else None
+
+    def borrow(
+        self, site: CallSite, key: PlanKey, shape: torch.Size, *, slope: bool
+    ) -> Lacking | None:
+        """Have a branch take what its plan lacked in the conditional one in this very step.
+
+        Args:
+            site: of the branch that takes it.
+            shape: of its queries, ``[B, H, S, D]``.
+            slope: whether what the branch had before is kept as ``earlier``.
+
+        Returns:
+            None where the conditional branch has kept nothing for such a call in this step.
+        """
+        lender = _lender_of(site.branch)
+        lent = None if lender is None else self.get((lender, key))
+        if lent is None or lent.step != site.step or lent.rows != (shape[0], shape[2]):
+            return None
+        last = self.get((site.branch, key)) if slope else None
+        self[site.branch, key] = taken = replace(lent, earlier=last and last.before(site.step))
+        return taken
+
+
+def _lender_of(branch: str) -> str | None:
+    """The branch that ``branch`` may borrow from; those of a later window have a number behind."""
+    start, found, number = branch.partition(_LENDER)
+    return found + number if start == "un" else None

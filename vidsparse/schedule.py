@@ -48,6 +48,9 @@ def check_steps(name: str, value: object) -> None:
         raise OptionError(f"{name} must be a whole number of steps from 1, got {value!r}")
 
 
+OF_METHOD: Final = ("reach", "unconditional_every")
+"""What of a schedule is an option of the method."""
+
 _AMOUNTS: Final = (
     "dense_steps",
     "dense_last_steps",
@@ -79,9 +82,14 @@ class Schedule:
         reach: how many steps after a refresh add what it kept, if the next refresh is further
             away. The steps beyond make plans as if there had been none. None: all up to the next.
             It is an option of the method, ``SparseMethod.reach``.
+        unconditional_every: of the first dense steps and the refreshes, counted from the first
+            refresh both ways, the unconditional branch of guidance computes all pairs in every
+            so-manieth alone, and takes what the plan lacked in the conditional one in the others.
+            1: in all of them. It is an option of the method, too.
 
     Raises:
-        OptionError: a value is negative, a share above 1, or ``reuse`` or ``reach`` below 1.
+        OptionError: a value is negative, a share above 1, or ``reuse``, ``reach`` or
+            ``unconditional_every`` below 1.
     """
 
     dense_steps: int | float = 0.24
@@ -91,11 +99,13 @@ class Schedule:
     reuse: int = 1
     refresh: int | float = 0
     reach: int | None = None
+    unconditional_every: int = 1
 
     def __post_init__(self) -> None:
         for name in _AMOUNTS:
             share_or_count(getattr(self, name), 1, name)
         check_steps("reuse", self.reuse)
+        check_steps("unconditional_every", self.unconditional_every)
         if self.reach is not None:
             check_steps("reach", self.reach)
 
@@ -105,9 +115,8 @@ class Schedule:
 
         What is None there is as usual.
         """
-        asked = {
-            one.name: getattr(settings, one.name) for one in fields(cls) if one.name != "reach"
-        }
+        names = [one.name for one in fields(cls) if one.name not in OF_METHOD]
+        asked = {name: getattr(settings, name) for name in names}
         given = {name: value for name, value in asked.items() if value is not None}
         return cls(**given, reach=reach)
 
@@ -141,6 +150,24 @@ class Schedule:
             return None
         return max((one for one in self.refresh_steps(steps) if one <= step), default=None)
 
+    def lends(self, step: int, steps: int) -> bool:
+        """Whether the conditional branch computes all pairs in ``step`` for the other one, too.
+
+        A refresh that comes late is the one that is due.
+        """
+        if self.unconditional_every == 1 or not (refreshes := self.refresh_steps(steps)):
+            return False
+        if step <= refreshes[0]:
+            return (refreshes[0] - step) % self.unconditional_every != 0
+        due = self.refresh_for(step, steps)
+        return due is not None and refreshes.index(due) % self.unconditional_every != 0
+
+    def sparse_layers(self, layers: int) -> range:
+        """The layers that may be sparse, of ``layers`` in all."""
+        first = share_or_count(self.dense_layers, layers, "dense_layers")
+        last = share_or_count(self.dense_last_layers, layers, "dense_last_layers")
+        return range(first, layers - last)
+
     def plan_step(self, step: int, steps: int) -> int:
         """The step whose plan serves ``step``, if no step is left out.
 
@@ -163,9 +190,7 @@ class Schedule:
         ``steps`` and ``layers`` are how many there are in all.
         """
         window = self.sparse_window(steps)
-        first = share_or_count(self.dense_layers, layers, "dense_layers")
-        last = share_or_count(self.dense_last_layers, layers, "dense_last_layers")
-        if not first <= layer < layers - last:
+        if layer not in self.sparse_layers(layers):
             return Action.DENSE
         refreshes = self.refresh_steps(steps)
         if step in refreshes:

@@ -24,6 +24,8 @@ class CallSite:
             ``first_head`` is then an index into them.
         stacked: number of guidance branches in the batch, one after another, the conditional one
             last.
+        guided: whether the unconditional branch's forward follows the conditional one's in this
+            step and process.
         window: which stretch of the video the forward computes, if a step has several forwards a
             branch.
         samples: which samples of the batch the call has, if these differ in text and attend apart.
@@ -40,3 +42,4 @@ class CallSite:
     stacked: int = 1
     window: int = 1
     samples: tuple[int, ...] = ()
+    guided: bool = False

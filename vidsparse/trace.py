@@ -26,7 +26,9 @@ class Cell:
     chose its pairs itself, and ``selection`` what that cost (None if it was never measured, or no
     plan was made). ``action`` is ``dense``, ``replan``, ``reuse``, ``refresh`` (all pairs, and
     those of a new plan as well) or ``dense: <why>`` if a sparse call could not be made.
-    ``plan_step`` is the step that made the call's plan (None when dense). ``heads`` are the layer's
+    ``plan_step`` is the step that made the call's plan (None when dense). ``whole`` is the share of
+    the pairs that a dense call or a refresh computed beside those of a plan: 1, or less where one
+    of the guidance branches in the batch took what another one lacked. ``heads`` are the layer's
     numbers of its heads, if it has a part of them or another order. ``implementation`` made the
     output (in a refresh the sparse one). ``dense_by`` computed all pairs: a kernel's name,
     ``dense`` for the pipeline's own attention, or None.
@@ -45,6 +47,7 @@ class Cell:
     made_plan: bool = False
     selection: SelectionCost | None = None
     plan_step: int | None = None
+    whole: float = 1.0
     heads: tuple[int, ...] | None = None
     dense_by: str | None = None
 
@@ -55,9 +58,9 @@ class Cell:
 
     @property
     def computed_share(self) -> float:
-        """Share of the pairs that were computed: 1.0 where dense, more in a refresh."""
+        """Share of the pairs that were computed: 1.0 where dense, usually more in a refresh."""
         planned = 0.0 if self.computed is None else self.computed.mean().item()
-        return planned if self.sparse else 1.0 + planned
+        return planned if self.sparse else self.whole + planned
 
     def count_skipped(self, pairs: Tensor, tokens: int) -> None:
         """Take in what a gate skipped: ``pairs`` of every block ``[B, H, G]``, of ``tokens``²."""
@@ -196,10 +199,13 @@ class Trace:
         )
 
     def step_kinds(self) -> dict[int, str]:
-        """The kind of each step: ``sparse`` or ``refresh`` if any call was, else ``dense``."""
+        """The kind of each step: ``sparse`` or ``refresh`` if any call was, else ``dense``.
+
+        A refresh that one branch of guidance makes for both is one.
+        """
         kinds = {cell.step: "dense" for cell in self.cells}
-        kinds |= {c.step: c.action for c in self.cells if c.action == Action.REFRESH.value}
-        return kinds | {cell.step: "sparse" for cell in self.cells if cell.sparse}
+        kinds |= {cell.step: "sparse" for cell in self.cells if cell.sparse}
+        return kinds | {c.step: c.action for c in self.cells if c.action == Action.REFRESH.value}
 
     def oldest_plan(self) -> int | None:
         """The greatest age of a plan in use, in steps; None without a plan."""

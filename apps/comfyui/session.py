@@ -27,7 +27,7 @@ from vidsparse.apps.comfyui.layout import ForwardLayout, count_blocks, read_layo
 from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
-from vidsparse.methods import Method, SparseMethod
+from vidsparse.methods import Method
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
@@ -139,7 +139,7 @@ class NodeSession:
         settled: dict[str, Any] = {**self.settings.schedule}
         settled |= {"dense_steps": first, "dense_last_steps": last}
         method = self.settings.method
-        return Schedule(**settled, reach=method.reach if isinstance(method, SparseMethod) else None)
+        return Schedule(**settled, **(method.of_schedule if isinstance(method, Method) else {}))
 
     # ---- what ComfyUI calls ----
 

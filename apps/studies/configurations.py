@@ -23,6 +23,8 @@ another number. The studies:
 - ``text-rows``: rows of text that attend to everything and that choose their keys, and what finer
   tiles add; for models whose text stands in the video's sequence, such as `shapes-joint`.
 - ``fading``: how fast what a refresh keeps stops being right, and how many steps add it.
+- ``guidance``: dense steps and refreshes that one branch of guidance computes for both, and steps
+  that follow the slope of two refreshes.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
@@ -80,6 +82,7 @@ STUDIES: Final = (
     "block-rows",
     "text-rows",
     "fading",
+    "guidance",
     "few-steps",
     "seconds",
     "speeds",
@@ -164,6 +167,24 @@ FADED: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
     ("16x8", {"share": 0.062, "fading": 0.6, "text_rows": "dense"}, 1, 3),
 )
 """Tiles of ``foresight``, its numbers, dense steps and refreshes; the last three for ``scenes``."""
+
+# of its rows, which has no text in the video's sequence.
+SCENES: Final[Mapping[str, Any]] = {"fading": 0.3, "slope": 0.5, "text_rows": "dense"}
+
+GUIDED: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
+    ("16x8", {"share": 0.12, "fading": 2.5}, 3, 4),
+    ("16x8", {"share": 0.12, "fading": 2.5, "slope": 0.5}, 3, 4),
+    ("16x8", {"share": 0.12, "fading": 2.5, "unconditional_every": 2}, 3, 4),
+    ("16x8", {"share": 0.09, "fading": 2.5, "unconditional_every": 10}, 3, 4),
+    ("32x16", {"share": 0.15, "fading": 2.5, "slope": 0.5}, 3, 4),
+    ("16x8", {**SCENES, "share": 0.042, "unconditional_every": 10}, 3, 4),
+    ("16x8", {**SCENES, "share": 0.062, "unconditional_every": 10}, 3, 3),
+    ("128x16", {**SCENES, "share": 0.1, "slope": 0.0}, 3, 4),
+    ("128x16", {**SCENES, "share": 0.1}, 3, 4),
+    ("128x16", {**SCENES, "share": 0.1, "unconditional_every": 2}, 3, 4),
+    ("128x16", {**SCENES, "share": 0.1, "unconditional_every": 10}, 3, 4),
+)
+"""Tiles of ``foresight``, its numbers, dense steps and refreshes."""
 
 REFRESHED_DENSE_STEPS: Final = 3
 FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
@@ -262,6 +283,8 @@ class Configuration:
             "plans": "own",
             "text_rows": "dense",
             "fading": FADING,
+            "slope": 0.0,
+            "unconditional_every": 1,
         }
         theirs = {**before, **row["options"]}
         # a method that selects in another way leaves its usual number out.
@@ -445,6 +468,16 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 study="fading",
                 method="foresight",
                 options={"tile": tile, "plans": "shared", "text_rows": "sparse", **own},
+                refresh=refresh,
+                dense_steps=dense_steps,
+            )
+    if "guidance" in studies:
+        usual = {"plans": "shared", "text_rows": "sparse", "slope": 0.0, "unconditional_every": 1}
+        for tile, own, dense_steps, refresh in GUIDED:
+            yield Configuration(
+                study="guidance",
+                method="foresight",
+                options={"tile": tile, **usual, **own},
                 refresh=refresh,
                 dense_steps=dense_steps,
             )

@@ -230,6 +230,12 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         "reach": lambda row: str(row["options"]["reach"] or "auto"),
         **_REFRESH_COLUMNS,
     },
+    "guidance": {
+        "tile": option_text("tile"),
+        "slope": option_text("slope"),
+        "unconditional every": option_text("unconditional_every"),
+        **_REFRESH_COLUMNS,
+    },
     "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
         "method": lambda row: str(row["method"]),

@@ -11,7 +11,7 @@ from vidsparse.errors import OptionError
 from vidsparse.grouping import MERGES
 from vidsparse.masks import KEY_TILES, QUERY_TILES, PooledTopP, check_tile, parse_tile
 from vidsparse.remainder import FADING
-from vidsparse.schedule import check_steps
+from vidsparse.schedule import OF_METHOD, check_steps
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +69,11 @@ class Method(ABC):
         values = {f.name: getattr(self, f.name) for f in self.option_fields()}
         return {k: "x".join(map(str, v)) if isinstance(v, tuple) else v for k, v in values.items()}
 
+    @property
+    def of_schedule(self) -> dict[str, Any]:
+        """What of a ``Schedule`` the method's options say."""
+        return {name: getattr(self, name) for name in OF_METHOD if hasattr(self, name)}
+
     @classmethod
     def option_fields(cls) -> tuple[dataclasses.Field[Any], ...]:
         """The fields that are options: all but calibrated numbers, which come from a preset."""
@@ -111,7 +116,9 @@ class SparseMethod(Method):
     those of the video do. Keys of text are attended by all either way. ``fading`` is how fast what
     a refresh keeps stops being right (``remainder.likeness``), ``reach`` how many steps after it
     add it at most (``Schedule``), and ``slope`` how far steps follow the change between what the
-    last two refreshes kept (``remainder.weights``).
+    last two refreshes kept (``remainder.weights``). ``unconditional_every`` says in which of the
+    dense steps and refreshes the unconditional branch of guidance computes all pairs itself
+    (``Schedule``).
 
     A method that can be calibrated has a field ``numbers`` too. ``free_options`` names the options
     that may change without new numbers, and ``needs_numbers`` says that it cannot run without any.
@@ -134,6 +141,7 @@ class SparseMethod(Method):
     fading: float = FADING
     reach: int | None = None
     slope: float = 0.0
+    unconditional_every: int = 1
     numbers: Numbers | None = None
     needs_numbers: ClassVar[bool] = False
     knobs: ClassVar[tuple[Knob, ...]] = ()
@@ -487,6 +495,18 @@ def slope_option() -> Any:
     )
 
 
+def unconditional_every_option() -> Any:
+    """The field of when the unconditional branch computes all pairs; see ``Schedule``."""
+    return option(
+        1,
+        flag="--unconditional-every",
+        metavar="N",
+        convert=int,
+        help="of the dense steps and refreshes the unconditional branch of guidance computes every "
+        "Nth; in the others it takes what the conditional one lacked. 1: all of them",
+    )
+
+
 def check_refreshing(method: SparseMethod) -> None:
     """Raise an ``OptionError`` where what is said of refreshes is out of range."""
     for name, most in (("fading", MOST_FADING), ("slope", 1)):
@@ -496,6 +516,12 @@ def check_refreshing(method: SparseMethod) -> None:
             raise OptionError(f"{name} must be a number from 0 to {most}, got {value!r}")
     if method.reach is not None:
         check_steps("reach", method.reach)
+    check_steps("unconditional_every", method.unconditional_every)
+    if method.unconditional_every > 1 and method.plans != "shared":
+        raise OptionError(
+            "unconditional_every is for branches of guidance that share plans, and plans is "
+            f"{method.plans!r}. Hint: --plans shared."
+        )
 
 
 def _check_word(method: SparseMethod, name: str, words: tuple[str, ...]) -> None:

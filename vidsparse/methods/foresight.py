@@ -29,6 +29,7 @@ from vidsparse.methods.base import (
     slope_option,
     text_rows_option,
     tile_option,
+    unconditional_every_option,
 )
 from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.studied import Knob, Settings
@@ -59,12 +60,13 @@ class Foresight(SparseMethod):
     ``rows`` is the number of query rows that are judged as one; None takes 16 up to 40,000 tokens
     and 32 beyond, but no more than M. ``text_rows`` says whether blocks that hold text choose their
     chunks, too (``sparse``), or attend to everything. ``fading``, ``reach`` and ``slope`` say what
-    becomes of that which a refresh keeps; see ``SparseMethod``.
+    becomes of that which a refresh keeps, and ``unconditional_every`` which branch of guidance
+    makes one; see ``SparseMethod``.
 
     Raises:
         OptionError: ``share`` is outside (0, 1]; ``rows`` does not divide M; ``tile``, ``means``,
-            ``plans`` or ``text_rows`` has an unknown value; ``fading``, ``reach`` or ``slope``
-            is out of range.
+            ``plans`` or ``text_rows`` has an unknown value; ``fading``, ``reach``, ``slope`` or
+            ``unconditional_every`` is out of range, or the last above 1 with plans of one's own.
     """
 
     name: ClassVar[str] = "foresight"
@@ -97,6 +99,7 @@ class Foresight(SparseMethod):
     fading: float = fading_option()
     reach: int | None = reach_option()
     slope: float = slope_option()
+    unconditional_every: int = unconditional_every_option()
     merge: ClassVar[str] = "consecutive"  # type: ignore[misc]
     numbers: Numbers | None = None
 
