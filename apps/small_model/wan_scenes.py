@@ -73,7 +73,7 @@ class Scenes(Wan):
         dense_last_layers=0,
         order="rowmajor",
         reuse=2,
-        method_options={"foresight": {"share": 0.12}},
+        method_options={"foresight": {"share": 0.12, "fading": 0.3, "slope": 0.5}},
         schedules={
             "foresight": {
                 "dense_steps": 0.12,
@@ -93,14 +93,14 @@ class Scenes(Wan):
             "balanced": {
                 "psnr": 32.5,
                 "prompts": 24,
-                "method_options": {"share": 0.1},
+                "method_options": {"share": 0.1, "unconditional_every": 2},
                 "schedule": {"dense_steps": 0.12, "refresh": 0.16},
             },
             "fast": {
                 "psnr": 29.6,
                 "prompts": 24,
-                "method_options": {"share": 0.12},
-                "schedule": {"dense_steps": 0.08, "refresh": 0.12},
+                "method_options": {"share": 0.06, "unconditional_every": 10},
+                "schedule": {"dense_steps": 0.12, "refresh": 0.16},
                 "cache": "none",
             },
         },
