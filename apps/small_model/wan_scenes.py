@@ -85,19 +85,19 @@ class Scenes(Wan):
         # what the rows of "speeds" were measured with.
         speeds={
             "high": {
-                "psnr": 37.0,
+                "psnr": 37.8,
                 "prompts": 24,
                 "method_options": {"share": 0.12},
                 "schedule": {"dense_steps": 0.16, "refresh": 0.2},
             },
             "balanced": {
-                "psnr": 32.5,
+                "psnr": 33.0,
                 "prompts": 24,
                 "method_options": {"share": 0.1, "unconditional_every": 2},
                 "schedule": {"dense_steps": 0.16, "refresh": 0.2},
             },
             "fast": {
-                "psnr": 29.6,
+                "psnr": 32.0,
                 "prompts": 24,
                 "method_options": {"share": 0.1, "unconditional_every": 2},
                 "schedule": {"dense_steps": 0.12, "refresh": 0.16},

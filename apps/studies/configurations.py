@@ -180,9 +180,6 @@ GUIDED: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
     ("16x8", {**SCENES, "share": 0.042, "unconditional_every": 10}, 3, 4),
     ("16x8", {**SCENES, "share": 0.062, "unconditional_every": 10}, 3, 3),
     ("128x16", {**SCENES, "share": 0.1, "slope": 0.0}, 3, 4),
-    ("128x16", {**SCENES, "share": 0.1}, 3, 4),
-    ("128x16", {**SCENES, "share": 0.1, "unconditional_every": 2}, 3, 4),
-    ("128x16", {**SCENES, "share": 0.1, "unconditional_every": 10}, 3, 4),
 )
 """Tiles of ``foresight``, its numbers, dense steps and refreshes."""
 
