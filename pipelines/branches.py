@@ -168,8 +168,9 @@ class Halves:
         if at is None:
             # the two halves compute the same.
             return run()
-        step, branch = at[0], self._branches.index(at[1])
-        if first is not None and first.branch == branch:
+        again = at[1] not in self._branches
+        step, branch = at[0], 0 if again else self._branches.index(at[1])
+        if again or (first is not None and first.branch == branch):
             raise UnsupportedError(
                 f"the pipeline called the {at[1]} branch twice in step {step}; with apart=True it "
                 "must call each branch once. Hint: parallelize() without apart."

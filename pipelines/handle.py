@@ -312,6 +312,7 @@ def sparsify(
         return settled.get(name, getattr(defaults, name)) if asked is None else asked
 
     amount = given("refresh", refresh)
+    own_refresh = method.refresh if isinstance(method, Method) else 0
     transformers = transformers_of(pipe, adapter)
     sites = [_checked_modules(transformer, adapter) for transformer in transformers]
     schedule = Schedule(
@@ -320,7 +321,7 @@ def sparsify(
         dense_layers=given("dense_layers", dense_layers),
         dense_last_layers=given("dense_last_layers", dense_last_layers),
         reuse=given("reuse", reuse),
-        refresh=method.refresh if amount is None and isinstance(method, Method) else amount or 0,
+        refresh=own_refresh if amount is None else amount,
         **(method.of_schedule if isinstance(method, Method) else {}),
     )
     # what is no method is refused by the engine.
@@ -329,7 +330,7 @@ def sparsify(
         AttentionEngine(
             method,
             schedule=schedule,
-            order=order or own_order or defaults.order,
+            order=(own_order or defaults.order) if order is None else order,
             layers=len(modules),
             implementation=implementation,
             dense_kernel=dense_kernel,

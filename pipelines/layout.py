@@ -94,6 +94,7 @@ class Layout:
                     padding,
                     branch=branch,
                     stacked=1,
+                    guided=False,
                     samples=tuple(of_branch) if len(samples) > 1 else (),
                 )
                 calls.append((_sliced([first + sample for sample in of_branch]), padding, where))

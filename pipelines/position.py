@@ -248,6 +248,11 @@ def _is_called(pipe: Any) -> bool:
 
 def guided(pipe: Any) -> bool:
     """Whether the call of ``pipe`` that goes on has guidance, as it says."""
-    said = getattr(pipe, "do_classifier_free_guidance", None)
     # some keep the number alone.
-    return (getattr(pipe, "_guidance_scale", None) or 0) > 1 if said is None else bool(said)
+    without = getattr(pipe, "do_classifier_free_guidance", None) is None
+    return (getattr(pipe, "_guidance_scale", None) or 0) > 1 if without else says_guided(pipe)
+
+
+def says_guided(pipe: Any) -> bool:
+    """Whether it says so in words: a number may be that of guidance within one forward."""
+    return bool(getattr(pipe, "do_classifier_free_guidance", False))

@@ -49,6 +49,7 @@ from vidsparse.pipelines.position import (
     Positions,
     guided,
     named_arguments,
+    says_guided,
     speaks_of_run,
     step_count,
 )
@@ -68,6 +69,7 @@ _PASSED_BY: Final = (
 )
 
 # the grid of a call that has none.
+_TAKE_TURNS: Final = ("conditional", "unconditional")
 _NO_GRID: Final = TokenGrid(1, 1, 1)
 
 _SESSION_IDS: Final = itertools.count()
@@ -88,6 +90,7 @@ class Session:
         self.adapter = adapter
         self.engines = engines
         self._modules: dict[tuple[int, int], Any] = {}
+        self._stocks: dict[tuple[int, int], Any] = {}
         self._pipe = weakref.ref(pipe)
         self._transformers: list[weakref.ref[nn.Module]] = []
         self._watches: list[Callable[[], object]] = []
@@ -168,6 +171,7 @@ class Session:
         changed = False
         for (of, layer), module in self._modules.items():
             if of == part and is_stock(module.processor, self.adapter):
+                self._stocks[of, layer] = module.processor
                 module.processor = self.adapter.processor(module.processor, self, part, layer)
                 changed = True
         if changed:
@@ -300,7 +304,6 @@ class Session:
             # one transformer takes over from the other.
             self.engines[self._site.part].forget()
         branch, window = self._branch()
-        has_guidance = self._spoken_of and guided(pipe)
         self._site = CallSite(
             layer=0,
             step=step,
@@ -308,10 +311,9 @@ class Session:
             grid=grid,
             branch=branch,
             part=part,
-            stacked=2 if self._stacks() and has_guidance else 1,
+            stacked=2 if self._stacks() and self._spoken_of and guided(pipe) else 1,
             window=window,
-            # where branches are apart, none finds here what the other one kept.
-            guided=has_guidance and self.halves is None,
+            guided=self._takes_turns() and self._spoken_of and says_guided(pipe),
         )
         if self._layout is not None:
             self._texts += self._layout.new_texts(self._site.stacked, self._texts)
@@ -440,6 +442,12 @@ class Session:
         said = self._context
         return self.adapter.stacked if said is None else said == "cond_uncond"
 
+    def _takes_turns(self) -> bool:
+        """Whether two branches are computed here one after the other where there is guidance."""
+        return (
+            self.adapter.branches == _TAKE_TURNS and not self.adapter.tiled and self.halves is None
+        )
+
     def _branch(self) -> tuple[str, int]:
         """The branch of the forward to come, and which part of the video it is about, from 1.
 
@@ -452,7 +460,8 @@ class Session:
         again, place = divmod(self._forwards_in_step, len(branches))
         # what was planned for one part of the video is nothing for another.
         window = again + 1 if self.adapter.tiled else 1
-        return branches[place] + (f" {window}" if window > 1 else ""), window
+        # a guider's third forward is a branch of its own, which keeps what it lacks.
+        return branches[place] + (f" {again + 1}" if again else ""), window
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int, mask: Tensor | None = None
@@ -540,7 +549,9 @@ class Session:
 
         Padded text takes no part: it is cut off, and its rows of the output are zero.
         """
-        stock = self._modules[part, layer].processor.stock
+        ours = self._modules[part, layer].processor
+        # one that is removed or wrapped meanwhile is not there to be asked.
+        stock = ours.stock if isinstance(ours, SparseProcessor) else self._stocks[part, layer]
         dense = partial(stock_attention, stock, mask=mask)
         site, layout = self._site, self._layout
         because = self._dense_because or (None if mask is None else MASKED)

@@ -417,6 +417,7 @@ def test_the_trace_is_json_with_densities_per_head() -> None:
         "action": "dense",
         "implementation": "dense",
         "pairs": 2 * 2 * 264**2,
+        "whole": 1.0,
         "selected": None,
         "computed": None,
         "skipped": None,

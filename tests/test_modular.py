@@ -9,6 +9,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers import guiders
+from diffusers.hooks import LayerSkipConfig
 from family_checks import state_of
 from quick import slow_but
 from tiny_cosmos import Unguarded
@@ -170,6 +172,25 @@ def test_steps_and_guidance_branches_are_followed(name: str) -> None:
     for cell in seen:
         first = cell.branch == forwards[0]
         assert cell.action == ("dense" if cell.step == 0 else "replan" if first else "reuse")
+
+
+def test_a_third_forward_of_a_guider_keeps_what_it_lacks_apart() -> None:
+    # with another layer left out it lacks other things than the conditional branch.
+    pipe = built("WanModularPipeline")
+    layers = LayerSkipConfig(indices=[1], fqn="blocks")
+    pipe.guider = guiders.SkipLayerGuidance(
+        guidance_scale=3.0,
+        skip_layer_guidance_start=0.0,
+        skip_layer_guidance_stop=1.0,
+        skip_layer_config=layers,
+    )
+    with sparsify(pipe, "foresight", tile="16x16", dense_steps=1, refresh=1) as handle:
+        made("WanModularPipeline", pipe)
+        seen = [(c.step, c.branch) for c in handle.trace.cells if c.layer == 0]
+        assert not handle.engine._lacking
+    # the guider leaves none out in the first step.
+    branches = ("conditional", "unconditional", "conditional 2")
+    assert seen == [(step, one) for step in range(3) for one in branches if step or one[-1] != "2"]
 
 
 @pytest.mark.parametrize("name", ["WanModularPipeline", "LTXModularPipeline"])

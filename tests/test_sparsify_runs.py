@@ -13,6 +13,7 @@ import torch
 from tiny_pipelines import forward, latents_of, tiny_transformer, tiny_wan, transformer_inputs
 
 from vidsparse.errors import OptionError
+from vidsparse.methods import make_method
 from vidsparse.pipelines import is_sparse, restore, sparsify
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -318,6 +319,48 @@ def test_a_processor_put_in_since_survives_removal() -> None:
     handle.remove()
     assert pipe.transformer.blocks[0].attn1.processor is own
     assert type(pipe.transformer.blocks[1].attn1.processor) is WanAttnProcessor
+
+
+def test_a_processor_around_ours_runs_and_goes_on_after_removal() -> None:
+    pipe = tiny_wan()
+    dense = latents_of(pipe)
+
+    class Around:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, *arguments: Any, **named: Any) -> Any:
+            return self.inner(*arguments, **named)
+
+    handle = sparsify(pipe, top_p=0.3, dense_steps=1)
+    sparse = latents_of(pipe)
+    for block in pipe.transformer.blocks:
+        block.attn1.processor = Around(block.attn1.processor)
+    assert torch.equal(latents_of(pipe), sparse)
+    handle.remove()
+    assert torch.equal(latents_of(pipe), dense)
+
+
+def test_removal_in_the_middle_of_a_forward_ends_it_densely() -> None:
+    pipe = tiny_wan()
+    dense = latents_of(pipe)
+    handle = sparsify(pipe, top_p=0.3, dense_steps=1)
+    to_q = pipe.transformer.blocks[1].attn1.to_q
+    hook = to_q.register_forward_hook(lambda *_: handle.remove())
+    assert bool(latents_of(pipe).isfinite().all())
+    hook.remove()
+    assert torch.equal(latents_of(pipe), dense)
+
+
+@pytest.mark.parametrize(("name", "value"), [("order", ""), ("refresh", ""), ("refresh", False)])
+def test_what_is_nothing_is_not_taken_for_the_default(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=name):
+        sparsify(tiny_wan(), "foresight", **{name: value})
+
+
+def test_a_method_that_is_no_name_is_refused() -> None:
+    with pytest.raises(OptionError, match="unknown method"):
+        make_method([])
 
 
 def test_leaving_the_block_by_an_error_removes_it() -> None:

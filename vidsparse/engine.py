@@ -1,4 +1,8 @@
-"""The engine of a run: one attention call after another, dense, with a new plan or an old one."""
+"""The engine of a run: one attention call after another, dense, with a new plan or an old one.
+
+The file has over 600 lines because what a call does, what it leaves to later ones and what it is
+recorded as are decided together.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,16 @@ from torch import Tensor
 from vidsparse.autocast import autocast, working_dtype
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.finite import FiniteGuard, NonFiniteCall
-from vidsparse.kept import AllLacking, KeptPlan, Lacking, PlanKey, lists_of, plan_key
+from vidsparse.kept import (
+    AllLacking,
+    KeptPlan,
+    Lacking,
+    Lending,
+    PlanKey,
+    borrows_from,
+    lists_of,
+    plan_key,
+)
 from vidsparse.kernels.dispatch import dense_attention, sparse_attention
 from vidsparse.methods import METHODS, Method, SparseMethod
 from vidsparse.order import TokenOrder, check_order, token_order, wants_gradient
@@ -143,7 +156,7 @@ class AttentionEngine:
         self.probe: CellProbe | None = None
         self.only: Collection[int] | None = None
         self._plans: dict[PlanKey, KeptPlan] = {}
-        self._lacking = AllLacking()
+        self._lacking, self._lending = AllLacking(), Lending()
         # of the run: the engines of a pipeline's transformers have one set, as they have one trace.
         self.branches: set[str] = set()
         # how what refreshes keep is kept, and where there is no room for it the schedule without.
@@ -160,7 +173,7 @@ class AttentionEngine:
         self.steps = steps
         self.trace = Trace()
         self.forget()
-        self.branches = set()
+        self.branches, self._lending = set(), Lending()
         self._keeping = self._plain = None
         self._routes.clear()
         self._dense.clear()
@@ -199,7 +212,7 @@ class AttentionEngine:
         wants the memory comes next.
         """
         if self._lacking and self.schedule.refresh_for(site.step + 1, self.steps) is None:
-            self._lacking.end_forward(site, lends=self._lends(site))
+            self._lacking.end_forward(site, lambda key: self._lends(site, key))
 
     def attend(
         self,
@@ -241,6 +254,8 @@ class AttentionEngine:
         if numbers is not None and dense_because is None:
             # said in the first step, though it may be a dense one.
             numbers.check(site, q.shape[1])
+        if self.schedule.unconditional_every > 1:
+            self._lending.note(site, key, q.shape)
         if dense_because is None:
             action = self._action(q, site, key, ring)
         else:
@@ -267,8 +282,8 @@ class AttentionEngine:
                 self._plans.pop(key, None)
                 sparse = False
             # of branches in one batch the conditional one is the last.
-            lends = planned is not None and site.stacked > 1 and self._lends(site)
-            first = q.shape[0] // site.stacked if lends else 0
+            halves = planned is not None and site.stacked > 1 and self._lends(site, key, q)
+            first = q.shape[0] // site.stacked if halves else 0
             if not sparse:
                 # a mask, for one, is nothing that another kernel knows of.
                 keep_dense = dense_because is not None or (
@@ -291,7 +306,7 @@ class AttentionEngine:
                 remainder = Remainder.of(out, planned[first:], self._keeping, **how)
                 lacking = Lacking(site.step, self._plans[key].made, remainder, earlier)
                 self._lacking[site.branch, key] = lacking
-                if lends:
+                if first:
                     remainder.add_to(planned[:first], **how)
                     planned[first:], cell.whole = out, 1 - first / q.shape[0]
                     out = planned
@@ -311,16 +326,20 @@ class AttentionEngine:
     def _action(self, q: Tensor, site: CallSite, key: PlanKey, ring: Ring | None) -> str:
         if not isinstance(self.method, SparseMethod):
             return Action.DENSE.value
+        kept, lends = self._plans.get(key), self._lends(site, key, q)
+        if lends and borrows_from(site.branch):
+            slope = self._has_slope(site.step)
+            if kept is not None and self._lacking.borrow(site, kept, key, q.shape, slope=slope):
+                return Action.REUSE.value
+            lends = False
         schedule = self._plain or self.schedule
         action = schedule.decide(site.step, self.steps, site.layer, self.layers)
-        lends = self._lends(site)
         if lends and action is Action.DENSE and site.layer in schedule.sparse_layers(self.layers):
             # a dense step of the one branch, from which the other takes what its plan lacks.
             action = Action.REFRESH
         if action is Action.REFRESH and not self._has_room(q, site, ring):
             schedule = self._plain = replace(self.schedule, refresh=0)
             action = schedule.decide(site.step, self.steps, site.layer, self.layers)
-            lends = False
         if self.only is not None and site.layer not in self.only and action is not Action.REFRESH:
             action = Action.DENSE
         if action is Action.DENSE:
@@ -331,11 +350,6 @@ class AttentionEngine:
                 f"dense: a grid of {g.frames}x{g.height}x{g.width} video and {g.text} text tokens "
                 f"does not match {q.shape[2]} tokens"
             )
-        kept = self._plans.get(key)
-        if lends and kept is not None:
-            lent = self._lacking.borrow(site, key, q.shape, slope=self._has_slope(site.step))
-            if lent is not None and lent.planned == kept.made:
-                return Action.REUSE.value
         if action is Action.REFRESH:
             return action.value
         # without a plan made for just such a call, planning anew is always right.
@@ -516,7 +530,8 @@ class AttentionEngine:
         if not q.is_cuda or self._keeping is not None:
             return True
         before = {cell.branch for cell in self.trace.cells if cell.step < site.step}
-        calls = self.layers * (len(before) or 2) * (2 if self._follows_slope else 1)
+        calls = self.layers * (len(before) or 2 // site.stacked)
+        calls *= 2 if self._follows_slope else 1
         free, all_of_it = free_bytes(q.device), torch.cuda.mem_get_info(q.device)[1]
         assert free is not None
         room = max(0, int(free - all_of_it * _LEFT_FREE))
@@ -542,18 +557,24 @@ class AttentionEngine:
             how = self.method.fading, self.method.slope
             for remainder, factor in lacking.counted(site.step, self.steps, *how):
                 # of branches in one batch there may be that of one alone.
-                for part in out.split(remainder.values.shape[0]):
+                count = remainder.values.shape[0]
+                for first in range(0, out.shape[0], count):
+                    part = out if count == out.shape[0] else out[first : first + count]
                     remainder.add_to(part, factor, by_kernel=route.reorders)
         if self.schedule.refresh_for(site.step + 1, self.steps) is None:
             # nothing follows that it serves, but a decoder that wants the memory.
             del self._lacking[site.branch, key]
 
-    def _lends(self, site: CallSite) -> bool:
+    def _lends(self, site: CallSite, key: PlanKey, q: Tensor | None = None) -> bool:
         """Whether the conditional branch computes all pairs in this step for the other one, too."""
-        # calibration, which looks at one layer, wants the others as they are.
-        if self.only is not None or not (site.guided or site.stacked > 1):
+        schedule = self._plain or self.schedule
+        # calibration, which looks at one layer, wants the others as they are. in one batch branches
+        # are written over each other's, and fall back as one.
+        if not schedule.lends(site.step, self.steps) or self.only is not None:
             return False
-        return (self._plain or self.schedule).lends(site.step, self.steps)
+        if (site.stacked > 1 and self.dense_fallback) or (q is not None and wants_gradient(q)):
+            return False
+        return self._lending.expects(site, key)
 
     def _has_slope(self, step: int) -> bool:
         """Whether what is kept in ``step`` has something to change from: not before a refresh."""

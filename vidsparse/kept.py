@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -185,16 +185,18 @@ class AllLacking(dict[tuple[str, PlanKey], Lacking]):
         for at in [at for at, one in self.items() if one.step >= step]:
             del self[at]
 
-    def end_forward(self, site: CallSite, *, lends: bool) -> None:
+    def end_forward(self, site: CallSite, lends: Callable[[PlanKey], bool]) -> None:
         """Forget what a branch has after its forward at ``site``.
 
-        Where the conditional one ``lends`` it is kept until the other branch has been through.
+        Where the conditional one ``lends`` what it kept in this step, that waits until the other
+        branch has been through. Of branches in one batch all have been.
         """
-        lender = _lender_of(site.branch)
+        lender, together = borrows_from(site.branch), site.stacked > 1
         for (branch, key), one in [*self.items()]:
-            of_this_step = one.step == site.step
-            own = branch == site.branch and not (lends and lender is None and of_this_step)
-            if key[2] == site.window and (own or (branch == lender and of_this_step)):
+            now = one.step == site.step
+            waits = now and not together and branch == site.branch and lends(key)
+            of_it = branch == site.branch or (together and borrows_from(branch) == site.branch)
+            if key[2] == site.window and not waits and (of_it or (now and branch == lender)):
                 del self[branch, key]
 
     def retire(self, site: CallSite, key: PlanKey, *, slope: bool) -> Lacking | None:
@@ -203,28 +205,63 @@ class AllLacking(dict[tuple[str, PlanKey], Lacking]):
         return last.before(site.step) if last and slope else None
 
     def borrow(
-        self, site: CallSite, key: PlanKey, shape: torch.Size, *, slope: bool
-    ) -> Lacking | None:
+        self, site: CallSite, kept: KeptPlan, key: PlanKey, shape: torch.Size, *, slope: bool
+    ) -> bool:
         """Have a branch take what its plan lacked in the conditional one in this very step.
 
         Args:
             site: of the branch that takes it.
+            kept: the plan.
+            key: of both.
             shape: of its queries, ``[B, H, S, D]``.
             slope: whether what the branch had before is kept as ``earlier``.
 
         Returns:
-            None where the conditional branch has kept nothing for such a call in this step.
+            False where the conditional branch has kept nothing for such a call in this step.
         """
-        lender = _lender_of(site.branch)
+        lender = borrows_from(site.branch)
         lent = None if lender is None else self.get((lender, key))
-        if lent is None or lent.step != site.step or lent.rows != (shape[0], shape[2]):
-            return None
+        wanted = site.step, kept.made, (shape[0], shape[2])
+        if lent is None or (lent.step, lent.planned, lent.rows) != wanted:
+            return False
         last = self.get((site.branch, key)) if slope else None
-        self[site.branch, key] = taken = replace(lent, earlier=last and last.before(site.step))
-        return taken
+        self[site.branch, key] = replace(lent, earlier=last and last.before(site.step))
+        return True
 
 
-def _lender_of(branch: str) -> str | None:
+class Lending:
+    """Which calls of the conditional branch are followed by one that may borrow from it."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, PlanKey], int] = {}
+        self._came: dict[tuple[str, PlanKey], tuple[int, torch.Size]] = {}
+        self._followed: set[tuple[str, PlanKey]] = set()
+
+    def note(self, site: CallSite, key: PlanKey, shape: torch.Size) -> None:
+        """Take in a call with queries of that ``shape``, whatever it then does."""
+        lender, call = borrows_from(site.branch), (site.step, shape)
+        if lender is None:
+            self._first.setdefault((site.branch, key), site.step)
+            self._came[site.branch, key] = call
+        elif self._came.get((lender, key)) == call:
+            self._followed.add((lender, key))
+
+    def expects(self, site: CallSite, key: PlanKey) -> bool:
+        """Whether what the conditional branch keeps now will be borrowed, or may be by this one.
+
+        What earlier steps showed counts, and what the pipeline says in the first alone.
+        """
+        if site.stacked > 1:
+            return True
+        lender = borrows_from(site.branch)
+        if lender is None and not site.branch.startswith(_LENDER):
+            return False
+        at = lender or site.branch, key
+        first = self._first.get(at, site.step) == site.step
+        return site.guided if first else at in self._followed
+
+
+def borrows_from(branch: str) -> str | None:
     """The branch that ``branch`` may borrow from; those of a later window have a number behind."""
     start, found, number = branch.partition(_LENDER)
     return found + number if start == "un" else None

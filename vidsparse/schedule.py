@@ -83,8 +83,8 @@ class Schedule:
             away. The steps beyond make plans as if there had been none. None: all up to the next.
             It is an option of the method, ``SparseMethod.reach``.
         unconditional_every: of the first dense steps and the refreshes, counted from the first
-            refresh both ways, the unconditional branch of guidance computes all pairs in every
-            so-manieth alone, and takes what the plan lacked in the conditional one in the others.
+            refresh both ways, the unconditional branch of guidance computes all pairs only in every
+            so-manieth, and takes what the plan lacked in the conditional one in the others.
             1: in all of them. It is an option of the method, too.
 
     Raises:

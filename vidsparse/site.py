@@ -24,8 +24,8 @@ class CallSite:
             ``first_head`` is then an index into them.
         stacked: number of guidance branches in the batch, one after another, the conditional one
             last.
-        guided: whether the unconditional branch's forward follows the conditional one's in this
-            step and process.
+        guided: whether the pipeline says that a forward of the unconditional branch follows each
+            of the conditional one. Some say so and have none.
         window: which stretch of the video the forward computes, if a step has several forwards a
             branch.
         samples: which samples of the batch the call has, if these differ in text and attend apart.

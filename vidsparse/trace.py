@@ -179,6 +179,7 @@ class Trace:
         self.resolve()
         sparse = [c for c in self.cells if c.sparse]
         steps = {c.step for c in self.cells}
+        some_sparse = {c.step for c in self.cells if c.sparse or c.whole < 1}
         ours = sorted({c.dense_by for c in self.cells if c.dense_by} - {"dense"})
         used = sorted({c.implementation for c in sparse}) or ours
         fallen = {c.action for c in self.cells if c.action.startswith("dense:")}
@@ -189,7 +190,7 @@ class Trace:
             work=self._work(),
             selected=_mean([c.selected for c in sparse]),
             computed=_mean([c.computed for c in sparse]),
-            dense_step_share=1 - len({c.step for c in sparse}) / len(steps) if steps else 1.0,
+            dense_step_share=1 - len(some_sparse) / len(steps) if steps else 1.0,
             dense_call_share=1 - len(sparse) / len(self.cells) if self.cells else 1.0,
             attention_seconds=sum(c.seconds or 0.0 for c in self.cells),
             calls=len(self.cells),
@@ -218,7 +219,7 @@ class Trace:
             return None
         # a step of which nothing was meant to be sparse is a dense one.
         whole = (Action.DENSE.value, Action.REFRESH.value)
-        sparse_steps = {c.step for c in self.cells if c.action not in whole}
+        sparse_steps = {c.step for c in self.cells if c.action not in whole or c.whole < 1}
         computed = dict.fromkeys(PARTS, 0.0)
         for cell in self.cells:
             if cell.sparse:
@@ -253,7 +254,8 @@ class Trace:
     def density_map(self) -> list[list[float | None]]:
         """Computed density, steps x layers: 1.0 where dense, None where nothing was called.
 
-        A refresh is more than dense by what its plan computes.
+        A refresh is more than dense by what its plan computes, unless one branch of guidance made
+        it for both.
         """
         self.resolve()
         if not self.cells:
@@ -310,6 +312,7 @@ class Trace:
                 "action": c.action,
                 "implementation": c.implementation,
                 "pairs": c.pairs,
+                "whole": c.whole,
                 "selected": per_head(c.selected),
                 "computed": per_head(c.computed),
                 "skipped": per_head(c.skipped),

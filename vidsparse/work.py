@@ -41,7 +41,8 @@ class Work:
         dense_steps: pairs of the steps that had no sparse call.
         dense_layers: pairs of the layers that stayed dense in the other steps.
         dense_fallback: pairs of calls that should have been sparse and could not be.
-        refresh: pairs of calls that computed all and, beside them, those of a plan.
+        refresh: pairs of calls that computed all and, beside them, those of a plan; where branches
+            of guidance are in one batch, all of one branch may be all.
         sparse: pairs computed in the sparse calls.
         selection: what choosing the pairs cost beside computing them (mask and plan; with SALE its
             4-bit estimates, with XAttention its sums), as a share of the run's dense attention.

@@ -46,7 +46,7 @@ def make_method(name: str, **options: Any) -> Method:
     Raises:
         OptionError: no such method, an option that it does not have, or a value out of range.
     """
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise OptionError(f"unknown method {name!r}. Hint: choose from {', '.join(METHODS)}.")
     cls = METHODS[name]
     own = [field.name for field in cls.option_fields()]
