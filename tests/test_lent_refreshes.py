@@ -206,8 +206,8 @@ def test_more_samples_than_one_keep_to_themselves() -> None:
         q, k, v = (torch.cat(x) for x in zip(*rows, strict=True))
         out = together.attend(q, k, v, site(step, stacked=2))
         for number, engine in enumerate(engines):
-            own = [torch.cat(x) for x in zip(*samples[number], strict=True)]
-            alone = engine.attend(*own, site(step, stacked=2))
+            q, k, v = (torch.cat(x) for x in zip(*samples[number], strict=True))
+            alone = engine.attend(q, k, v, site(step, stacked=2))
             assert torch.allclose(out[number::2], alone, atol=2e-5)
 
 
@@ -374,7 +374,12 @@ def test_a_pipeline_with_guidance_computes_less(family: str) -> None:
     pipe = TINY[family].build()
     totals = []
     for every in (1, 10):
-        options = {"tile": "16x16", "unconditional_every": every, "dense_steps": 2, "refresh": 2}
+        options: dict[str, Any] = {
+            "tile": "16x16",
+            "unconditional_every": every,
+            "dense_steps": 2,
+            "refresh": 2,
+        }
         with sparsify(pipe, "foresight", **options) as handle:
             latents(family, pipe, num_inference_steps=6, guidance_scale=3.0)
             work = handle.summary().work
@@ -394,7 +399,12 @@ def test_a_pipeline_with_guidance_computes_less(family: str) -> None:
 )
 def test_nothing_is_kept_after_the_last_step_though_it_lends(family: str, lends: bool) -> None:
     pipe = TINY[family].build()
-    options = {"tile": "16x16", "unconditional_every": 2, "dense_steps": 1, "refresh": 4}
+    options: dict[str, Any] = {
+        "tile": "16x16",
+        "unconditional_every": 2,
+        "dense_steps": 1,
+        "refresh": 4,
+    }
     with sparsify(pipe, "foresight", **options) as handle:
         # the last step is a refresh that one branch makes for both.
         latents(family, pipe, num_inference_steps=4)

@@ -359,8 +359,9 @@ def test_what_is_nothing_is_not_taken_for_the_default(name: str, value: Any) -> 
 
 
 def test_a_method_that_is_no_name_is_refused() -> None:
+    nothing: Any = []
     with pytest.raises(OptionError, match="unknown method"):
-        make_method([])
+        make_method(nothing)
 
 
 def test_leaving_the_block_by_an_error_removes_it() -> None:
