@@ -360,8 +360,9 @@ def test_what_a_speed_stands_for_is_said_without_what_the_page_leaves_out(form: 
     from vidsparse.apps.page.speeds import speed_text
 
     text = speed_text(form, form.host.models[0], "fast")
-    assert "foresight (share 0.09), refresh 0.1, step cache first-block" in text
-    assert "37.4 dB on shapes, mean of 24 prompts" in text
+    assert "foresight (share 0.08, slope 0.5, unconditional_every 10), refresh 0.15" in text
+    assert "step cache first-block" in text
+    assert "38.9 dB on shapes, mean of 24 prompts" in text
 
 
 def test_a_line_of_settings_leaves_out_what_is_nothing(form: Any) -> None:

@@ -93,7 +93,7 @@ class Wan(SmallModel):
             "foresight": {"share": 0.08, "tile": "32x16"},
             "sol-attn": {"tau": 1.0},
         },
-        # what the rows of "refreshes", "plans" and "block-rows" were measured with.
+        # what the rows of "refreshes", "plans", "block-rows" and "guidance" were measured with.
         schedules={
             "foresight": {
                 "dense_steps": 0.15,
@@ -107,18 +107,18 @@ class Wan(SmallModel):
         speeds={
             "high": {"psnr": 41.7, "prompts": 24},
             "balanced": {
-                "psnr": 37.4,
+                "psnr": 38.9,
                 "prompts": 24,
-                "method_options": {"share": 0.09},
-                "schedule": {"refresh": 0.1},
+                "method_options": {"slope": 0.5, "unconditional_every": 10},
+                "schedule": {"refresh": 0.15},
             },
             # where its steps alternate, taylorseer extrapolates the wrong way (docs/speed.md).
             "fast": {
-                "psnr": 37.4,
+                "psnr": 38.9,
                 "prompts": 24,
                 "cache": "first-block",
-                "method_options": {"share": 0.09},
-                "schedule": {"refresh": 0.1},
+                "method_options": {"slope": 0.5, "unconditional_every": 10},
+                "schedule": {"refresh": 0.15},
             },
         },
     )

@@ -168,9 +168,8 @@ FADED: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
 )
 """Tiles of ``foresight``, its numbers, dense steps and refreshes; the last three for ``scenes``."""
 
-# of the rows of models that have no text in the video's sequence.
+# of its rows, which has no text in the video's sequence.
 SCENES: Final[Mapping[str, Any]] = {"fading": 0.3, "slope": 0.5, "text_rows": "dense"}
-SHAPES: Final[Mapping[str, Any]] = {**SCENES, "share": 0.08, "fading": FADING}
 
 GUIDED: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
     ("16x8", {"share": 0.12, "fading": 2.5}, 3, 4),
@@ -181,9 +180,7 @@ GUIDED: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
     ("16x8", {**SCENES, "share": 0.042, "unconditional_every": 10}, 3, 4),
     ("16x8", {**SCENES, "share": 0.062, "unconditional_every": 10}, 3, 3),
     ("128x16", {**SCENES, "share": 0.1, "slope": 0.0}, 3, 4),
-    ("32x16", {**SHAPES, "unconditional_every": 10}, 3, 3),
-    ("32x16", SHAPES, 3, 4),
-    ("32x16", {**SHAPES, "slope": 0.0, "unconditional_every": 2}, 3, 4),
+    ("32x16", {**SCENES, "share": 0.08, "fading": FADING, "unconditional_every": 10}, 3, 3),
 )
 """Tiles of ``foresight``, its numbers, dense steps and refreshes."""
 
