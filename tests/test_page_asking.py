@@ -84,6 +84,7 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
     visitor.see("#speed-facts", "balanced: foresight (share 0.08, slope 0.5,")
     visitor.unfold("By hand")
     playwright.expect(share).to_have_value("0.08")
+    visitor.unfold("More of Foresight")
     playwright.expect(page.get_by_label("slope", exact=True)).to_have_value("0.5")
     # a quality chooses the fastest speed that has it, and goes when another choice is made.
     target = page.locator("#target input, #target textarea")
