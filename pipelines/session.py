@@ -458,10 +458,10 @@ class Session:
             return BRANCHES.get(self._context, self._context), 1
         branches = self.adapter.branches
         again, place = divmod(self._forwards_in_step, len(branches))
-        # what was planned for one part of the video is nothing for another.
-        window = again + 1 if self.adapter.tiled else 1
-        # a guider's third forward is a branch of its own, which keeps what it lacks.
-        return branches[place] + (f" {again + 1}" if again else ""), window
+        # what was planned and kept for one part of the video is nothing for another, nor for a
+        # guider's third forward or a loop's other sample.
+        window = again + 1
+        return branches[place] + (f" {window}" if again else ""), window
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int, mask: Tensor | None = None
