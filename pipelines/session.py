@@ -449,10 +449,11 @@ class Session:
         )
 
     def _branch(self) -> tuple[str, int]:
-        """The branch of the forward to come, and which part of the video it is about, from 1.
+        """The branch of the forward to come, and which of the branch's it is in its step, from 1.
 
         Where the pipeline does not announce its branches, they take turns within a step, by the
         forwards that have returned in it: one that is repeated after that is taken for the next.
+        Those of one branch may be about parts of the video.
         """
         if self._context is not None:
             return BRANCHES.get(self._context, self._context), 1

@@ -282,8 +282,8 @@ class AttentionEngine:
                 self._plans.pop(key, None)
                 sparse = False
             # of branches in one batch the conditional one is the last.
-            halves = planned is not None and site.stacked > 1 and self._lends(site, key, q)
-            first = q.shape[0] // site.stacked if halves else 0
+            lends = planned is not None and site.stacked > 1 and self._lends(site, key, q)
+            first = q.shape[0] // site.stacked if lends else 0
             if not sparse:
                 # a mask, for one, is nothing that another kernel knows of.
                 keep_dense = dense_because is not None or (

@@ -193,10 +193,10 @@ class AllLacking(dict[tuple[str, PlanKey], Lacking]):
         """
         lender, together = borrows_from(site.branch), site.stacked > 1
         for (branch, key), one in [*self.items()]:
-            now = one.step == site.step
-            waits = now and not together and branch == site.branch and lends(key)
-            of_it = branch == site.branch or (together and borrows_from(branch) == site.branch)
-            if key[2] == site.window and not waits and (of_it or (now and branch == lender)):
+            now, own = one.step == site.step, branch == site.branch
+            waits = now and own and lender is None and not together and lends(key)
+            done = own or (together and borrows_from(branch) == site.branch)
+            if key[2] == site.window and not waits and (done or (now and branch == lender)):
                 del self[branch, key]
 
     def retire(self, site: CallSite, key: PlanKey, *, slope: bool) -> Lacking | None:

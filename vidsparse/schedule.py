@@ -84,7 +84,7 @@ class Schedule:
             It is an option of the method, ``SparseMethod.reach``.
         unconditional_every: of the first dense steps and the refreshes, counted from the first
             refresh both ways, the unconditional branch of guidance computes all pairs only in every
-            so-manieth, and takes what the plan lacked in the conditional one in the others.
+            one of this number, and takes what the conditional one's plan lacked in the others.
             1: in all of them. It is an option of the method, too.
 
     Raises:

@@ -114,8 +114,6 @@ class Wan(SmallModel):
             },
             # where its steps alternate, taylorseer extrapolates the wrong way (docs/speed.md).
             "fast": {
-                "psnr": 38.9,
-                "prompts": 24,
                 "cache": "first-block",
                 "method_options": {"slope": 0.5, "unconditional_every": 10},
                 "schedule": {"refresh": 0.15},
