@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from vidsparse.dtypes import dtype_name
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, check_flag
 from vidsparse.pipelines.caching import StepCache, cache_warmup, check_cache, check_family
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.handle import SparseHandle, sparsify
 from vidsparse.pipelines.linear import LinearFacts, quantize_linear
 from vidsparse.pipelines.lookup import find_adapter
-from vidsparse.pipelines.placement import check_choice
+from vidsparse.pipelines.placement import LINEARS, check_choice
 from vidsparse.pipelines.speed import SPEEDS, Bundle, bundle_for, described
 
 
@@ -90,6 +90,14 @@ def accelerate(
     """
     check_choice("speed", speed, SPEEDS)
     check_cache(cache, None)
+    check_choice("linear", linear, (None, *LINEARS))
+    if compile is not None:
+        check_flag("compile", compile)
+    if method is not None and not isinstance(method, str):
+        raise OptionError(
+            f"method must be the name of one, got {method!r}. "
+            "Hint: sparsify() takes methods that are built already."
+        )
     family = find_adapter(pipe).family
     steps = family.defaults.steps if steps is None else steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -102,9 +110,9 @@ def accelerate(
         own,
         method_options={**own.method_options, **method_options},
         schedule={**own.schedule, **given},
-        linear=linear or own.linear,
+        linear=own.linear if linear is None else linear,
         compile=own.compile if compile is None else compile,
-        cache=cache or own.cache,
+        cache=own.cache if cache is None else cache,
     )
     schedule: dict[str, Any] = dict(bundle.schedule)
     sparse = sparsify(pipe, bundle.method, **schedule, **bundle.method_options)

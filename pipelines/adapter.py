@@ -67,12 +67,14 @@ class Adapter:
 
 
 def transformers_of(pipe: Any, adapter: Adapter) -> list[nn.Module]:
-    """The pipeline's transformers, each as it is beneath ``torch.compile``."""
-    found = [
-        getattr(component, "_orig_mod", component)
-        for name in adapter.transformers
-        if (component := getattr(pipe, name, None)) is not None
-    ]
+    """The pipeline's transformers, each as it is beneath ``torch.compile``, and once."""
+    found: list[nn.Module] = []
+    for name in adapter.transformers:
+        component = getattr(pipe, name, None)
+        one = getattr(component, "_orig_mod", component)
+        # whoever lacks the memory for two stages has one model in both places.
+        if one is not None and not any(one is other for other in found):
+            found.append(one)
     if not found:
         raise UnsupportedError(
             f"this {type(pipe).__name__} has no transformer. "

@@ -70,8 +70,8 @@ class SparseHandle:
 
     @property
     def active(self) -> bool:
-        """Whether the pipeline is still sparse."""
-        return self._session.active
+        """Whether the pipeline is still sparse: not once another transformer is in its place."""
+        return self._session.active and self._session.in_place
 
     def summary(self) -> TraceSummary:
         """Densities, shares and time of the last run; waits for the device to finish."""
@@ -204,7 +204,7 @@ class SparseHandle:
         self.remove()
 
     def __repr__(self) -> str:
-        state = "active" if self.active else "removed"
+        state = "active" if self.active else "not active"
         return f"SparseHandle({self._method!r}, {state})"
 
 
@@ -292,7 +292,7 @@ def sparsify(
                 "Hint: leave the method out."
             )
         preset.check_model(transformer_configs(pipe))
-        order = order or preset.order
+        order = preset.order if order is None else order
         preset.check_order(order)
         method, settled = preset.make_method(**method_options), preset.schedule
     elif method is None or isinstance(method, str):

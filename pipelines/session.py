@@ -11,6 +11,7 @@ removal takes all of it back. A session lives as long as the processors that poi
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from vidsparse.errors import UnsupportedError
 from vidsparse.finite import FiniteGuard, NonFiniteCall
 from vidsparse.grid import TokenGrid
 from vidsparse.order import wants_gradient
-from vidsparse.pipelines.adapter import Adapter, SparseProcessor, is_stock
+from vidsparse.pipelines.adapter import Adapter, SparseProcessor, is_stock, transformers_of
 from vidsparse.pipelines.again import Forward, Watcher, tensors_of
 from vidsparse.pipelines.backends import chooses_backend, stock_attention, swapped
 from vidsparse.pipelines.balance import Balancer
@@ -89,7 +90,12 @@ class Session:
         self.id = next(_SESSION_IDS)
         self.adapter = adapter
         self.engines = engines
-        self._modules: dict[tuple[int, int], Any] = {}
+        # by transformer and layer; a handle that is kept for its trace keeps no model in memory.
+        self._modules: weakref.WeakValueDictionary[tuple[int, int], Any] = (
+            weakref.WeakValueDictionary()
+        )
+        # attention heads of a layer, and attention modules of all transformers.
+        self.heads = self.layers = 0
         self._stocks: dict[tuple[int, int], Any] = {}
         self._pipe = weakref.ref(pipe)
         self._transformers: list[weakref.ref[nn.Module]] = []
@@ -127,14 +133,13 @@ class Session:
         return bool(self._watches)
 
     @property
-    def heads(self) -> int:
-        """Attention heads of a layer."""
-        return heads_of(next(iter(self._modules.values())))
-
-    @property
-    def layers(self) -> int:
-        """Attention modules of all transformers."""
-        return len(self._modules)
+    def in_place(self) -> bool:
+        """Whether the transformers of the pipeline are those that are followed."""
+        pipe = self._pipe()
+        if pipe is None:
+            return False
+        now, then = transformers_of(pipe, self.adapter), self._living()
+        return len(now) == len(then) and all(map(operator.is_, now, then))
 
     def attach(self, part: int, transformer: nn.Module, modules: Mapping[int, Any]) -> None:
         """Put processors into ``modules``, by layer, and follow the forwards of ``transformer``.
@@ -160,6 +165,8 @@ class Session:
         self._watch_context(transformer)
         self._watches.append(refuse_copies(transformer))
         self._modules.update({(part, layer): module for layer, module in modules.items()})
+        self.layers += len(modules)
+        self.heads = heads_of(modules[0])
         self._install(part, transformer)
 
     def _install(self, part: int, transformer: nn.Module) -> None:
@@ -550,8 +557,8 @@ class Session:
 
         Padded text takes no part: it is cut off, and its rows of the output are zero.
         """
-        ours = self._modules[part, layer].processor
         # one that is removed or wrapped meanwhile is not there to be asked.
+        ours = getattr(self._modules.get((part, layer)), "processor", None)
         stock = ours.stock if isinstance(ours, SparseProcessor) else self._stocks[part, layer]
         dense = partial(stock_attention, stock, mask=mask)
         site, layout = self._site, self._layout

@@ -97,7 +97,7 @@ def bundle_for(
     few = steps <= FEW_STEPS
     quick = speed in ("balanced", "fast")
     own_method = speed_method(speed, defaults.method, defaults.speeds)
-    method = method or own_method
+    method = own_method if method is None else method
     own: Mapping[str, Any] = {}
     if method == own_method != "dense":
         own = defaults.speeds.get(speed, {})

@@ -386,7 +386,14 @@ def test_restore_undoes_it_where_the_handle_was_lost() -> None:
 def test_a_refused_option_leaves_the_pipeline_alone() -> None:
     pipe = tiny_wan()
     before = state_of(pipe)
-    for options in ({"top_p": 1.5}, {"order": "zigzag"}, {"dense_steps": -1}, {"tau": 0.5}):
+    for options in (
+        {"top_p": 1.5},
+        {"order": "zigzag"},
+        {"dense_steps": -1},
+        {"tau": 0.5},
+        {"check_finite": "no"},
+        {"dense_fallback": 1},
+    ):
         with pytest.raises(OptionError):
             sparsify(pipe, **options)
     assert state_of(pipe) == before
@@ -400,6 +407,45 @@ def test_a_sparse_pipeline_is_freed_when_dropped() -> None:
     del pipe, handle
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_handle_that_is_kept_keeps_no_model(removed: bool) -> None:
+    pipe = tiny_wan()
+    handle = sparsify(pipe)
+    latents_of(pipe)
+    if removed:
+        handle.remove()
+    alive = weakref.ref(pipe.transformer)
+    del pipe
+    gc.collect()
+    assert alive() is None
+    # what it is kept for.
+    assert handle.summary().calls
+    assert not handle.active
+
+
+def test_a_handle_is_active_while_its_transformer_is_the_pipelines() -> None:
+    pipe, other = tiny_wan(), tiny_wan(seed=1)
+    own = pipe.transformer
+    with sparsify(pipe) as handle:
+        for one, ours in ((other.transformer, False), (own, True)):
+            pipe.transformer = one
+            assert handle.active is ours
+            assert is_sparse(pipe) is ours
+
+
+def test_one_transformer_in_both_places_of_a_pipeline_is_followed_in_both() -> None:
+    pipe = tiny_wan(two_stage=True)
+    pipe.transformer_2 = pipe.transformer
+    stock = latents_of(pipe)
+    with sparsify(pipe, "dense") as handle:
+        assert torch.equal(latents_of(pipe), stock)
+        steps = {cell.step for cell in handle.trace.cells}
+    assert steps == set(range(handle.engine.steps))
+    with sparsify(pipe, top_p=0.3, dense_steps=0) as handle:
+        assert not torch.equal(latents_of(pipe), stock)
+    assert torch.equal(latents_of(pipe), stock)
 
 
 def test_two_pipelines_keep_their_own_options() -> None:

@@ -14,7 +14,7 @@ from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
-from vidsparse.pipelines import accelerate
+from vidsparse.pipelines import accelerate, is_sparse
 from vidsparse.pipelines.families import FAMILIES, WAN
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve, runs_as_measured, settings_hash
@@ -308,6 +308,23 @@ def test_accelerate_refused_leaves_the_pipeline_as_it_was() -> None:
     assert torch.equal(latents_of(pipe), expected)
     with pytest.raises(OptionError, match="unknown speed"):
         accelerate(pipe, "warp")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": "no"}, "compile must be True or False, got 'no'"),
+        ({"linear": ""}, "unknown linear ''"),
+        ({"cache": ""}, "unknown cache ''"),
+        ({"method": ""}, "unknown method ''"),
+        ({"method": []}, r"method must be the name of one, got \[\]"),
+    ],
+)
+def test_accelerate_takes_no_word_for_a_default(options: dict[str, Any], message: str) -> None:
+    pipe = tiny_wan()
+    with pytest.raises(OptionError, match=message):
+        accelerate(pipe, "balanced", **options)
+    assert not is_sparse(pipe)
 
 
 @pytest.mark.parametrize(

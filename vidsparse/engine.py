@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vidsparse.autocast import autocast, working_dtype
-from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
+from vidsparse.errors import OptionError, UnsupportedError, VidsparseError, check_flag
 from vidsparse.finite import FiniteGuard, NonFiniteCall
 from vidsparse.kept import (
     AllLacking,
@@ -136,6 +136,8 @@ class AttentionEngine:
         check_order(order)
         check_implementation(implementation)
         check_dense_kernel(dense_kernel)
+        check_flag("check_finite", check_finite)
+        check_flag("dense_fallback", dense_fallback)
         if isinstance(method, SparseMethod):
             method.check_numbers()
         self.method = method

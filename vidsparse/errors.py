@@ -53,3 +53,9 @@ def listed(names: Sequence[str]) -> str:
     """Names as a sentence has them: ``a``, ``a and b``, ``a, b and c``."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise an ``OptionError`` unless ``value`` is True or False: ``"false"`` would be true."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, got {value!r}")
