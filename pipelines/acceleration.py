@@ -8,7 +8,7 @@ from typing import Any
 
 from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, check_flag
-from vidsparse.pipelines.caching import StepCache, cache_warmup, check_cache, check_family
+from vidsparse.pipelines.caching import AnyCache, check_cache, check_family, open_cache
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.handle import SparseHandle, sparsify
 from vidsparse.pipelines.linear import LinearFacts, quantize_linear
@@ -33,7 +33,7 @@ class AcceleratedPipeline(AbstractContextManager["AcceleratedPipeline"]):
         self,
         bundle: Bundle,
         sparse: SparseHandle,
-        cache: StepCache | None,
+        cache: AnyCache | None,
         linear: LinearFacts | None,
     ) -> None:
         self.bundle = bundle
@@ -81,7 +81,7 @@ def accelerate(
         linear: ``none``, ``fp8``, ``int8`` or ``bf16``; ``remove()`` does not bring rounded
             weights back.
         compile: whether blocks are compiled; ``remove()`` does not undo it.
-        cache: ``none``, ``first-block`` or ``taylorseer``.
+        cache: ``none``, ``first-block``, ``taylorseer`` or ``guidance``.
         **method_options: the method's own options.
 
     Raises:
@@ -129,8 +129,14 @@ def accelerate(
             compile_blocks(pipe)
         held = None
         if bundle.cache != "none":
-            dense = sparse.engine.schedule.dense_steps
-            held = StepCache(pipe, bundle.cache, warmup=cache_warmup(dense, steps))
+            settled = sparse.engine.schedule
+            held = open_cache(
+                pipe,
+                bundle.cache,
+                dense_steps=settled.dense_steps,
+                steps=steps,
+                whole=settled.refresh_steps,
+            )
     except Exception:
         sparse.remove()
         raise

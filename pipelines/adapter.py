@@ -65,6 +65,11 @@ class Adapter:
     tiled: bool = False
     outputs: tuple[str, ...] = ("proj_out",)
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a step with guidance has one forward for each branch, the conditional first."""
+        return self.branches == ("conditional", "unconditional") and not self.tiled
+
 
 def transformers_of(pipe: Any, adapter: Adapter) -> list[nn.Module]:
     """The pipeline's transformers, each as it is beneath ``torch.compile``, and once."""

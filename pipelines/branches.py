@@ -42,6 +42,9 @@ HALVES: Final = 2
 HOOK: Final = "vidsparse_branches"
 """The name under which diffusers keeps the hook of a transformer."""
 
+GUIDANCE_HOOK: Final = "vidsparse_guidance"
+"""That of the cache ``guidance``."""
+
 BRANCHES_ARE_APART: Final = (
     "this pipeline's guidance branches run in different processes already. "
     "Hint: remove() its handle first."
@@ -71,7 +74,8 @@ def check_apart(transformers: Iterable[Any], known: tuple[str, ...]) -> None:
                 "this pipeline runs under context parallelism already. "
                 "Hint: call parallelize(apart=True) alone."
             )
-        if getattr(transformer, "_cache_config", None) is not None:
+        hooks = getattr(getattr(transformer, "_diffusers_hook", None), "hooks", ())
+        if getattr(transformer, "_cache_config", None) is not None or GUIDANCE_HOOK in hooks:
             raise UnsupportedError(_CACHED)
 
 

@@ -1,8 +1,10 @@
-"""Step caches: denoising steps that need not be run, by diffusers' own caches.
+"""Step caches: denoising steps that need not be run.
 
-A cache puts hooks around the blocks of a transformer; whatever it leaves out, the blocks it does
-run are counted as they run, so that a record says what happened and not what was meant to. Sparse
-attention stands inside the blocks and sees the same: a plan ages by the steps that were run.
+Two are diffusers' own (``StepCache``), and one leaves out forwards of guidance
+(``guidance_cache.py``). A cache of diffusers' puts hooks around the blocks of a transformer;
+whatever it leaves out, the blocks it does run are counted as they run, so that a record says what
+happened and not what was meant to. Sparse attention stands inside the blocks and sees the same: a
+plan ages by the steps that were run.
 """
 
 from __future__ import annotations
@@ -12,26 +14,34 @@ import itertools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vidsparse.errors import OptionError, UnsupportedError, listed
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.family import Family
 from vidsparse.pipelines.forwards import show_changes, wrap_forward
+from vidsparse.pipelines.guidance_cache import TOGETHER, GuidanceCache
 from vidsparse.pipelines.placement import check_choice
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-CACHES: Final[Mapping[str, float | None]] = {"none": None, "first-block": 0.05, "taylorseer": 2}
+CACHES: Final[Mapping[str, float | None]] = {
+    "none": None,
+    "first-block": 0.05,
+    "taylorseer": 2,
+    "guidance": 2,
+}
 """The caches, and the threshold of each where none is given: diffusers' own, and the least.
 
 ``first-block`` leaves a step's other blocks out where the first one's residual changed by less than
 this share since it was last computed. ``taylorseer`` runs one of so many steps, and
-extrapolates the output to the others; not in a run whose outputs swing.
+extrapolates the output to the others; not in a run whose outputs swing. ``guidance`` runs the
+unconditional branch in one of so many steps; in the others it differs from the conditional one as
+it did then.
 """
 
 _BLOCK_LISTS: Final = r"[^.]*block[^.]*\.[^.]+"
@@ -65,22 +75,50 @@ def check_cache(cache: str | None, threshold: float | None) -> None:
         raise OptionError(
             f"cache_threshold of first-block must be above 0, got {threshold}. Hint: 0.05."
         )
-    if cache == "taylorseer" and not (number and threshold in range(2, 1001)):
+    if cache in ("taylorseer", "guidance") and not (number and threshold in range(2, 1001)):
         raise OptionError(
-            "cache_threshold of taylorseer must be a whole number of steps from 2, got "
+            f"cache_threshold of {cache} must be a whole number of steps from 2, got "
             f"{threshold}. Hint: 2 runs every second step."
         )
 
 
 def check_family(cache: str, family: Family) -> None:
-    """Raise an ``UnsupportedError`` where diffusers' cache does not know the family's blocks."""
+    """Raise an ``UnsupportedError`` where the cache does not work with the family."""
     if cache != "none" and cache not in family.caches:
+        if cache == "guidance":
+            raise UnsupportedError(f"{family.name} {TOGETHER}")
         able = [each.name for each in FAMILIES if cache in each.caches]
         other = f"use {listed(family.caches)}" if family.caches else "leave --cache out"
         raise UnsupportedError(
             f"diffusers' cache {cache} does not know the blocks of {family.name}; it knows those "
             f"of {listed(able)}. Hint: {other}."
         )
+
+
+def open_cache(
+    pipe: Any,
+    cache: str,
+    *,
+    threshold: float | None = None,
+    dense_steps: int | float,
+    steps: int,
+    whole: Callable[[int], Collection[int]] = lambda steps: (),
+) -> AnyCache:
+    """Put a step cache on a pipeline for runs of ``steps`` of which ``dense_steps`` are dense.
+
+    ``whole`` says in which steps of a run sparse layers compute everything. Raises what the cache
+    does.
+    """
+    if cache != "guidance":
+        warmup = cache_warmup(dense_steps, steps)
+        return StepCache(pipe, cache, threshold=threshold, warmup=warmup)
+    from vidsparse.schedule import share_or_count
+
+    check_cache(cache, threshold)
+    every = CACHES[cache] if threshold is None else threshold
+    assert every is not None
+    warmup = share_or_count(dense_steps, steps, "dense_steps")
+    return GuidanceCache(pipe, int(every), warmup=warmup, whole=whole)
 
 
 def cache_warmup(dense_steps: int | float, steps: int) -> int:
@@ -366,6 +404,13 @@ class StepCache(AbstractContextManager["StepCache"]):
             # the host's word for a cache that is there already.
             raise UnsupportedError(f"{cache} cannot be put on this pipeline: {error}") from None
 
+    @property
+    def note(self) -> str | None:
+        """What the last run has to say of the cache beside counts, if anything."""
+        if not self.swung:
+            return None
+        return f"without {self.cache}: outputs swing from step to step, which it would miss"
+
     def blocks_run(self) -> dict[int, float]:
         """By step of the last run, from 0: the share of all its blocks that were run."""
         steps = sorted({one.step for one in self._forwards})
@@ -516,3 +561,7 @@ class StepCache(AbstractContextManager["StepCache"]):
             skip_predict_identifiers=[_BLOCK_LISTS, *map(re.escape, names)],
             cache_identifiers=[re.escape(name) for name in adapter.outputs],
         )
+
+
+AnyCache: TypeAlias = StepCache | GuidanceCache
+"""A cache on a pipeline, with counts of what it ran."""

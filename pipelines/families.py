@@ -38,6 +38,7 @@ WAN: Final = Family(
         "attends by a mask, a frame to the video and to its own frame of a reference",
     ),
     vae_fp32=True,
+    caches=("first-block", "taylorseer", "guidance"),
     # the call defaults of diffusers' WanPipeline, and the frame rate Wan was trained at.
     defaults=Defaults(
         family="Wan",
@@ -65,7 +66,7 @@ SKYREELS_V2: Final = Family(
         "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
     ),
     vae_fp32=True,
-    caches=("taylorseer",),
+    caches=("taylorseer", "guidance"),
     # the call defaults of diffusers' SkyReelsV2Pipeline, and the frame rate of its examples.
     defaults=Defaults(
         family="SkyReels-V2",
@@ -112,6 +113,7 @@ HUNYUAN_VIDEO: Final = Family(
     image_to_video=("HunyuanVideoImageToVideoPipeline",),
     other=("HunyuanSkyreelsImageToVideoPipeline", "HunyuanVideoFramepackPipeline"),
     vae_tiling=True,
+    caches=("first-block", "taylorseer", "guidance"),
     # the call defaults of diffusers' HunyuanVideoPipeline, and the frame rate of its training.
     defaults=Defaults(
         family="HunyuanVideo",
@@ -135,7 +137,7 @@ HUNYUAN_VIDEO_15: Final = Family(
     image_to_video=("HunyuanVideo15ImageToVideoPipeline",),
     other=("HunyuanVideo15ModularPipeline",),
     vae_tiling=True,
-    caches=("taylorseer",),
+    caches=("taylorseer", "guidance"),
     # the call defaults of diffusers' HunyuanVideo15Pipeline at its smaller size.
     defaults=Defaults(
         family="HunyuanVideo 1.5",
@@ -165,7 +167,7 @@ HELIOS: Final = Family(
         "HeliosPyramidDistilledModularPipeline",
     ),
     vae_fp32=True,
-    caches=("taylorseer",),
+    caches=("taylorseer", "guidance"),
     # the call defaults of diffusers' HeliosPipeline, and the frame rate of its examples.
     defaults=Defaults(
         family="Helios",
@@ -355,7 +357,7 @@ COSMOS: Final = Family(
         "Cosmos2_5_PredictBasePipeline",
     ),
     refused={"Cosmos2_5_TransferPipeline": "has half of its attention in a network for control"},
-    caches=("taylorseer",),
+    caches=("taylorseer", "guidance"),
     # the call defaults of diffusers' Cosmos2_5_PredictBasePipeline, and the frame rate of its
     # examples.
     defaults=Defaults(
@@ -383,7 +385,7 @@ COSMOS_3: Final = Family(
         "Cosmos3OmniModularPipeline",
         "Cosmos3DistilledModularPipeline",
     ),
-    caches=("taylorseer",),
+    caches=("taylorseer", "guidance"),
     sound=True,
     # the call defaults of diffusers' Cosmos3OmniPipeline.
     defaults=Defaults(
@@ -407,7 +409,7 @@ KANDINSKY_5: Final = Family(
     text_to_video=("Kandinsky5T2VPipeline",),
     image_to_video=("Kandinsky5I2VPipeline",),
     vae_tiling=True,
-    caches=("taylorseer",),
+    caches=("taylorseer", "guidance"),
     # the call defaults of diffusers' Kandinsky5T2VPipeline, and the frame rate of its example.
     defaults=Defaults(
         family="Kandinsky 5",
@@ -435,7 +437,7 @@ KANDINSKY_6: Final = Family(
         "trained for (NABLA)"
     },
     vae_tiling=True,
-    caches=("taylorseer",),
+    caches=("taylorseer", "guidance"),
     sound=True,
     # the call defaults of diffusers' Kandinsky6TI2VAPipeline.
     defaults=Defaults(
@@ -459,6 +461,7 @@ MOTIF_VIDEO: Final = Family(
     text_to_video=("MotifVideoPipeline",),
     image_to_video=("MotifVideoImage2VideoPipeline",),
     image_twin="MotifVideoImage2VideoPipeline",
+    caches=("first-block", "taylorseer", "guidance"),
     # the call defaults of diffusers' MotifVideoPipeline and of its guidance, a component, and the
     # frame rate of its example.
     defaults=Defaults(

@@ -110,7 +110,8 @@ class Family:
         libraries: modules of diffusers' pipelines that its models take components from.
         vae_fp32: whether its VAE decodes visibly worse in 16 bits.
         vae_tiling: whether decoding a whole video at once takes more memory than denoising it.
-        caches: step caches that work with it (``first-block`` if diffusers knows its blocks).
+        caches: step caches that work with it (``first-block`` if diffusers knows its blocks,
+            ``guidance`` if guidance makes two forwards a step).
         sound: whether it makes sound beside the video.
         defaults: settings of a model that has none of its own.
     """

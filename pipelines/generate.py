@@ -20,7 +20,7 @@ from vidsparse.errors import (
     listed,
 )
 from vidsparse.kernels import support
-from vidsparse.pipelines.caching import StepCache, cache_warmup
+from vidsparse.pipelines.caching import AnyCache, open_cache
 from vidsparse.pipelines.calling import ONE_PROMPT, called_as, image_arguments
 from vidsparse.pipelines.clock import Clock, remove_all
 from vidsparse.pipelines.compilation import compilations
@@ -134,7 +134,7 @@ def generate_batch(
         _memory_hint(loaded, first, len(settings)),
         _on_device(loaded.device),
         _maybe_sparse(loaded, first, ring, apart) as handle,
-        _maybe_cached(loaded, first) as cache,
+        _maybe_cached(loaded, first, handle) as cache,
         compilations() if loaded.compile else nullcontext() as compiling,
     ):
         if handle is not None and attach is not None:
@@ -401,15 +401,21 @@ def _maybe_sparse(
 
 
 def _maybe_cached(
-    loaded: LoadedPipeline, request: GenerateRequest
-) -> AbstractContextManager[StepCache | None]:
+    loaded: LoadedPipeline, request: GenerateRequest, handle: SparseHandle | None
+) -> AbstractContextManager[AnyCache | None]:
     assert request.cache is not None
     assert request.steps is not None
     if request.cache == "none":
         return nullcontext()
     assert request.dense_steps is not None
-    warmup = cache_warmup(request.dense_steps, request.steps)
-    return StepCache(loaded.pipe, request.cache, threshold=request.cache_threshold, warmup=warmup)
+    return open_cache(
+        loaded.pipe,
+        request.cache,
+        threshold=request.cache_threshold,
+        dense_steps=request.dense_steps,
+        steps=request.steps,
+        **({} if handle is None else {"whole": handle.engine.schedule.refresh_steps}),
+    )
 
 
 def _run(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vidsparse._version import __version__
-from vidsparse.pipelines.caching import StepCache
+from vidsparse.pipelines.caching import AnyCache
 from vidsparse.pipelines.handle import SparseHandle
 from vidsparse.pipelines.image import image_hash
 from vidsparse.pipelines.models import LoadedPipeline
@@ -29,7 +29,7 @@ def shared_record(
     loaded: LoadedPipeline,
     request: GenerateRequest,
     handle: SparseHandle | None,
-    cache: StepCache | None,
+    cache: AnyCache | None,
 ) -> dict[str, Any]:
     """The record of a run but for its prompt and times, as JSON values.
 
@@ -55,22 +55,18 @@ def shared_record(
         "dense_step_share": summary.dense_step_share if summary else 1.0,
         "dense_call_share": summary.dense_call_share if summary else 1.0,
         "implementation": summary.implementation if summary else "the stock pipeline",
-        "notes": [*(summary.notes if summary else ()), *_cache_notes(cache)],
+        "notes": [
+            *(summary.notes if summary else ()),
+            *([] if cache is None or cache.note is None else [cache.note]),
+        ],
         "steps": _steps(request, handle, cache),
         "oldest_plan": handle.trace.oldest_plan() if handle is not None else None,
         "density_map": handle.trace.density_map() if handle is not None else [],
     }
 
 
-def _cache_notes(cache: StepCache | None) -> list[str]:
-    """What a run has to say of its step cache."""
-    if cache is None or not cache.swung:
-        return []
-    return [f"without {cache.cache}: outputs swing from step to step, which it would miss"]
-
-
 def _steps(
-    request: GenerateRequest, handle: SparseHandle | None, cache: StepCache | None
+    request: GenerateRequest, handle: SparseHandle | None, cache: AnyCache | None
 ) -> list[dict[str, Any]]:
     """What each denoising step was, and the share of its blocks that were run."""
     assert request.steps is not None

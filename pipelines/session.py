@@ -70,7 +70,6 @@ _PASSED_BY: Final = (
 )
 
 # the grid of a call that has none.
-_TAKE_TURNS: Final = ("conditional", "unconditional")
 _NO_GRID: Final = TokenGrid(1, 1, 1)
 
 _SESSION_IDS: Final = itertools.count()
@@ -451,9 +450,7 @@ class Session:
 
     def _takes_turns(self) -> bool:
         """Whether two branches are computed here one after the other where there is guidance."""
-        return (
-            self.adapter.branches == _TAKE_TURNS and not self.adapter.tiled and self.halves is None
-        )
+        return self.adapter.takes_turns and self.halves is None
 
     def _branch(self) -> tuple[str, int]:
         """The branch of the forward to come, and which of the branch's it is in its step, from 1.

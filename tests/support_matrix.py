@@ -1,8 +1,9 @@
 """What is tested together with what, and the page that says so.
 
-``test_combinations.py`` (for ``--cache`` ``test_caching.py``) runs every cell of this table: what
-is not in ``LIMITS`` must work beside sparse attention, and what is must fail just as the reason
-says. So the page is as true as the tests. Write it anew after a change with
+``test_combinations.py`` (for ``--cache`` ``test_caching.py`` and ``test_guidance_cache.py``) runs
+every cell of this table: what is not in ``LIMITS`` must work beside sparse attention, and what is
+must fail just as the reason says. So the page is as true as the tests. Write it anew after a change
+with
 
     python tests/support_matrix.py docs/support.md
 """
@@ -55,6 +56,7 @@ COMBINATIONS: Final = {
     "vae-tiling": "VAE tiling",
     "first-block": "`--cache first-block`",
     "taylorseer": "`--cache taylorseer`",
+    "guidance": "`--cache guidance`",
     "first-block-cache": "`FirstBlockCacheConfig`",
     "mag-cache": "`MagCacheConfig`",
     "fuse-qkv": "`fuse_qkv_projections`, before and after",
@@ -94,6 +96,11 @@ _NO_CACHE: Final = Limit(
     "does not know the blocks",
     host=False,
 )
+_ONE_FORWARD: Final = Limit(
+    "refused: a step with guidance is one forward, or parts of the video have their own",
+    "does not run its unconditional branch in a forward of its own",
+    host=False,
+)
 _NOT_OFFERED: Final = Limit("diffusers does not offer it here", "has no attribute")
 _CROSS_TEXT: Final = Limit(
     "diffusers' own fusing fails on cross-attention to text", "has no attribute 'use_bias'"
@@ -120,6 +127,9 @@ _PARALLEL: Final = Limit(
 
 _CACHES: Final = ("first-block-cache", "mag-cache")
 _UNKNOWN: Final = ("helios", "cosmos3", "kandinsky6")
+_TOGETHER: Final = (
+    *("anyflow", "cogvideox", "mochi", "allegro", "easyanimate", "ltx", "ltx2", "minimax"),
+)
 _WITHOUT_CACHE: Final = ("anyflow", "allegro", "easyanimate", "cosmos2.5", "kandinsky5")
 
 
@@ -149,6 +159,7 @@ LIMITS: Final[dict[tuple[str, str], Limit]] = {
     },
     ("first-block-cache", "kandinsky5"): _OTHER_NAMES,
     **{(cache, "cosmos3"): _OTHER_NAMES for cache in _CACHES},
+    **{("guidance", one): _ONE_FORWARD for one in _TOGETHER},
     **{("lora", one): _NOT_OFFERED for one in ("allegro", "easyanimate")},
     **{("fuse-qkv", one): _NOT_OFFERED for one in _WITHOUT_CACHE},
     ("fuse-qkv", "mochi"): _NOT_OFFERED,

@@ -445,10 +445,12 @@ def test_the_page_is_current() -> None:
     assert {combination for combination, _ in LIMITS} <= set(COMBINATIONS)
     # a test of this module for every line, save the one that is refused throughout.
     tested = {name.removeprefix("test_").replace("_", "-") for name in globals()}
-    # those of --cache are in test_caching.py, several processes in test_parallel.py.
+    # those of --cache are in test_caching.py and test_guidance_cache.py, several processes in
+    # test_parallel.py.
     assert set(COMBINATIONS) - tested == {
         "context-parallel",
         "first-block",
+        "guidance",
         "parallelize",
         "taylorseer",
     }
