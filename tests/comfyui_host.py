@@ -237,9 +237,13 @@ def sample(
     guided: bool = True,
     text: int = 11,
     x: Tensor | None = None,
+    worker: str | None = None,
     **conditions: Any,
 ) -> Tensor:
-    """A run of an Euler sampler with both guidance branches, ``together`` in one batch or apart."""
+    """A run of an Euler sampler with both guidance branches, ``together`` in one batch or apart.
+
+    ``worker`` is the device whose thread runs the forwards, where ComfyUI deals them to several.
+    """
     sigmas = torch.linspace(1, 0, steps + 1)
     context = torch.randn(1, text, HEADS * DIM, generator=torch.Generator().manual_seed(1))
     branches = ([[1, 0]] if together else [[1], [0]]) if guided else [[0]]
@@ -254,6 +258,9 @@ def sample(
                 options |= {
                     "cond_or_uncond": list(kinds), "sigmas": sigma.view(1), "sample_sigmas": sigmas
                 }  # fmt: skip
+                if worker is not None:
+                    # on its device, as each of a thread's forwards has them.
+                    options |= {"multigpu_thread_device": worker, "sample_sigmas": sigmas.clone()}
                 out = model.model.apply_model(
                     torch.cat([x] * len(kinds)), sigma.expand(len(kinds)), c_crossattn=context,
                     transformer_options=options, **conditions,

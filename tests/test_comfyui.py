@@ -155,7 +155,70 @@ def test_text_behind_the_video_is_exact_both_ways() -> None:
     assert not torch.allclose(hidden[:, :video], stock[:, :video], rtol=1e-3, atol=1e-3)
 
 
+class Compiled(torch.nn.Module):
+    """What ``torch.compile`` makes of a transformer."""
+
+    def __init__(self, transformer: Any) -> None:
+        super().__init__()
+        self._orig_mod = transformer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)
+
+
+@pytest.mark.parametrize("first", ["compiled", "ours"])
+def test_a_model_that_another_node_compiles_is_read_as_it_is(first: str) -> None:
+    # with tokens of text beside the video's, which its class alone tells.
+    model = loaded(host.HunyuanVideo(blocks=2))
+
+    def compiles(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        owner, whole = executor.class_obj, executor.class_obj.diffusion_model
+        owner.diffusion_model = Compiled(whole)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            owner.diffusion_model = whole
+
+    if first == "compiled":
+        model.add_wrapper_with_key("apply_model", "torch.compile", compiles)
+    ours = sparse(model, quality=0.3, tile="16x16")
+    if first == "ours":
+        ours.add_wrapper_with_key("apply_model", "torch.compile", compiles)
+    host.sample(ours)
+    assert cells(ours)
+    assert all(cell.sparse for cell in cells(ours))
+    assert session(ours).engine.layers == 2
+
+
 # ---- what stays dense, and why ----
+
+
+def test_forwards_that_are_dealt_to_several_gpus_stay_dense() -> None:
+    model = loaded()
+    ours = sparse(model, quality=0.3, tile="16x16")
+    host.sample(ours)
+    assert torch.equal(host.sample(ours, worker="cuda:1"), host.sample(model, worker="cuda:1"))
+    assert "forwards that ComfyUI deals to several GPUs, which stay dense" in report(ours)
+    assert not cells(ours)
+    # and the next one is as before.
+    host.sample(ours)
+    assert all(cell.sparse for cell in cells(ours))
+    assert "several GPUs" not in report(ours)
+
+
+def test_sigmas_that_are_copied_for_every_forward_are_one_run() -> None:
+    ours = sparse(loaded(), quality=0.3, tile="16x16")
+    begin, told = session(ours)._begin, []
+
+    def copied(model: Any, conditions: Any, options: Any) -> Any:
+        options = {**options, "sample_sigmas": options["sample_sigmas"].clone()}
+        told.append(options)
+        return begin(model, conditions, options)
+
+    session(ours)._begin = copied  # type: ignore[method-assign]
+    host.sample(ours, steps=4)
+    assert len(told) == 4
+    assert {cell.step for cell in cells(ours)} == set(range(4))
 
 
 def test_cross_attention_stays_dense_and_is_counted_beside() -> None:

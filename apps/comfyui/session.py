@@ -39,12 +39,16 @@ OVERRIDE: Final = "optimized_attention_override"
 # the values of comfy.patcher_extension.WrappersMP, which are part of its interface.
 _APPLY_MODEL, _OUTER_SAMPLE = "apply_model", "outer_sample"
 
+# in the options of a forward that a thread of its own runs on one of several GPUs.
+_WORKER: Final = "multigpu_thread_device"
+
 Attention = Callable[..., Tensor]
 
 # sigmas come from tables and through 32 bits.
 _SIGMA_SLACK: Final = 1e-4
 
 _CROSS: Final = "cross-attention, which stays dense"
+_DEALT: Final = "forwards that ComfyUI deals to several GPUs, which stay dense"
 _ELSEWHERE: Final = "attention of other tokens than the video's (text, audio, images)"
 
 
@@ -146,6 +150,8 @@ class NodeSession:
     def sample(self, executor: Attention, *args: Any, **kwargs: Any) -> Any:
         """The wrapper around one sampling: a new trace, and no plans kept after it."""
         self._sigmas = None
+        self.others.clear()
+        self.engine.begin_run(1)
         try:
             return executor(*args, **kwargs)
         finally:
@@ -161,6 +167,10 @@ class NodeSession:
         given = bound.arguments
         conditions = {**given, **given.get("kwargs", {})}
         options = given.get("transformer_options", {})
+        if options.get(_WORKER) is not None:
+            # threads of several GPUs would share one engine, with clones of one model.
+            self.others[_DEALT] += 1
+            return executor(*args, **kwargs)
         forward = self._begin(executor.class_obj, conditions, options)
         # a copy, so that no dictionary of others holds what is ours.
         given["transformer_options"] = {**options, OVERRIDE: self._override()}
@@ -225,14 +235,18 @@ class NodeSession:
     def _begin(
         self, model: Any, conditions: Mapping[str, Any], options: Mapping[str, Any]
     ) -> _Forward:
-        transformer = model.diffusion_model
+        transformer = _transformer(model)
         sigmas, sigma = options.get("sample_sigmas"), options.get("sigmas")
         step, dense = 0, None
         if not isinstance(sigmas, Tensor) or not isinstance(sigma, Tensor) or len(sigmas) < 2:
             dense = "ComfyUI did not say which step this is"
         else:
-            if sigmas is not self._sigmas:
+            # a copy on another device is no other run.
+            if self._sigmas is None or (
+                sigmas is not self._sigmas and sigmas.tolist() != self._values
+            ):
                 self._begin_run(model, sigmas)
+            self._sigmas = sigmas
             now = float(sigma.flatten()[0])
             # between two of them for samplers that look ahead.
             reached = sum(value >= now * (1 - _SIGMA_SLACK) for value in self._values[:-1])
@@ -257,7 +271,6 @@ class NodeSession:
         )
 
     def _begin_run(self, model: Any, sigmas: Tensor) -> None:
-        self._sigmas = sigmas
         self._values = sigmas.tolist()
         steps = len(self._values) - 1
         sampling = model.model_sampling
@@ -268,7 +281,7 @@ class NodeSession:
         first = sum(value > start * (1 + _SIGMA_SLACK) for value in self._values[:steps])
         last = sum(value < end * (1 - _SIGMA_SLACK) for value in self._values[:steps])
         self.engine.schedule = self._schedule(first, last)
-        self.engine.layers = count_blocks(model.diffusion_model)
+        self.engine.layers = count_blocks(_transformer(model))
         self.engine.begin_run(steps)
         self.window = self.engine.schedule.sparse_window(steps)
         self.others.clear()
@@ -355,6 +368,11 @@ def _stranger(
     if tokens in layout.contexts:
         return "as many tokens as the text or image has: it cannot be told from cross-attention"
     return None
+
+
+def _transformer(model: Any) -> Any:
+    """The model's transformer, as it is beneath ``torch.compile`` where a node has compiled it."""
+    return getattr(model.diffusion_model, "_orig_mod", model.diffusion_model)
 
 
 def _branch(options: Mapping[str, Any]) -> str:
