@@ -116,8 +116,11 @@ class Halves:
         self._first: _First | None = None
         # whether what runs now is one branch while the other half runs the other.
         self._apart = False
-        # whether the last forward's run is one of two.
-        self._was_apart = False
+        # whether the last forward's run is one of two; None before the first one of a run.
+        self._was_apart: bool | None = None
+        # the steps of the run of which each half computed one branch.
+        self._steps: set[int] = set()
+        self._engines: list[AttentionEngine] = []
 
     # ---- forwards ----
 
@@ -158,8 +161,9 @@ class Halves:
         return not self._was_apart or branch == self._branches[self._own]
 
     def begin_run(self) -> None:
-        """Forget a step that was ended in its middle."""
-        self._first = None
+        """Forget the run before, and a step that was ended in its middle."""
+        self._first = self._was_apart = None
+        self._steps.clear()
 
     def _forward(
         self,
@@ -168,10 +172,15 @@ class Halves:
         empty: Callable[[], Tensor],
     ) -> Any:
         first, self._first = self._first, None
-        self._was_apart = at is not None
+        before, self._was_apart = self._was_apart, at is not None
+        if before is not None and before != self._was_apart:
+            # guidance ends or begins again: each half has kept what the other one has not.
+            for engine in self._engines:
+                engine.forget()
         if at is None:
             # the two halves compute the same.
             return run()
+        self._steps.add(at[0])
         again = at[1] not in self._branches
         step, branch = at[0], 0 if again else self._branches.index(at[1])
         if again or (first is not None and first.branch == branch):
@@ -231,6 +240,7 @@ class Halves:
         Returns what undoes it.
         """
         planner = engine.planner
+        self._engines.append(engine)
 
         def plan(
             method: SparseMethod,
@@ -296,13 +306,15 @@ class Halves:
         seconds: they ran beside. Returns whether it could be done: not where the halves made other
         calls.
         """
-        if not self._was_apart:
+        if not self._steps:
             return True
         trace.resolve()
         names = ("selected", "computed", "skipped")
         held = [
             (cell, [name for name in names if getattr(cell, name) is not None])
             for cell in trace.cells
+            # in the others both halves computed the same.
+            if cell.step in self._steps
         ]
         values = [getattr(cell, name) for cell, its in held for name in its]
         own = torch.cat([torch.zeros(1), *(value.flatten().float() for value in values)])
@@ -321,7 +333,7 @@ class Halves:
         start = trace.cells[0].step
         for cell in trace.cells:
             handed = _serves_both(engine, engine.method, start, cell.step)
-            if handed and cell.branch == self._branches[1]:
+            if handed and cell.branch == self._branches[1] and cell.step in self._steps:
                 # as one process calls it, and counts it.
                 cell.made_plan, cell.selection = False, None
                 if cell.action == Action.REPLAN:

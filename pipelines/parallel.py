@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -192,18 +192,35 @@ def all_processes(heads: int, ring: int | None = None, halves: int = 1) -> Any:
     return None if count == 1 else _configured(ring, count // ring, halves)
 
 
+# by shape, those of the process group that all processes are in.
+_MESHES: Final[dict[tuple[Any, ...], Any]] = {}
+
+
+def _mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    """All processes in ``shape``, made once: groups hold a device's memory until the end."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = dist.group.WORLD
+    # of one that was destroyed nothing is left.
+    for key in [key for key in _MESHES if key[0] is not world]:
+        del _MESHES[key]
+    key = world, kind, shape, names
+    if key not in _MESHES:
+        _MESHES[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
+    return _MESHES[key]
+
+
 def _configured(ring: int, ulysses: int, halves: int = 1) -> Any:
     """diffusers' configuration of all processes of each half, ``ring`` rows of ``ulysses``."""
     from diffusers import ContextParallelConfig
     from diffusers.models._modeling_parallel import ParallelConfig
-    from torch.distributed.device_mesh import init_device_mesh
 
     kind = device_of(None).type
     context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
     shape, names = context.mesh_shape, context.mesh_dim_names
     if halves > 1:
         shape, names = (halves, *shape), ("half", *names)
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+    mesh = _mesh(kind, shape, names)
     config = ParallelConfig(context_parallel_config=context)
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind
     config.setup(dist.get_rank(), ring * ulysses, torch.device(device), mesh=mesh)
@@ -327,10 +344,12 @@ class Groups:
     Args:
         heads: the process group that shares the heads; None if each process has all of them.
         ring: the processes that pass keys and values round; None if each sees all.
+        all: the process group of both.
     """
 
     heads: Any
     ring: Ring | None
+    all: Any
 
     @property
     def sharers(self) -> int:
@@ -360,6 +379,7 @@ def parallel_groups(config: Any) -> Groups | None:
     return Groups(
         heads=context._ulysses_mesh.get_group() if context.ulysses_degree > 1 else None,
         ring=Ring(context._ring_mesh.get_group()) if context.ring_degree > 1 else None,
+        all=context._flattened_mesh.get_group(),
     )
 
 

@@ -54,7 +54,7 @@ from vidsparse.pipelines.position import (
     speaks_of_run,
     step_count,
 )
-from vidsparse.ring import Ring
+from vidsparse.ring import Ring, any_process
 from vidsparse.site import CallSite
 from vidsparse.trace import Trace
 
@@ -112,7 +112,7 @@ class Session:
         self._context: str | None = None
         self._positions = Positions()
         self._timestep_values: list[float] = []
-        self._forwards_in_step = 0
+        self._forwards_in_step = self._forwards_before = 0
         # told what forwards return, and the one that goes on; the site of one that runs again.
         self.watcher: Watcher | None = None
         self._forward: Forward | None = None
@@ -202,6 +202,7 @@ class Session:
             self._watches.pop()()
         for engine in self.engines:
             engine.forget()
+            engine.any_process = None
         self._site = self._layout = self._dense_because = None
         self.halves = self._balancer = self.watcher = self._forward = None
 
@@ -233,6 +234,9 @@ class Session:
         # taken back before what deals tokens.
         self._watches += [halves.attach(one, self._guided_at) for one in self._living()]
         self._watches += [halves.share_plans(engine) for engine in self.engines]
+        for engine in self.engines:
+            # both halves of everyone.
+            engine.any_process = partial(any_process, group=None)
 
     def _guided_at(self) -> tuple[int, str] | None:
         """Step and branch of the forward that begins; None where the run has no guidance."""
@@ -304,7 +308,7 @@ class Session:
             self._from_start = step == 0
             self._spoken_of = speaks_of_run(pipe)
         elif step != last:
-            self._forwards_in_step = 0
+            self._forwards_before, self._forwards_in_step = self._forwards_in_step, 0
             self._deal_heads(part, last, step)
         if self._site is not None and self._site.part != part:
             # one transformer takes over from the other.
@@ -332,7 +336,13 @@ class Session:
             # not before: one that raises and is repeated is the same branch's again.
             self._forwards_in_step += 1
         if self._site is not None:
-            self.engines[self._site.part].end_forward(self._site)
+            engine = self.engines[self._site.part]
+            engine.end_forward(self._site)
+            # by what the step before had, the last forward of all: a decoder that wants memory
+            # follows. whoever watches may run it again.
+            ends = self._site.step + 1 == engine.steps and self.watcher is None
+            if ends and 0 < self._forwards_before <= self._forwards_in_step:
+                engine.forget()
         forward, self._forward = self._forward, None
         if self.watcher is not None and forward is not None:
             for out in tensors_of(output):
@@ -437,7 +447,7 @@ class Session:
         if self.halves is not None:
             self.halves.begin_run()
         self._timestep_values = timesteps
-        self._forwards_in_step = 0
+        self._forwards_in_step = self._forwards_before = 0
         self._texts.clear()
         for engine in self.engines:
             engine.begin_run(steps)
@@ -500,6 +510,8 @@ class Session:
                 "a probe looks at whole calls, and in a ring a process has only some tokens. "
                 "Hint: probe in one process."
             )
+        if self.halves is None:
+            self.engines[part].any_process = partial(any_process, group=groups.all)
         dealt = None if self._balancer is None else self._balancer.deal(part, layer)
         if dealt is None:
             of_heads: dict[str, Any] = {"first_head": groups.first_head(q.shape[2])}

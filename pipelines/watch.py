@@ -71,6 +71,8 @@ class Watch:
     def end_step(self, latents: torch.Tensor | None, step: int, steps: int) -> None:
         """Take in the latents after ``step`` of ``steps``, counted from 0, and look.
 
+        After the last one engines let go of their plans.
+
         Raises:
             NonFiniteError: they, an output, or those of a step before, hold NaN or infinity.
         """
@@ -78,7 +80,12 @@ class Watch:
         ended.number = step
         if latents is not None:
             self._guard.watch(latents, (ended, None), hold=True)
-        self.look(last=step == steps - 1)
+        last = step == steps - 1
+        self.look(last=last)
+        if last and self._handle is not None:
+            # nothing is run again any more, and a decoder wants the memory.
+            for engine in self._handle.engines:
+                engine.forget()
 
     def look(self, *, last: bool) -> None:
         """Look at what was taken in; with ``last``, wait for what is found.

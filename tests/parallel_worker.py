@@ -28,11 +28,13 @@ from tiny_families import PROMPTS, TINY, latents
 from tiny_pipelines import latents_of, tiny_transformer, tiny_wan
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _world
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.methods.fg_attn import FgAttn
+from vidsparse.methods.foresight import Foresight
 from vidsparse.methods.numbers import Numbers
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.adapter import SparseProcessor
@@ -261,6 +263,60 @@ def balanced(when: str) -> dict[str, Any]:
     return found
 
 
+def agreement(when: str) -> dict[str, Any]:
+    """What processes have to decide alike, beside one process: runs of refreshes."""
+    pipe = tiny_wan()
+    pipe.transformer = tiny_transformer(num_attention_heads=4)
+    pipe.to(device)
+    apart = when == "room-apart" or when.startswith("off")
+    size: dict[str, Any] = {"height": 128, "width": 128, "num_frames": 33}
+    size |= {"num_inference_steps": 8}
+    shares = torch.tensor([0.02, 0.5, 0.04, 0.9]).expand(2, 2, 4)
+    method: Any = Foresight(tile=(16, 16), numbers=Numbers({"share": shares}, None), slope=1.0)
+    options: dict[str, Any] = {"method": method, "refresh": 3, "dense_steps": 1}
+    if when == "off-planned":
+        options = {**METHODS["fine"], "dense_steps": 1}
+    # after step 2 a run has no guidance, and after step 4 it has again.
+    scales = {2: 1.0, 4: 3.0} if when == "off-on" else {2: 1.0}
+
+    def guide(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipe._guidance_scale = scales.get(step, pipe._guidance_scale)
+        return tensors
+
+    if when.startswith("off"):
+        size["callback_on_step_end"] = guide
+    with sparsify(pipe, **options) as one:
+        expected = latents_of(pipe, **size)
+    with sparsify(pipe, **options) as handle:
+        handle.parallelize(apart=apart)
+        if when.startswith("room") and not is_first():
+            handle.engine._find_room = lambda *_: False  # type: ignore[method-assign]
+        actual = latents_of(pipe, **size)
+        gathered = handle.gather_trace()
+        calls, alone = (
+            sorted((cell.step, cell.layer, cell.branch) for cell in trace.cells)
+            for trace in (handle.trace, one.trace)
+        )
+        kinds = {cell.action for cell in handle.trace.cells}
+        notes = handle.trace.notes
+    groups = len(_world.pg_map)
+    for _ in range(2):
+        with sparsify(pipe, **options) as handle:
+            handle.parallelize(apart=apart)
+    outputs = [torch.empty_like(actual) for _ in range(dist.get_world_size())]
+    dist.all_gather(outputs, actual.contiguous())
+    return {
+        "error": float((actual - expected).abs().max()),
+        "between": max(float((other - actual).abs().max()) for other in outputs),
+        "largest": float(expected.abs().max()),
+        "gathered": gathered,
+        "same_calls": calls == alone,
+        "kinds": sorted(kinds),
+        "notes": notes,
+        "more_groups": len(_world.pg_map) - groups,
+    }
+
+
 def longest(*arguments: Any) -> int:
     """The tokens of the longest sequence among a module's arguments."""
     return max(one.shape[-2] for one in arguments if isinstance(one, torch.Tensor))
@@ -324,6 +380,8 @@ def run(name: str, kind: str, when: str) -> dict[str, Any]:
         return exchange()
     if kind == "balanced":
         return balanced(when)
+    if kind == "agreement":
+        return agreement(when)
     options = METHODS[kind]
     pipe = tiny(name)
     # a ring of all processes, or of half as many.

@@ -111,6 +111,10 @@ APART = [
 # whose blocks are compiled: dealt by diffusers' plans, by ours around a packed sequence, apart.
 COMPILED = ["wan/fine/compiled", "cosmos3/fine/compiled", "wan/fine/apart-compiled"]
 BY_HOST = [f"{name}/sparse/host-refused" for name in ("hunyuan", "ltx2", "helios")]
+# what all of them have to decide alike.
+ROOM = ("room", "room-apart")
+OFF = ("off", "off-on", "off-planned")
+AGREED = [f"wan/agreement/{when}" for when in ("slope", *ROOM, *OFF)]
 EXCHANGE = "exchange/of/heads"
 NO_RING = "cosmos3/fine/ring-refused"
 # of which text is encoded by the pipeline, so that all of it follows to a GPU.
@@ -143,6 +147,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         *(case for case in APART if not case.endswith("/4")),
         "wan/sparse/apart-unguided",
         "hunyuan/sparse/apart",
+        *AGREED,
     ]
     four = [*FOUR, "ltx2/fine/both", *balanced["4"], "wan/balanced/apart", EXCHANGE]
     four += [case.removesuffix("/4") for case in APART if case.endswith("/4")]
@@ -393,3 +398,33 @@ def test_a_transformer_that_is_compiled_as_a_whole_is_not_dealt() -> None:
     adapter = find_adapter(pipe)
     with pytest.raises(UnsupportedError, match="compile_repeated_blocks"):
         deal([pipe.transformer], adapter.shares, None, lambda: None)
+
+
+def test_heads_dealt_by_their_work_follow_a_slope_as_one_process_does(found: Any) -> None:
+    one = found["wan/agreement/slope"]
+    assert one["error"] <= 1e-4 * one["largest"]
+    assert one["same_calls"]
+
+
+@pytest.mark.parametrize("when", ROOM)
+def test_where_one_process_has_no_room_none_keeps_what_a_plan_lacks(found: Any, when: str) -> None:
+    one = found[f"wan/agreement/{when}"]
+    assert "refresh" not in one["kinds"]
+    assert one["between"] == 0
+    assert one["gathered"]
+    assert "nothing was kept of refreshes: another process has no room for it" in one["notes"]
+
+
+@pytest.mark.parametrize("when", OFF)
+def test_guidance_that_ends_in_a_run_leaves_both_halves_alike(found: Any, when: str) -> None:
+    one = found[f"wan/agreement/{when}"]
+    assert one["between"] == 0
+    assert one["gathered"]
+    assert one["same_calls"]
+    if when == "off-planned":
+        assert one["error"] <= 1e-4 * one["largest"]
+
+
+@pytest.mark.parametrize("when", ROOM)
+def test_groups_of_processes_are_made_once(found: Any, when: str) -> None:
+    assert found[f"wan/agreement/{when}"]["more_groups"] == 0

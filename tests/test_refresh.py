@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from budget import random_qkv
 from engine_calls import GRID, site
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_pipelines import latents_of, tiny_wan
+from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 from torch import Tensor
 
 import vidsparse
@@ -23,6 +24,9 @@ from vidsparse.engine import AttentionEngine
 from vidsparse.methods import make_method
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.caching import StepCache
+from vidsparse.pipelines.generate import generate
+from vidsparse.pipelines.models import load
+from vidsparse.pipelines.request import GenerateRequest
 from vidsparse.remainder import Keeping, Remainder, choose_keeping, likeness, weights
 from vidsparse.schedule import Action, Schedule
 from vidsparse.work import SelectionCost
@@ -555,11 +559,11 @@ def test_a_late_refresh_at_the_end_of_its_reach_is_none(
 def test_a_late_refresh_asks_for_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def none_left(self: AttentionEngine, q: Tensor, at: Any, ring: Any) -> bool:
+    def none_left(self: AttentionEngine, q: Tensor, at: Any) -> bool:
         asked.append(at.step)
         return False
 
-    monkeypatch.setattr(AttentionEngine, "_has_room", none_left)
+    monkeypatch.setattr(AttentionEngine, "_find_room", none_left)
     engine = engine_of()
     engine.begin_run(STEPS)
     # a step cache left the first refresh out.
@@ -578,7 +582,7 @@ def test_nothing_is_kept_while_the_video_is_decoded(steps: int) -> None:
     decode = pipe.vae.decode
 
     def decoded(*arguments: Any, **named: Any) -> Any:
-        kept.append(len(handle.engine._lacking))
+        kept.append(len(handle.engine._lacking) + len(handle.engine._plans))
         return decode(*arguments, **named)
 
     pipe.vae.decode = decoded
@@ -588,6 +592,29 @@ def test_nothing_is_kept_while_the_video_is_decoded(steps: int) -> None:
         assert cache.blocks_run()[11] == 0
         summary = handle.summary()
     assert summary.work.refresh > 0
+    assert kept == [0]
+
+
+@pytest.mark.parametrize("method", ["foresight", "fg-attn"])
+def test_a_video_that_is_watched_keeps_nothing_while_it_is_decoded(
+    method: str, tmp_path: Path
+) -> None:
+    loaded = load(save_tiny_wan(tmp_path / "tiny"), device="cpu")
+    kept: list[int] = []
+    handles: list[Any] = []
+    decode = loaded.pipe.vae.decode
+
+    def decoded(*arguments: Any, **named: Any) -> Any:
+        kept.append(len(handles[0].engine._lacking) + len(handles[0].engine._plans))
+        return decode(*arguments, **named)
+
+    loaded.pipe.vae.decode = decoded
+    small: dict[str, Any] = {"frames": 5, "width": 32, "height": 32, "steps": 5}
+    request = GenerateRequest(
+        prompt="a red circle", model=str(tmp_path / "tiny"), method=method, reuse=9, **small
+    )
+    generate(loaded, request, attach=handles.append)
+    assert "reuse" in {cell.action for cell in handles[0].trace.cells}
     assert kept == [0]
 
 

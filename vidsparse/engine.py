@@ -72,6 +72,9 @@ DenseAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 FELL_BACK = "dense: the sparse call returned NaN or infinity"
 """The action of a call that ``dense_fallback`` made again; both are in its time."""
 
+NO_ROOM_ELSEWHERE: Final = "nothing was kept of refreshes: another process has no room for it"
+"""What the trace of a process with room says then."""
+
 INFERENCE_ONLY = (
     "sparse attention is for inference only, and gradients are asked for. "
     "Hint: torch.no_grad(), or remove() the handle to train."
@@ -108,6 +111,8 @@ class AttentionEngine:
             refreshes. None: all that the schedule allows. Calibration sets it to look at one layer
             alone.
         kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
+        any_process: where several processes make a run, whether a tensor is true in any of them;
+            all of them ask.
 
     Raises:
         OptionError: ``method`` is no method; the order, the implementation or the dense kernel is
@@ -157,12 +162,14 @@ class AttentionEngine:
         self.kernel: Callable[..., tuple[Tensor, Tensor]] = sparse_attention
         self.probe: CellProbe | None = None
         self.only: Collection[int] | None = None
+        self.any_process: Callable[[Tensor], bool] | None = None
         self._plans: dict[PlanKey, KeptPlan] = {}
         self._lacking, self._lending = AllLacking(), Lending()
         # of the run: the engines of a pipeline's transformers have one set, as they have one trace.
         self.branches: set[str] = set()
         # how what refreshes keep is kept, and where there is no room for it the schedule without.
         self._keeping: Keeping | None = None
+        self._fits: bool | None = None
         self._plain: Schedule | None = None
         self._routes: dict[tuple[Hashable, ...], Route] = {}
         self._dense: dict[tuple[Hashable, ...], bool] = {}
@@ -176,7 +183,7 @@ class AttentionEngine:
         self.trace = Trace()
         self.forget()
         self.branches, self._lending = set(), Lending()
-        self._keeping = self._plain = None
+        self._keeping = self._plain = self._fits = None
         self._routes.clear()
         self._dense.clear()
         self._costs.clear()
@@ -203,6 +210,9 @@ class AttentionEngine:
         """Whether no call of ``step`` goes by what is kept of a step before."""
         schedule = self._plain or self.schedule
         due = schedule.refresh_for(step, self.steps)
+        if self._follows_slope and self._lacking:
+            # what the last refresh kept is half of the next one's slope.
+            return False
         if due is not None:
             return all(each.step < due for each in self._lacking.values())
         return not any(kept.serves(step, kept.by, schedule.reuse) for kept in self._plans.values())
@@ -339,7 +349,7 @@ class AttentionEngine:
         if lends and action is Action.DENSE and site.layer in schedule.sparse_layers(self.layers):
             # a dense step of the one branch, from which the other takes what its plan lacks.
             action = Action.REFRESH
-        if action is Action.REFRESH and not self._has_room(q, site, ring):
+        if action is Action.REFRESH and not self._has_room(q, site):
             schedule = self._plain = replace(self.schedule, refresh=0)
             action = schedule.decide(site.step, self.steps, site.layer, self.layers)
         if self.only is not None and site.layer not in self.only and action is not Action.REFRESH:
@@ -370,7 +380,7 @@ class AttentionEngine:
             )
             if fresh:
                 return Action.REUSE.value
-            if not self._has_room(q, site, ring):
+            if not self._has_room(q, site):
                 self._plain = replace(self.schedule, refresh=0)
                 return self._action(q, site, key, ring)
             # what a late one kept in the last step of its reach would serve nothing: that step is
@@ -527,9 +537,20 @@ class AttentionEngine:
             self._plans[key] = KeptPlan(plan, site.step, site.branch, site.step, tiles)
         return plan
 
-    def _has_room(self, q: Tensor, site: CallSite, ring: Ring | None) -> bool:
+    def _has_room(self, q: Tensor, site: CallSite) -> bool:
         """Whether what refreshes keep for all layers and branches fits somewhere; decides where."""
-        if not q.is_cuda or self._keeping is not None:
+        if self._fits is None:
+            self._fits = self._find_room(q, site)
+            # processes that do not all keep them would wait for each other in other calls.
+            lacks = torch.tensor(not self._fits, device=q.device)
+            if self.any_process is not None and self.any_process(lacks) and self._fits:
+                self._fits = False
+                self.trace.notes.append(NO_ROOM_ELSEWHERE)
+        return self._fits
+
+    def _find_room(self, q: Tensor, site: CallSite) -> bool:
+        """Whether it fits on this process's device or beside it."""
+        if not q.is_cuda:
             return True
         before = {cell.branch for cell in self.trace.cells if cell.step < site.step}
         calls = self.layers * (len(before) or 2 // site.stacked)
@@ -537,12 +558,7 @@ class AttentionEngine:
         free, all_of_it = free_bytes(q.device), torch.cuda.mem_get_info(q.device)[1]
         assert free is not None
         room = max(0, int(free - all_of_it * _LEFT_FREE))
-        keeping = choose_keeping(q, calls, room, lockable_bytes())
-        # processes that do not all keep them would wait for each other in other calls.
-        full = keeping is None
-        if full if ring is None else ring.any(torch.tensor(full, device=q.device)):
-            keeping = None
-        self._keeping = keeping
+        self._keeping = keeping = choose_keeping(q, calls, room, lockable_bytes())
         if keeping is None or keeping.on_host:
             self.trace.notes.append(lack_of_room(q, calls, room, keeping))
         return keeping is not None

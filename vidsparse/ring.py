@@ -65,9 +65,7 @@ class Ring:
 
     def any(self, flag: Tensor) -> bool:
         """Whether any process has ``flag`` (a bool of no dimensions) set; waits."""
-        found = flag.to(torch.int32)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(found)
+        return any_process(flag, self.group)
 
     def pass_on(self, x: Tensor) -> tuple[Tensor, list[Any]]:
         """Start to send ``x`` to the next process; what comes from the one before, and the works.
@@ -123,6 +121,16 @@ def gate_left_out(method: SparseMethod, route: Route) -> str | None:
 
 
 # ---- tokens ----
+
+
+def any_process(flag: Tensor, group: Any) -> bool:
+    """Whether any process of ``group`` (None: of all) has ``flag``, a bool of no dimensions, set.
+
+    All of them must ask, and wait.
+    """
+    found = flag.to(torch.int32)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return bool(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
