@@ -92,9 +92,10 @@ class GenerateRequest:
             ``fp8``, ``int8`` or ``bf16``.
         speed: a bundle of settings for what is left open: ``exact``, ``high``, ``balanced`` or
             ``fast``.
-        cache: diffusers' step cache: ``none``, ``first-block`` or ``taylorseer``.
+        cache: step cache: ``none``, ``first-block``, ``taylorseer`` or ``guidance``.
         cache_threshold: with ``first-block`` the change of the first block's residual below which
-            the other blocks are left out; with ``taylorseer`` N, to run one of N steps.
+            the other blocks are left out; with ``taylorseer`` N, to run one of N steps; with
+            ``guidance`` the same of the unconditional branch.
         lora: a LoRA file, folder or hub id.
         implementation: ``auto`` or the kernel implementation to insist on.
         dense_kernel: what runs dense attention: ``stock``, ``gluon`` or ``auto``, the faster.

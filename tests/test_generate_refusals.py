@@ -156,7 +156,7 @@ def test_a_folder_is_no_prompt_file(generate: Run, out: Path, tmp_path: Path) ->
         ("--linear int4", "none, fp8, int8, bf16"),
         ("--linear fp8 --device cpu", "compute capability 8.9"),
         ("--linear bf16 --device cpu --dtype bf16", "linear bf16 needs"),
-        ("--cache teacache", "none, first-block, taylorseer"),
+        ("--cache teacache", "none, first-block, taylorseer, guidance"),
         ("--cache-threshold 0.1", "without a cache"),
         ("--speed ludicrous", "exact, high, balanced, fast"),
         ("--implementation magic", "auto"),

@@ -362,7 +362,7 @@ class Form:
                     list(CACHES),
                     value="none",
                     label="Step cache",
-                    info="leaves out blocks of steps that change little",
+                    info="leaves out blocks, or a branch of guidance, that change little",
                 ),
             )
             self._add(

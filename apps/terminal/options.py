@@ -298,14 +298,15 @@ def request_options(function: Function) -> Function:
             option(
                 "--cache",
                 metavar="NAME",
-                help="diffusers' step cache: none, first-block, taylorseer.  [default: none]",
+                help="Step cache: none, first-block, taylorseer, or guidance, which leaves out "
+                "forwards of the unconditional branch.  [default: none]",
             ),
             option(
                 "--cache-threshold",
                 type=_rate,
                 metavar="N",
                 help="first-block: change of its residual below which the other blocks are left "
-                "out (0.05). taylorseer: run one of N steps (2).",
+                "out (0.05). taylorseer and guidance: run one of N steps (2).",
             ),
         ),
         option_group(
