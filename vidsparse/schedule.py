@@ -85,7 +85,8 @@ class Schedule:
         unconditional_every: of the first dense steps and the refreshes, counted from the first
             refresh both ways, the unconditional branch of guidance computes all pairs only in every
             one of this number, and takes what the conditional one's plan lacked in the others.
-            1: in all of them. It is an option of the method, too.
+            1: in all of them, as where branches run on different processes. It is an option of the
+            method, too.
 
     Raises:
         OptionError: a value is negative, a share above 1, or ``reuse``, ``reach`` or
