@@ -51,7 +51,7 @@ class AcceleratedPipeline(AbstractContextManager["AcceleratedPipeline"]):
         self.remove()
 
     def __str__(self) -> str:
-        names = ("method", "method_options", "linear", "compile", "cache")
+        names = ("method", "method_options", "linear", "compile", "cache", "cache_threshold")
         parts = {name: getattr(self.bundle, name) for name in names} | dict(self.bundle.schedule)
         return f"speed {self.bundle.speed}: {described(parts)}"
 
@@ -113,6 +113,7 @@ def accelerate(
         linear=own.linear if linear is None else linear,
         compile=own.compile if compile is None else compile,
         cache=own.cache if cache is None else cache,
+        cache_threshold=own.cache_threshold if cache is None else None,
     )
     schedule: dict[str, Any] = dict(bundle.schedule)
     sparse = sparsify(pipe, bundle.method, **schedule, **bundle.method_options)
@@ -133,6 +134,7 @@ def accelerate(
             held = open_cache(
                 pipe,
                 bundle.cache,
+                threshold=bundle.cache_threshold,
                 dense_steps=settled.dense_steps,
                 steps=steps,
                 whole=settled.refresh_steps,

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vidsparse.errors import OptionError, UnsupportedError, listed
 from vidsparse.pipelines.families import FAMILIES
-from vidsparse.pipelines.family import Family
+from vidsparse.pipelines.family import TOGETHER, Family
 from vidsparse.pipelines.forwards import show_changes, wrap_forward
-from vidsparse.pipelines.guidance_cache import TOGETHER, GuidanceCache
 from vidsparse.pipelines.placement import check_choice
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from vidsparse.pipelines.guidance_cache import GuidanceCache
 
 CACHES: Final[Mapping[str, float | None]] = {
     "none": None,
@@ -112,6 +113,7 @@ def open_cache(
     if cache != "guidance":
         warmup = cache_warmup(dense_steps, steps)
         return StepCache(pipe, cache, threshold=threshold, warmup=warmup)
+    from vidsparse.pipelines.guidance_cache import GuidanceCache
     from vidsparse.schedule import share_or_count
 
     check_cache(cache, threshold)
@@ -563,5 +565,5 @@ class StepCache(AbstractContextManager["StepCache"]):
         )
 
 
-AnyCache: TypeAlias = StepCache | GuidanceCache
+AnyCache: TypeAlias = "StepCache | GuidanceCache"
 """A cache on a pipeline, with counts of what it ran."""

@@ -39,7 +39,14 @@ _CARD_SETTINGS: Final = (
     "schedules",
     "speeds",
 )
-_IN_A_SPEED: Final = ("method_options", "schedule", "cache", "psnr", "prompts")
+_IN_A_SPEED: Final = (
+    "method_options",
+    "schedule",
+    "cache",
+    "cache_threshold",
+    "psnr",
+    "prompts",
+)
 _COUNTS: Final = ("frames", "width", "height", "steps", "reuse", "frame_factor", "size_factor")
 _NUMBERS: Final = ("guidance", "fps", "dense_steps", "dense_layers", "dense_last_layers", "refresh")
 
@@ -138,7 +145,7 @@ def _check_methods(defaults: Defaults, folder: Path) -> None:
     for name, speed in defaults.speeds.items():
         check(f"method_options of {name}", speed.get("method_options", {}), None)
         check(f"schedule of {name}", speed.get("schedule", {}), SCHEDULED)
-        for number in ("psnr", "prompts"):
+        for number in ("cache_threshold", "psnr", "prompts"):
             value = speed.get(number, 0)
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise ModelError(f"{number} of {name} in {folder} must be a number")

@@ -9,6 +9,12 @@ from typing import Any, Final
 DEFAULT_METHOD: Final = "fg-attn"
 """What runs where neither the request nor the model names a method: it needs no calibration."""
 
+TOGETHER: Final = (
+    "does not run its unconditional branch in a forward of its own, which is what the cache "
+    "guidance leaves out. Hint: leave --cache out."
+)
+"""Why a family, or a pipeline, cannot have that cache, behind its name."""
+
 SCHEDULED: Final = ("dense_steps", "dense_layers", "dense_last_layers", "reuse", "refresh")
 """The settings that a model may have for each method."""
 
@@ -40,8 +46,8 @@ class Defaults:
         schedules: by method, settings that are better for it than the ones above: any of
             ``dense_steps``, ``dense_layers``, ``dense_last_layers``, ``reuse`` and ``refresh``.
         speeds: by the name of ``--speed``, what this model's bundles change (``method_options``,
-            ``schedule``, ``cache``) and the quality measured with them: ``psnr``, the mean in dB
-            against the dense run, over ``prompts`` prompts.
+            ``schedule``, ``cache``, ``cache_threshold``) and the quality measured with them:
+            ``psnr``, the mean in dB against the dense run, over ``prompts`` prompts.
         presets: by method, files of calibrated numbers that come with the model.
         on_cpu: ``frames``, ``width`` and ``height`` without a GPU, if those above would take hours
             there.

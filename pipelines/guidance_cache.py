@@ -18,16 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.again import tensors_of
 from vidsparse.pipelines.branches import GUIDANCE_HOOK, check_both_branches
+from vidsparse.pipelines.family import TOGETHER
 from vidsparse.pipelines.forwards import show_changes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-TOGETHER: Final = (
-    "does not run its unconditional branch in a forward of its own, which is what the cache "
-    "guidance leaves out. Hint: leave --cache out."
-)
-"""Why a pipeline cannot have it, behind its name."""
 
 
 @dataclass(slots=True)

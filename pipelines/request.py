@@ -357,10 +357,11 @@ def resolve(
     if values["refresh"] is None:
         values["refresh"] = method.refresh
     check_linear(values["linear"], device, dtype)
-    # a card may have named it.
-    check_cache(values["cache"], None)
     if request.cache_threshold is None:
-        values["cache_threshold"] = CACHES[values["cache"]]
+        own = bundled["cache_threshold"]
+        values["cache_threshold"] = CACHES.get(values["cache"]) if own is None else own
+    # a card may have named it.
+    check_cache(values["cache"], values.get("cache_threshold"))
     return replace(request, **values)
 
 
@@ -403,7 +404,8 @@ def _bundled(
 ) -> dict[str, Any]:
     """The settings of the request's speed, or the plain ones, under what the request gives."""
     found: dict[str, Any] = {
-        "linear": "none", "compile": False, "cache": "none", "schedule": {}, "method_options": {},
+        "linear": "none", "compile": False, "cache": "none", "cache_threshold": None,
+        "schedule": {}, "method_options": {},
     }  # fmt: skip
     if request.speed is None:
         found["linear"] = plain_linear(request.method, defaults, device=device, dtype=dtype)
@@ -415,6 +417,9 @@ def _bundled(
         if "topk" in request.method_options:
             # the bundle's share of the mass and a share of tiles exclude each other.
             found["method_options"] = {}
+    if request.cache is not None:
+        # the threshold is that of the bundle's own cache.
+        found["cache_threshold"] = None
     for name in ("linear", "compile", "cache"):
         if (given := getattr(request, name)) is not None:
             found[name] = given

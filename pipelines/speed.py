@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vidsparse.errors import OptionError
+from vidsparse.pipelines.caching import CACHES
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.family import DEFAULT_METHOD, Defaults
 from vidsparse.pipelines.placement import linear_bf16_reason, linear_fp8_reason
@@ -57,6 +58,7 @@ class Bundle:
         linear: number format of the large linear layers.
         compile: whether blocks are compiled.
         cache: step cache.
+        cache_threshold: its threshold; None: its own.
     """
 
     speed: str
@@ -66,6 +68,7 @@ class Bundle:
     linear: str = "none"
     compile: bool = False
     cache: str = "none"
+    cache_threshold: float | None = None
 
 
 def speed_method(speed: str, method: str, speeds: Collection[str]) -> str:
@@ -125,6 +128,7 @@ def bundle_for(
         linear=_linear(speed, device, dtype),
         compile=device != "cpu",
         cache=own.get("cache", "taylorseer" if cached else "none"),
+        cache_threshold=own.get("cache_threshold"),
     )
 
 
@@ -219,9 +223,15 @@ def described(values: Mapping[str, Any]) -> str:
         ),
         *([f"linear layers in {values['linear']}"] if values["linear"] != "none" else []),
         *(["compiled blocks"] if values["compile"] else []),
-        *([f"step cache {values['cache']}"] if values["cache"] != "none" else []),
+        *([_cache_text(values)] if values["cache"] != "none" else []),
     ]
     return ", ".join(parts)
+
+
+def _cache_text(values: Mapping[str, Any]) -> str:
+    cache, threshold = values["cache"], values.get("cache_threshold")
+    own = threshold is None or threshold == CACHES[cache]
+    return f"step cache {cache}" + ("" if own else f" {threshold:g}")
 
 
 def _default_top_p() -> float:

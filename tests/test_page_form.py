@@ -360,7 +360,7 @@ def test_what_a_speed_stands_for_is_said_without_what_the_page_leaves_out(form: 
     from vidsparse.apps.page.speeds import speed_text
 
     text = speed_text(form, form.host.models[0], "fast")
-    assert "foresight (share 0.08, slope 0.5, unconditional_every 10), refresh 0.15" in text
+    assert "foresight (share 0.08, unconditional_every 10), refresh 0.15" in text
     assert "step cache first-block" in text
     assert "its quality was not measured on this model" in text
     text = speed_text(form, form.host.models[0], "balanced")

@@ -90,7 +90,7 @@ class Wan(SmallModel):
         method_options={
             "fg-attn": {"top_p": 0.8},
             # a list for every 32 rows is worth 1.7 dB at 2,304 tokens (docs/experiments.md).
-            "foresight": {"share": 0.08, "tile": "32x16"},
+            "foresight": {"share": 0.08, "tile": "32x16", "slope": 0.5},
             "sol-attn": {"tau": 1.0},
         },
         # what the rows of "refreshes", "plans", "block-rows" and "guidance" were measured with.
@@ -105,18 +105,18 @@ class Wan(SmallModel):
         },
         method="foresight",
         speeds={
-            "high": {"psnr": 41.7, "prompts": 24},
+            "high": {"psnr": 43.3, "prompts": 24},
             "balanced": {
-                "psnr": 38.9,
-                "prompts": 24,
-                "method_options": {"slope": 0.5, "unconditional_every": 10},
+                "method_options": {"unconditional_every": 10},
                 "schedule": {"refresh": 0.15},
+                "cache": "guidance",
             },
             # where its steps alternate, taylorseer extrapolates the wrong way (docs/speed.md).
             "fast": {
-                "cache": "first-block",
-                "method_options": {"slope": 0.5, "unconditional_every": 10},
+                "method_options": {"unconditional_every": 10},
                 "schedule": {"refresh": 0.15},
+                "cache": "guidance",
+                "cache_threshold": 3,
             },
         },
     )
