@@ -185,6 +185,35 @@ def test_every_part_can_be_overridden(changes: dict[str, Any], expected: dict[st
 
 
 @pytest.mark.parametrize(
+    ("changes", "cache", "threshold"),
+    [
+        ({}, "guidance", 3),
+        ({"cache_threshold": 2, "cache": "guidance"}, "guidance", 2),
+        # another cache, or the same by name, has a threshold of its own.
+        ({"cache": "guidance"}, "guidance", 2),
+        ({"cache": "first-block"}, "first-block", 0.05),
+        ({"cache": "none"}, "none", None),
+        # another method takes none of the card's numbers.
+        ({"method": "fg-attn"}, "taylorseer", 2),
+    ],
+)
+def test_a_card_may_say_how_much_a_cache_leaves_out(
+    changes: dict[str, Any], cache: str, threshold: float | None
+) -> None:
+    own = resolve_model("shapes").defaults
+    request = GenerateRequest(prompt="", model="shapes", device="cpu", speed="fast", **changes)
+    one = resolve(request, own)
+    assert (one.cache, one.cache_threshold) == (cache, threshold)
+    assert resolve(one, own) == one
+    assert runs_as_measured(one, own) == (not changes)
+    if not changes:
+        assert described(one.options()).endswith("step cache guidance 3")
+        assert described(vars(resolve(replace(request, speed="balanced"), own))).endswith(
+            "step cache guidance"
+        )
+
+
+@pytest.mark.parametrize(
     ("options", "method"),
     [({"share": 0.2}, "foresight"), ({"top_p": 0.5}, "fg-attn"), ({"topk": 0.3}, "fg-attn")],
 )

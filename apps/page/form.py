@@ -67,7 +67,8 @@ _WHOLE = ("steps", "frames", "width", "height", "seed", "reuse")
 _BETWEEN = {"fps": (1, 240), "guidance": (0, 100)}
 _AMOUNTS = ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers", "refresh")
 _SELDOM = (
-    "guidance", "fps", "negative_prompt", *_AMOUNTS, "order", "reuse", "cache", "implementation",
+    "guidance", "fps", "negative_prompt", *_AMOUNTS, "order", "reuse", "cache", "cache_threshold",
+    "implementation",
 )  # fmt: skip
 _FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps")
 
@@ -366,6 +367,15 @@ class Form:
                 ),
             )
             self._add(
+                "cache_threshold",
+                gr.Textbox(
+                    value="",
+                    label="Its threshold",
+                    info="first-block: a change; the others: run one of so many",
+                    placeholder="its own",
+                ),
+            )
+            self._add(
                 "implementation",
                 gr.Dropdown(["auto", *IMPLEMENTATIONS], value="auto", label="Kernel"),
             )
@@ -413,9 +423,10 @@ class Form:
             raise OptionError(f"unknown method {method!r}. Hint: choose from {names}.")
         own: dict[str, Any] = {name: whole(name, values.get(name)) for name in _WHOLE}
         own |= {name: read_amount(name, values.get(name)) for name in _AMOUNTS}
-        if not str(values.get("refresh") or "").strip():
-            # left to the method.
-            own["refresh"] = None
+        for name in ("refresh", "cache_threshold"):
+            # left to the method or to the cache where it is blank.
+            blank = not str(values.get(name) or "").strip()
+            own[name] = None if blank else read_amount(name, values[name])
         own |= {name: form_number(name, values.get(name)) for name in ("guidance", "fps")}
         for name, (least, most) in _BETWEEN.items():
             if own[name] is not None and not least <= own[name] <= most:
@@ -472,6 +483,8 @@ class Form:
         """The controls' values that make ``request``; those it says nothing about are left out."""
         values = {name: getattr(request, name) for name in self.controls if hasattr(request, name)}
         values |= {name: amount_text(values[name]) for name in _AMOUNTS}
+        own = request.cache_threshold == CACHES[request.cache or "none"]
+        values["cache_threshold"] = "" if own else amount_text(request.cache_threshold)
         values["preset"] = next(
             (each.name for each in self.host.presets if each.path == request.preset), BY_HAND
         )
@@ -492,6 +505,7 @@ class Form:
         values |= {
             "order": OWN_ORDER,
             "cache": "none",
+            "cache_threshold": "",
             **self.schedule_of(model, first_method(model)),
         }
         for method in self.groups:

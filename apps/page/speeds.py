@@ -32,6 +32,7 @@ def values_of_speed(form: Form, model: ModelRef, speed: str) -> dict[str, Any]:
         "method": bundle.method,
         "preset": BY_HAND,
         "cache": bundle.cache,
+        "cache_threshold": amount_text(bundle.cache_threshold),
         **form.schedule_of(model, bundle.method),
         **schedule_values(bundle.schedule),
         **{control: own[control] for control in names.values()},
@@ -72,6 +73,7 @@ def speed_text(form: Form, model: ModelRef, speed: str) -> str:
         "linear": "none",
         "compile": False,
         "cache": bundle.cache,
+        "cache_threshold": bundle.cache_threshold,
     }
     return f"{speed}: {described(parts)}. Quality: {measured(model.name, speed, model.defaults)}."
 
