@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,18 @@ def words(folder: Path, *more: str) -> list[str]:
     return [*command, *SETTINGS, "--out", str(folder / "out"), *more]
 
 
-def run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *more: str, python: Sequence[str] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
+    """The command, given to ``python`` in the working folder ``folder``."""
     (folder / "p.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
     return subprocess.run(
-        words(folder, *more), capture_output=True, text=True, timeout=200, check=False
+        [*python, *words(folder, *more)[1:]],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=200,
+        check=False,
     )
 
 
@@ -98,6 +106,17 @@ def test_what_cannot_be_done_is_said_once_under_torchrun(tmp_path: Path) -> None
     command = [*TORCHRUN, *words(tmp_path, "--tile", "nonsense")[1:]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert len([line for line in done.stderr.splitlines() if line.startswith("Error:")]) == 1
+
+
+def test_processes_import_what_the_first_one_did_whatever_the_working_folder_holds(
+    tmp_path: Path,
+) -> None:
+    # such as a checkout's core, beside which the package's other floors stand.
+    (tmp_path / "vidsparse").mkdir()
+    (tmp_path / "vidsparse" / "__init__.py").write_text("raise ImportError('of the folder')")
+    done = run(tmp_path, "--gpus", "2", python=(sys.executable, "-P"))
+    assert done.returncode == 0, done.stderr
+    assert len(files(tmp_path, ".mp4")) == 1
 
 
 def test_one_process_prints_and_writes(together: tuple[Path, Any]) -> None:

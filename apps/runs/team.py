@@ -254,6 +254,11 @@ def launch(terminal: Terminal, count: int, kept: str) -> int:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    # what this process imported is what they import: -m alone would put the working folder first,
+    # which may hold another vidsparse, such as a checkout's core without its other floors.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        os.path.abspath(place) for place in sys.path if os.path.exists(place or os.curdir)
+    )
     # torch before 2.12 always gives processes 30 s to end.
     patience: dict[str, Any] = {"shutdown_timeout": 10}
     if patience.keys() - {field.name for field in fields(LaunchConfig)}:
@@ -269,7 +274,7 @@ def launch(terminal: Terminal, count: int, kept: str) -> int:
         **patience,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "vidsparse", *sys.argv[1:])
+        elastic_launch(config, sys.executable)("-P", "-m", "vidsparse", *sys.argv[1:])
     except SignalException as ended:
         terminal.terminated = ended.sigval == signal.SIGTERM
         raise KeyboardInterrupt from None
