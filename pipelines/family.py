@@ -86,6 +86,16 @@ class Defaults:
         """These defaults with the video that the model makes on ``device``."""
         return replace(self, **self.on_cpu) if device == "cpu" else self
 
+    @property
+    def few_frames(self) -> int:
+        """Frames of the shortest video that has more than one in its latent."""
+        return self.frame_factor + self.frame_rest
+
+    def frames_within(self, most: float) -> int:
+        """The next valid number of frames at or below ``most``; the least one if there is none."""
+        parts = int(most - self.frame_rest) // self.frame_factor
+        return max(0, parts) * self.frame_factor + self.frame_rest
+
     def tokens_beyond(self, other: Defaults) -> float:
         """Video tokens of this one's video, as a multiple of the ``other``'s."""
 

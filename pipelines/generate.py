@@ -275,7 +275,7 @@ def _memory_hint(
     assert request.frames is not None
     videos = f"{batch} videos of " if batch > 1 else ""
     what = f"{videos}{request.frames} frames of {request.width}x{request.height}"
-    half = _fewer_frames(loaded, request.frames, 0.5)
+    half = loaded.defaults.frames_within(request.frames / 2)
     fewer = "a smaller batch, " if batch > 1 else ""
     shorter = f"{half} frames or " if half < request.frames else ""
     try:
@@ -283,19 +283,14 @@ def _memory_hint(
             yield
     except NoRoomError as error:
         # a plan grows with the square of its tokens.
-        most = _fewer_frames(loaded, request.frames, (max(0, error.free) / error.needed) ** 0.5)
+        share = (max(0, error.free) / error.needed) ** 0.5
+        most = loaded.defaults.frames_within(request.frames * share)
         shorter = f"{most} frames, " if most < request.frames else ""
         raise UnsupportedError(
             f"{error.whose} is too small for {what}: {error.what} alone take "
             f"{error.needed / 2**30:.2f} GiB, and {max(0, error.free) / 2**30:.2f} are free. "
             f"Hint: try {fewer}{shorter}a smaller size or a larger tile."
         ) from None
-
-
-def _fewer_frames(loaded: LoadedPipeline, frames: int, share: float) -> int:
-    """The model's next number of frames at or below that share of ``frames``."""
-    factor = loaded.defaults.frame_factor
-    return int(frames * share) // factor * factor + 1
 
 
 @contextmanager

@@ -139,6 +139,18 @@ def test_keyframes_from_the_command_line_and_the_sound_beside_them(
     assert b"Audio: aac" in said.stderr
 
 
+@pytest.mark.usefixtures("uncompressed")
+def test_videos_with_keyframes_are_compared(
+    folders: Callable[[str], Path], image: str, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a red circle\n")
+    arguments = ["compare", str(tmp_path / "prompts.txt"), "--model", str(folders("ltx2"))]
+    arguments += ["--image", image, "--keyframe", f"9={image}", "--out", str(tmp_path / "out")]
+    arguments += ["--frames", "25", "--size", "64x64", "--steps", "2", "--device", "cpu"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -15,6 +15,7 @@ from tiny_families import TINY, cogvideox, wan_per_token_timesteps
 from vidsparse.errors import OptionError
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.family import Family
 from vidsparse.pipelines.generate import generate
 from vidsparse.pipelines.models import describe, resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve
@@ -112,3 +113,11 @@ def test_every_familys_own_settings_are_valid(family: Any) -> None:
     request = resolve(GenerateRequest(prompt="", method=family.defaults.method), family.defaults)
     assert request.options()["method_options"]["tile"] == "16x16"
     assert family.defaults.source
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_fewer_frames_are_a_number_that_the_family_makes(family: Family) -> None:
+    defaults = family.defaults
+    factor, rest = defaults.frame_factor, defaults.frame_rest
+    assert [defaults.frames_within(most) for most in (0, rest + factor - 1)] == [rest, rest]
+    assert defaults.frames_within(rest + factor + 0.5) == defaults.few_frames == rest + factor

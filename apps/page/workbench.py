@@ -191,7 +191,7 @@ class Workbench:
         side = WARM_UP_SIDE * loaded.defaults.size_factor
         request = GenerateRequest(
             prompt="", model=loaded.ref.name, steps=2, dense_steps=1, width=side, height=side,
-            frames=loaded.defaults.frame_factor + 1,
+            frames=loaded.defaults.few_frames,
         )  # fmt: skip
         taken: list[float] = []
         made = generate(loaded, request, lambda _, __, seconds: taken.append(seconds))

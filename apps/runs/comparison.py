@@ -83,8 +83,8 @@ class Comparison:
     def warm_up(self, chunk: Sequence[PreparedPrompt], defaults: Defaults) -> None:
         """Run two steps of both sides untimed: a process's first call pays for its set-up.
 
-        A GPU and the compiler prepare for one shape, so they get the true one, and a preset fits
-        no other; on a CPU a few frames do.
+        A GPU and the compiler prepare for one shape, so they get the true one, and presets and
+        keyframes fit no other; on a CPU a few frames do.
         """
         assert self._generate is not None
         for requests in warm_ups(chunk, defaults, self._parts):
@@ -384,8 +384,10 @@ def warm_ups(
     """Two steps of each of the runs of a chunk, on a CPU of a few frames where that will do."""
     request = chunk[0].request
     frames = request.frames
-    if request.device == "cpu" and not request.compile and request.preset is None:
-        frames = defaults.frame_factor + 1
+    # neither a preset nor keyframes fit a shorter video.
+    whole = request.compile or request.preset is not None or request.keyframes
+    if request.device == "cpu" and not whole:
+        frames = defaults.few_frames
     (_, dense), *others = runs_of(chunk, parts)
     sparse = [[replace(one, dense_steps=0) for one in requests] for _, requests in others]
     return [[replace(one, steps=2, frames=frames) for one in side] for side in (dense, *sparse)]
