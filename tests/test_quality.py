@@ -80,6 +80,17 @@ def test_rows_are_written_resumed_drawn_and_tabled(tiny_model: Path, tmp_path: P
     assert _rows(tmp_path) == [first, second]
 
 
+def test_ssim_of_other_frames_is_not_put_beside_rows(tiny_model: Path, tmp_path: Path) -> None:
+    once = ("--study", "tiles", "--limit-rows", "1")
+    assert _quality(tiny_model, tmp_path, *once).exit_code == 0
+    written = (tmp_path / "q.json").read_bytes()
+    done = _quality(tiny_model, tmp_path, *once, "--ssim-every", "1")
+    assert done.exit_code == 2, done.output
+    assert "on every 4. frame, not" in done.stderr
+    assert "Hint: give --ssim-every the number of those rows" in done.stderr
+    assert (tmp_path / "q.json").read_bytes() == written
+
+
 def test_the_total_of_earlier_rows_follows_from_their_fields() -> None:
     rows = json.loads((ROOT / "docs/benchmarks/quality-small.json").read_text("utf-8"))["rows"]
     assert not any("total" in row for row in rows)

@@ -28,7 +28,8 @@ Examples:
 
 \b
 Both files are written after every row; a rerun measures only what is missing.
-All rows of a file are of the same hardware, dtype, weights and prompts.
+All rows of a file are of the same hardware, dtype, weights and prompts, with
+SSIM on the same frames.
 """
 )
 @study_options

@@ -27,7 +27,7 @@ Examples:
 \b
 The file holds one row a line and is written after every row; a rerun measures
 only what is missing. All its rows are of the same hardware, dtype, weights and
-prompts.
+prompts, with SSIM on the same frames.
 """
 )
 @study_options

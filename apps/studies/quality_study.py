@@ -158,7 +158,7 @@ class QualityStudy:
         }
 
     def check(self, file: RowFile, *, calls: bool = False) -> None:
-        """Check that the rows of ``file`` are of this study's hardware, weights and prompts.
+        """Check that the rows of ``file`` are of this study's hardware, weights, prompts and SSIM.
 
         Nothing is loaded. ``calls`` says that they are of single calls, whose rows may also be of
         ``recorded_prompts``.
@@ -190,10 +190,22 @@ class QualityStudy:
             "prompts_hash": self._prompts_hash,
         }
         file.check_origin(origin, self._unsaid)
+        # one header says of all rows how SSIM was taken; single calls have none.
+        here = self._meanings["ssim"]
+        there = file.header.get("metrics", {}).get("ssim", here)
+        if not calls and there != here:
+            raise OptionError(
+                f"{file.path} holds rows whose SSIM was taken otherwise: {there}, not {here}. "
+                "Hint: give --ssim-every the number of those rows, or name another file."
+            )
 
     def head(self, file: RowFile) -> None:
         """Put this study's header over the rows of ``file`` and those to come."""
         file.go_on(self.header(), self._unsaid)
+
+    @property
+    def _meanings(self) -> dict[str, str]:
+        return meanings(self._ssim_every, self._requests[0].dense_steps)
 
     @property
     def _unsaid(self) -> dict[str, Any]:
@@ -214,7 +226,7 @@ class QualityStudy:
             "dtype": first.dtype,
             "guidance": first.guidance,
             "prompts_hash": self._prompts_hash,
-            "metrics": meanings(self._ssim_every, first.dense_steps),
+            "metrics": self._meanings,
         }
 
     def _generate(
