@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from matplotlib.figure import Figure
 
 from vidsparse.apps.cli import main
 from vidsparse.apps.small_model.prompts import held_out_prompts
-from vidsparse.apps.studies import study_presets
+from vidsparse.apps.studies import prepare_study, study_presets
 from vidsparse.apps.studies.aim import find_density
 from vidsparse.apps.studies.configurations import STUDIES, configurations
 from vidsparse.apps.studies.quality_plots import draw_curve
@@ -280,6 +281,31 @@ def test_bad_options_write_nothing(
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "q.json").exists()
+
+
+def test_the_commit_is_of_the_repository_that_holds_the_code(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "env" / "vidsparse" / "apps" / "studies" / "prepare_study.py"
+    code.parent.mkdir(parents=True)
+    code.touch()
+    author = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), *author, *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "something else")
+    monkeypatch.setattr(prepare_study, "__file__", str(code))
+    once = ("--study", "tiles", "--limit-rows", "1", "--commit", "")
+    done = _quality(tiny_model, tmp_path, *once)
+    assert done.exit_code == 2, done.output
+    assert "git cannot say which code this is" in done.stderr
+    git("add", str(code))
+    git("commit", "-m", "the code")
+    assert _quality(tiny_model, tmp_path, *once).exit_code == 0
+    assert _rows(tmp_path)[0]["commit"] == git("rev-parse", "HEAD")
 
 
 def test_a_file_of_something_else_is_not_touched(tiny_model: Path, tmp_path: Path) -> None:

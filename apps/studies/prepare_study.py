@@ -91,7 +91,8 @@ def _hash_of(prompts: Sequence[str]) -> str:
 
 def _commit() -> str:
     """The commit of the checkout this file stands in, marked where its code was changed."""
-    root = Path(__file__).resolve().parents[2]
+    own = Path(__file__).resolve()
+    root = own.parents[2]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -99,6 +100,8 @@ def _commit() -> str:
         return done.stdout.strip()
 
     try:
+        # an environment may lie within a checkout of something else, which does not hold this file.
+        git("ls-files", "--error-unmatch", "--", str(own))
         changed = git("status", "--porcelain", "--", "kernels", "vidsparse", "pipelines")
         return git("rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
