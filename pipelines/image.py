@@ -7,6 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from vidsparse.errors import OptionError
 from vidsparse.files import file_hash
 
@@ -38,17 +40,19 @@ def _checked(path: str, changed: int, size: int) -> tuple[int, int]:
 
 
 def read_image(path: str | os.PathLike[str]) -> Image:
-    """An image file in RGB, turned as its camera was held.
+    """An image file in RGB, turned as its camera was held, on white where it is transparent.
 
     Raises:
-        OptionError: it is missing, no image that can be read whole, or too small.
+        OptionError: it is missing, no image that can be read whole, too small, or has values that
+            say nothing of how bright they are.
     """
     from PIL import Image, ImageOps
 
     name = os.fspath(path)
     try:
         with Image.open(name) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+            image = ImageOps.exif_transpose(opened)
+            image.load()
     # broken files raise whatever their decoder trips over.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise OptionError(f"{name} holds no image that can be read: {error}") from error
@@ -57,7 +61,27 @@ def read_image(path: str | os.PathLike[str]) -> Image:
             f"{name} has {image.width}x{image.height} pixels. "
             f"Hint: an image needs at least {LEAST_SIDE} each way."
         )
-    return image
+    return _in_rgb(image, name)
+
+
+def _in_rgb(image: Image, name: str) -> Image:
+    """``image`` in 8 bits a colour; Pillow would clip deeper ones and show what nobody can see."""
+    from PIL import Image
+
+    if image.mode == "F" or image.mode.startswith("I"):
+        numbers = np.asarray(image)
+        # integers of 16 bits may be held in 32.
+        if image.mode == "F" or numbers.min() < 0 or numbers.max() >= 2**16:
+            raise OptionError(
+                f"{name} holds numbers of which none is known to be white. "
+                "Hint: save it with 8 or 16 bits for each colour."
+            )
+        grey = (numbers.astype(np.int32) + 128) // 257
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        seen = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+    return image.convert("RGB")
 
 
 def image_hash(path: str | os.PathLike[str]) -> str:

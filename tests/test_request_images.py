@@ -89,6 +89,42 @@ def test_an_image_is_turned_as_its_camera_was_held(tmp_path: Path) -> None:
     assert read_image(tmp_path / "turned.jpg").size == (IMAGE.height, IMAGE.width)
 
 
+def test_16_bits_are_scaled_to_8_and_numbers_without_a_white_refused(tmp_path: Path) -> None:
+    deep = np.linspace(0, 2**16 - 1, 64 * 64).reshape(64, 64).astype(np.uint16)
+    for name, image in {
+        "grey.png": Image.fromarray(deep),
+        "big-endian.tif": Image.fromarray(deep.astype(">u2")),
+        "wide.tif": Image.fromarray(deep.astype(np.int32)),
+    }.items():
+        image.save(tmp_path / name)
+        shown = np.asarray(read_image(tmp_path / name)).astype(float)
+        assert np.abs(shown - deep[..., None] / 257).max() <= 0.5, name
+    for name, numbers in {
+        "float.tif": deep.astype(np.float32) / 2**16,
+        "wide.tif": deep.astype(np.int32) * 2,
+        "below.tif": deep.astype(np.int32) - 1,
+    }.items():
+        Image.fromarray(numbers).save(tmp_path / name)
+        with pytest.raises(OptionError, match=r"none is known to be white\. Hint: .* 8 or 16 bits"):
+            read_image(tmp_path / name)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(mode: str, tmp_path: Path) -> None:
+    picture = np.zeros((64, 64, 4), np.uint8)
+    picture[:, 32:, 3] = 255
+    if mode == "P":
+        indexed = Image.fromarray(picture[..., 3] // 255, "P")
+        indexed.putpalette([0, 0, 0, 0, 0, 0])
+        indexed.save(tmp_path / "half.png", transparency=0)
+    else:
+        Image.fromarray(picture).convert(mode).save(tmp_path / "half.png")
+    assert Image.open(tmp_path / "half.png").mode == mode
+    shown = np.asarray(read_image(tmp_path / "half.png"))
+    assert (shown[:, :32] == 255).all()
+    assert not shown[:, 32:].any()
+
+
 def test_an_image_is_cut_evenly_never_stretched() -> None:
     wide = Image.new("RGB", (300, 100), (255, 0, 0))
     wide.paste((0, 255, 0), (100, 0, 200, 100))

@@ -192,7 +192,8 @@ def request_options(function: Function) -> Function:
             option(
                 "--image",
                 metavar="FILE",
-                help="First frame, for image-to-video; scaled and cut to the video's size.",
+                help="First frame, for image-to-video; scaled and cut to the video's size, on "
+                "white where it is transparent.",
             ),
             option(
                 "--last-image",
