@@ -28,10 +28,11 @@ from vidsparse.pipelines.placement import (
     check_linear,
 )
 from vidsparse.pipelines.speed import SPEEDS, bundle_for, plain_linear
-from vidsparse.pipelines.weights import files_stamp, lora_stamp
+from vidsparse.pipelines.weights import files_stamp, lora_hash, lora_stamp
 
 if TYPE_CHECKING:
     from vidsparse.methods import SparseMethod
+    from vidsparse.presets import Preset
 
 MAX_PROMPT: Final = 10_000
 """Longest prompt in characters; every supported model reads far less."""
@@ -397,6 +398,29 @@ def runs_as_measured(request: GenerateRequest, defaults: Defaults) -> bool:
     # what is known says that it is of layers that were not in bf16.
     alike = len(linears) == 1 or (not exact and linears == {"none", "bf16"})
     return same and alike and (exact or video[0] == video[1])
+
+
+def runs_as_calibrated(request: GenerateRequest, preset: Preset) -> bool:
+    """Whether what calibration measured with ``preset`` holds for a request that was resolved.
+
+    It does if the request has the schedule, the free options, the steps, the guidance and the LoRA
+    of the videos that were measured, and nothing beside its method takes from its quality.
+    """
+    measured = preset.measured
+    as_made = {
+        **preset.schedule,
+        "method_options": preset.make_method().options(),
+        "steps": measured.get("denoising_steps", request.steps),
+        "guidance": measured.get("guidance", request.guidance),
+        "cache": "none",
+    }
+    lora = None if request.lora is None else lora_hash(request.lora)
+    return (
+        all(getattr(request, name) == value for name, value in as_made.items())
+        # a CPU's own choice: bf16 took 0.1 dB of 40 (docs/speed.md).
+        and request.linear in ("none", "bf16")
+        and lora == measured.get("lora_hash")
+    )
 
 
 def _bundled(

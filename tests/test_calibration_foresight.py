@@ -32,7 +32,7 @@ from vidsparse.pipelines.calibrate import calibrate
 from vidsparse.pipelines.generate import generate
 from vidsparse.pipelines.handle import sparsify
 from vidsparse.pipelines.models import LoadedPipeline, load
-from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.pipelines.request import GenerateRequest, resolve, runs_as_calibrated
 from vidsparse.presets import load_preset
 from vidsparse.site import CallSite
 
@@ -332,22 +332,66 @@ def test_a_target_far_below_takes_fewer_refreshes_and_the_preset_brings_them(
     assert video.record["total"] == pytest.approx(made.measured["total"], abs=1e-3)
 
 
+@pytest.fixture(scope="module")
+def preset(loaded: LoadedPipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("preset") / "p"
+    calibrate(loaded, a_request(), PROMPTS[:2], path, settings={"probes": 1})
+    return path
+
+
 def test_compare_sets_the_promise_beside_what_it_measured(
-    loaded: LoadedPipeline, tmp_path: Path
+    preset: Path, loaded: LoadedPipeline, tmp_path: Path
 ) -> None:
-    calibrate(loaded, a_request(), PROMPTS[:2], tmp_path / "p", settings={"probes": 1})
-    promised = load_preset(tmp_path / "p").measured["psnr"]
+    promised = load_preset(preset).measured["psnr"]
     (tmp_path / "one.txt").write_text(PROMPTS[2], encoding="utf-8")
-    arguments = ("--preset", str(tmp_path / "p"), "--out", str(tmp_path / "out"), "--steps", "4")
-    result = CliRunner().invoke(
-        main,
-        ["compare", str(tmp_path / "one.txt"), "--model", loaded.ref.location, *arguments],
-    )
-    assert result.exit_code == 0, result.output
+
+    def compared(*more: str) -> str:
+        asked = ["--preset", str(preset), "--out", str(tmp_path / "out"), "--steps", "4"]
+        asked += ["--model", loaded.ref.location, "--device", "cpu", "--guidance", "3", *more]
+        result = CliRunner().invoke(main, ["compare", str(tmp_path / "one.txt"), *asked])
+        assert result.exit_code == 0, result.output
+        return result.output
+
     assert re.search(
-        rf"promised +{promised:.2f} ± \d\.\d\d dB with .* over 2 prompts .* in 4 steps",
-        result.output,
+        rf"promised +{promised:.2f} ± \d\.\d\d dB with .* over 2 prompts .* in 4 steps", compared()
     )
+    # nothing is known of other videos.
+    assert "promised" not in compared("--reuse", "2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({}, True),
+        ({"seed": 7, "fps": 8}, True),
+        ({"steps": 5}, False),
+        ({"guidance": 4.0}, False),
+        ({"dense_steps": 0}, False),
+        ({"dense_layers": 1}, False),
+        ({"reuse": 2}, False),
+        ({"linear": "int8"}, False),
+        ({"cache": "first-block"}, False),
+        ({"method_options": {"rows": 32}}, False),
+    ],
+)
+def test_a_promise_is_of_the_settings_that_it_was_measured_with(
+    preset: Path, loaded: LoadedPipeline, changes: dict[str, Any], holds: bool
+) -> None:
+    asked: dict[str, Any] = {"steps": 4, "guidance": 3.0, **changes}
+    request = GenerateRequest(prompt="", preset=str(preset), device="cpu", dtype="fp32", **asked)
+    resolved = resolve(request, loaded.ref.defaults)
+    assert runs_as_calibrated(resolved, load_preset(preset)) is holds
+
+
+def test_a_promise_with_a_lora_is_another(
+    preset: Path, loaded: LoadedPipeline, tmp_path: Path
+) -> None:
+    (tmp_path / "style.safetensors").write_bytes(b"weights")
+    request = GenerateRequest(
+        prompt="", preset=str(preset), device="cpu", steps=4, guidance=3.0,
+        lora=str(tmp_path / "style.safetensors"),
+    )  # fmt: skip
+    assert not runs_as_calibrated(resolve(request, loaded.ref.defaults), load_preset(preset))
 
 
 def test_every_layer_lists_its_own_share(loaded: LoadedPipeline) -> None:

@@ -105,6 +105,21 @@ def test_generate_runs_a_method_that_needs_numbers(model: Path, tmp_path: Path) 
     assert json.loads(record.read_text())["options"]["preset"].endswith("bsfa.json")
 
 
+def test_what_numbers_were_made_for_is_said_of_the_settings_they_were_made_with(
+    model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "tiny")
+    file = tmp_path / "tiny" / "presets" / "bsfa.json"
+    text = json.loads(file.read_text())
+    text |= {"schedule": {"reuse": 1}, "measured": {**text["measured"], "psnr": 34.4}}
+    file.write_text(json.dumps(text))
+    asked = ("--method", "bsfa", "--frames", "9", "--size", "64x64")
+    as_made = invoke(tmp_path / "tiny", tmp_path, *asked).output
+    assert "made for 34.4 dB." in " ".join(as_made.split())
+    other = invoke(tmp_path / "tiny", tmp_path, *asked, "--reuse", "2").output
+    assert "made for 34.4 dB with other settings than these." in " ".join(other.split())
+
+
 def test_another_size_is_refused_with_the_one_there_is(model: Path, tmp_path: Path) -> None:
     result = invoke(model, tmp_path, "--method", "bsfa", "--frames", "13", "--size", "64x64")
     assert result.exit_code == 2, result.output

@@ -305,13 +305,17 @@ def _cache_notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _promise(request: GenerateRequest) -> Promise | None:
-    """What the request's preset says of the quality, None where it says nothing."""
+    """What the request's preset says of the quality; None where it says nothing of such videos."""
+    from vidsparse.pipelines.request import runs_as_calibrated
     from vidsparse.presets import load_preset
 
     if request.preset is None:
         return None
-    measured = load_preset(request.preset).measured
+    preset = load_preset(request.preset)
+    measured = preset.measured
     if not {"psnr", "total", "prompts", "denoising_steps"} <= measured.keys():
+        return None
+    if not runs_as_calibrated(request, preset):
         return None
     return Promise(
         psnr=measured["psnr"],

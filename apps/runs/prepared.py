@@ -102,7 +102,13 @@ def prepare(
     """
     from vidsparse.pipelines.caching import check_family
     from vidsparse.pipelines.models import check_takes, resolve_model, unknown_words
-    from vidsparse.pipelines.request import check_ready, resolve, runs_as_measured, with_prompt
+    from vidsparse.pipelines.request import (
+        check_ready,
+        resolve,
+        runs_as_calibrated,
+        runs_as_measured,
+        with_prompt,
+    )
     from vidsparse.pipelines.speed import described, measured
     from vidsparse.presets import load_preset
 
@@ -127,8 +133,12 @@ def prepare(
         check_ready(settled, model.defaults)
     _say_what_a_cpu_makes(model, first, settled, terminal)
     if settled.preset is not None and first.preset is None:
-        promised = load_preset(settled.preset).measured.get("psnr")
-        quality = "" if promised is None else f", made for {promised:.1f} dB"
+        own = load_preset(settled.preset)
+        quality = ""
+        if (promised := own.measured.get("psnr")) is not None:
+            quality = f", made for {promised:.1f} dB"
+            if not runs_as_calibrated(settled, own):
+                quality += " with other settings than these"
         terminal.say(f"Numbers of {settled.method}: those that come with {model.name}{quality}.")
     if settled.speed is not None:
         changed = not runs_as_measured(settled, model.defaults)
