@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 
 import vidsparse
 from vidsparse.apps.cli import main
+from vidsparse.apps.results.held_file import held_file
 from vidsparse.calibration import CALIBRATORS, SpargeCalibrator
 from vidsparse.pipelines import calibrate as calibrating
 from vidsparse.pipelines.calibrate import calibrate
@@ -449,6 +451,28 @@ def test_a_file_that_is_no_preset_s_is_not_replaced(
     assert "the model is loaded" in calibrating_to(tmp_path / "style", *options).output
 
 
+def test_a_preset_that_another_process_calibrates_is_refused(
+    calibrating_to: Callable[..., Result], tmp_path: Path
+) -> None:
+    with held_file(tmp_path / "p.json", "calibrating", "name another"):
+        said = calibrating_to(tmp_path / "p", "--overwrite").output
+    assert "another process is calibrating into" in said
+    assert "Hint: wait until it ends, or give another name with --out." in said
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_preset_that_came_while_another_process_held_it_is_not_replaced(
+    calibrating_to: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def after_another(path: Path, *words: str, make_folder: bool) -> Iterator[None]:
+        path.write_text("what the other one found")
+        yield
+
+    monkeypatch.setattr("vidsparse.apps.commands.calibrate.held_file", after_another)
+    assert "p.json is there already" in calibrating_to(tmp_path / "p").output
+
+
 def test_the_lora_itself_is_not_replaced(
     calibrating_to: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -469,8 +493,10 @@ def test_a_place_that_cannot_be_written_to_is_found_before_the_model_loads(
     assert "file/new/p.json cannot be written: Not a directory" in said
     (tmp_path / "p.safetensors").mkdir()
     assert "p.safetensors is a folder" in calibrating_to(tmp_path / "p", "--overwrite").output
-    # one that can be made is not made before.
+    # one that can be made does not stay.
     assert "the model is loaded" in calibrating_to(tmp_path / "new" / "p").output
+    assert not (tmp_path / "new").exists()
+    assert "the model is loaded" in calibrating_to(tmp_path / "new" / "er" / "p").output
     assert not (tmp_path / "new").exists()
 
 

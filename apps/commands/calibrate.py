@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 from cloup import option, option_group
 
+from vidsparse.apps.results.held_file import held_file
 from vidsparse.apps.runs.prepared import prepare
 from vidsparse.apps.runs.prompts import PromptFile, read_prompts
 from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
@@ -165,18 +166,21 @@ def calibrate(
             f"{prompts_file} has {len(used.prompts)} prompts; {prepared.request.method} is "
             f"calibrated with {wanted}."
         )
-    loaded = prepared.load(terminal)
-    began = time.perf_counter()
-    with plain_bar(terminal, f"Calibrating {prepared.request.method}") as progress:
-        preset = run(
-            loaded,
-            prepared.request,
-            [prompt.text for prompt in used.prompts],
-            Path(out),
-            settings=settings,
-            batch=batch,
-            progress=progress,
-        )
+    with held_file(target, "calibrating", "give another name with --out", make_folder=True):
+        # until it was ours, another process may have written it.
+        _check_place(out, overwrite, options["lora"])
+        loaded = prepared.load(terminal)
+        began = time.perf_counter()
+        with plain_bar(terminal, f"Calibrating {prepared.request.method}") as progress:
+            preset = run(
+                loaded,
+                prepared.request,
+                [prompt.text for prompt in used.prompts],
+                Path(out),
+                settings=settings,
+                batch=batch,
+                progress=progress,
+            )
     if terminal.quiet:
         terminal.show(str(target))
         terminal.answer({"preset": str(target), "measured": dict(preset.measured)})

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from vidsparse.apps.results.held_file import held_file
 from vidsparse.errors import OptionError
-from vidsparse.files import clear_partial, parse_json, unwritten, write_text
+from vidsparse.files import clear_partial, parse_json, write_text
 from vidsparse.report import finite_json
 
 Row = Mapping[str, Any]
@@ -123,37 +123,9 @@ class RowFile:
             OptionError: another process holds the file, or it holds something else by now.
             OutputError: its folder is missing or cannot be written to.
         """
-        from filelock import FileLock, Timeout
-
-        folder = self.path.parent
-        made = make_folder and not folder.exists()
-        lock = FileLock(folder / f".{self.path.name}.lock")
-        try:
-            if make_folder:
-                folder.mkdir(parents=True, exist_ok=True)
-            # better known now than after an hour of measuring.
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise OptionError(
-                f"another process is measuring into {self.path}. Hint: wait until it ends, or name "
-                "another file."
-            ) from None
-        except OSError as error:
-            raise unwritten(self.path, error, "Hint: name a file in another folder.") from None
-        try:
+        with held_file(self.path, "measuring", "name another file", make_folder=make_folder):
             self._read()
             yield
-        finally:
-            # still under the lock, so that no other process can take hold of a file that is about
-            # to go. the folder may be gone by now; what ended the run is the news, not that.
-            with suppress(OSError):
-                Path(lock.lock_file).unlink()
-                if made:
-                    # a run that wrote no row leaves nothing; a folder with files in it stays.
-                    folder.rmdir()
-            lock.release()
 
     def begin(self, header: Mapping[str, Any], *, overwrite: bool) -> None:
         """Start anew under ``header``; rows that are there stay until the first new one is written.
