@@ -431,12 +431,21 @@ def calibrating_to(
     monkeypatch.setattr("vidsparse.pipelines.models.load", refuse)
     base = ("calibrate", "--prompts", str(prompts), "--model", str(tiny_model), "--method", "sale")
 
-    def run(out: Path, *options: str) -> Result:
+    def run(out: Path | str, *options: str) -> Result:
         result = invoke(*base, "--samples", "1", "--device", "cpu", "--out", str(out), *options)
         assert result.exit_code == 2, result.output
         return result
 
     return run
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", "new/", "new/..", ".json"])
+def test_a_preset_has_a_name(
+    out: str, calibrating_to: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = calibrating_to(out).output
+    assert f"--out {out!r} gives the preset no name. Hint: name a file" in " ".join(said.split())
 
 
 @pytest.mark.parametrize("options", [(), ("--overwrite",)])
