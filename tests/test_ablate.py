@@ -284,6 +284,25 @@ def test_a_page_that_cannot_be_written_is_said_without_another_options_hint(
     assert list(tmp_path.iterdir()) == [page]
 
 
+def test_a_file_named_wrong_is_not_shown_as_one_without_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = Path("rows.json")
+    rows.write_text('{"format": "vidsparse-quality/1", "rows": []}', encoding="utf-8")
+    for files, missing in (
+        ((), "docs/benchmarks/quality-small.json"),
+        (("--out", "typo.json"), "typo.json. Hint: name one with --out"),
+        (("--out", "rows.json", "--calls", "typo.json"), "typo.json. Hint: name one with --calls"),
+    ):
+        done = CliRunner().invoke(main, ["ablate", "--limit-rows", "0", *files])
+        assert done.exit_code == 2, done.output
+        assert f"there is no file of rows {missing}" in " ".join(done.stderr.split())
+    # whoever has the videos' rows alone can look at them.
+    shown = CliRunner().invoke(main, ["ablate", "--limit-rows", "0", "--out", "rows.json"])
+    assert shown.exit_code == 0, shown.output
+
+
 def test_nothing_is_measured_for_a_wrong_name(tiny_model: Path, tmp_path: Path) -> None:
     done = _ablate(tiny_model, tmp_path, "--only", "speed")
     assert done.exit_code == 2

@@ -81,9 +81,9 @@ def test_a_benchmark_answers_its_rows_with_what_they_rest_on() -> None:
 
 
 @pytest.mark.parametrize("command", [("bench", "quality"), ("ablate",)])
-def test_a_study_answers_the_rows_of_its_files(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_study_answers_the_rows_of_its_files(command: tuple[str, ...]) -> None:
     rows = str(MEASURED / "quality-small.json")
-    calls = ("--calls", str(tmp_path / "calls.json")) if command == ("ablate",) else ()
+    calls = ("--calls", str(MEASURED / "ablations-small.json")) if command == ("ablate",) else ()
     found = answer(*command, "--limit-rows", "0", "--out", rows, *calls, "--json")
     measured = json.loads(Path(rows).read_text(encoding="utf-8"))["rows"]
     assert found["videos" if calls else "rows"] == measured
@@ -160,6 +160,11 @@ def test_what_lists_things_fits_80_columns(
             "is too small for these tensors. Hint: try fewer tokens or heads.",
         ),
         (["attention", "--show", "deep.json"], "nested too deeply"),
+        *(([bench, "--show", "typo.json"], "'typo.json' does not exist") for bench in SHOWN),
+        (
+            ["quality", "--table", "--limit-rows", "0", "--out", "typo.json"],
+            "there is no file of rows typo.json. Hint: name one with --out, or leave --limit-rows",
+        ),
         (["quality", "--table", "--limit-rows", "0", "--out", "deep.json"], "nested too deeply"),
         (["quality", "--table", "--limit-rows", "0", "--out", "odd.json"], "no quality study"),
         (["quality", "--table", "--limit-rows", "0", "--out", "bare.json"], "no quality study"),

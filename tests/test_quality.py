@@ -270,7 +270,7 @@ def test_the_prompts_of_another_model_are_those_of_shapes(tiny_model: Path) -> N
         ("--batch 0", "batch must be at least 1"),
         ("--frames 10", "Hint: use 9"),
         ("--study speed", "tiles"),
-        ("--limit-rows 0 --curve c.png", "no rows"),
+        ("--limit-rows 0 --curve c.png", "there is no file of rows"),
     ],
 )
 def test_bad_options_write_nothing(

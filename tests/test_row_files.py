@@ -67,7 +67,7 @@ def test_rows_that_are_there_are_not_replaced_unasked(unmeasured: str, tmp_path:
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize("answer", [(), ("--json",), ("--show", "rows.json")])
+@pytest.mark.parametrize("answer", [(), ("--json",), ("--show", __file__)])
 def test_there_is_nothing_to_overwrite_without_a_file(
     answer: tuple[str, ...], unmeasured: str
 ) -> None:

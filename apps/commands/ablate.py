@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from vidsparse.apps.results.marked_page import fill_page
 from vidsparse.apps.results.row_file import RowFile
@@ -97,6 +98,14 @@ def ablate(
                 for name in only or CALL_ABLATIONS:
                     if name in CALL_ABLATIONS:
                         measure_ablation(terminal, study, name, single, overwrite=overwrite)
+    else:
+        # of the two, whoever names one may have that one alone.
+        source = click.get_current_context().get_parameter_source
+        files = {"out": videos, "calls": single}
+        named = [name for name in files if source(name) is not ParameterSource.DEFAULT]
+        for name in named or files:
+            hint = f"name one with --{name}, or leave --limit-rows out to measure"
+            files[name].check_there(hint)
     if plots is not None:
         from vidsparse.apps.studies.ablation_plots import draw_ablations
 

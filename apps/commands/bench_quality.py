@@ -86,6 +86,8 @@ def bench_quality(
                 limit=limit_rows,
                 overwrite=options["overwrite"],
             )
+    else:
+        file.check_there("name one with --out, or leave --limit-rows out to measure")
     from vidsparse.apps.studies.quality_plots import draw_curve, draw_seconds
 
     for picture, draw in ((curve, draw_curve), (seconds, draw_seconds)):

@@ -183,6 +183,15 @@ class RowFile:
                     f"{self.path} holds rows of {there}, not of {here}. Hint: name another file."
                 )
 
+    def check_there(self, hint: str) -> None:
+        """Check that there is a file to read, where nothing is measured into it.
+
+        Raises:
+            OptionError: there is none; ``hint`` says what to give.
+        """
+        if not self.path.exists():
+            raise OptionError(f"there is no file of rows {self.path}. Hint: {hint}.")
+
     def typed(self, kind: Callable[..., Typed]) -> list[Typed]:
         """The rows as values of the dataclass ``kind``.
 

@@ -185,7 +185,7 @@ def measuring_options(*, repeats: int) -> Decorator:
         ),
         click.option(
             "--show",
-            type=click.Path(dir_okay=False),
+            type=click.Path(exists=True, dir_okay=False),
             metavar="FILE",
             help="Measure nothing: print the rows of FILE; Markdown, where that is not a terminal.",
         ),
