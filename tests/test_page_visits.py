@@ -169,6 +169,28 @@ def test_a_key_is_read_from_one_cookie_and_nothing_else_is_one(tmp_path: Path) -
         assert key_in(cookies, name) is None
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        'prefs={"a":"b c"}',
+        "x=a b",
+        "name=J\u00fcrgen",
+        "path=/x",
+        'u="un',
+        "alone",
+        "k=[1, 2]",
+        "=",
+    ],
+)
+def test_a_key_is_found_beside_whatever_else_its_host_has_set(tmp_path: Path, other: str) -> None:
+    name = cookie_name(tmp_path)
+    for cookies in (f"{other}; {name}={KEY}", f"{name}={KEY}; {other}", f"{other};{name}={KEY}"):
+        assert key_in(cookies, name) == KEY
+    # of two, the one that is for all paths, which browsers send last.
+    assert key_in(f"{name}={'x' * 43}; {other}; {name}={KEY}", name) == KEY
+    assert key_in(f"{name}={KEY}; {name}=short", name) == KEY
+
+
 def test_a_visit_that_made_nothing_has_no_folder(tmp_path: Path) -> None:
     visit = Visits(tmp_path).of("a")
     visit.next_stem("a red ball")

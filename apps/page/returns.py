@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 from hashlib import sha256
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,11 +25,12 @@ def cookie_name(folder: Path) -> str:
 
 def key_in(cookies: str, name: str) -> str | None:
     """The key that a browser shows in its header of cookies, None where it has none."""
-    try:
-        found = SimpleCookie(cookies).get(name)
-    except CookieError:
-        return None
-    return found.value if found is not None and _KEY.fullmatch(found.value) else None
+    # as browsers write it, split by hand: a host's cookies are those of all that it serves, and
+    # Python's own reader gives up at the first one that it cannot read.
+    pairs = (each.strip().partition("=") for each in cookies.split(";"))
+    keys = [value for own, _, value in pairs if own == name and _KEY.fullmatch(value)]
+    # ours is for all paths, and browsers send those for longer ones first.
+    return keys[-1] if keys else None
 
 
 class Returns:
