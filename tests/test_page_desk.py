@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,6 +15,8 @@ import pytest
 
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 
+import gradio as gr
+import numpy as np
 from page_jobs import Gate, queue_of
 from PIL import Image
 
@@ -69,6 +72,39 @@ def test_every_window_has_the_pictures_that_were_handed_in_there(
     desk.last_images(windows[2])
     list(take(windows[1], None))
     assert colours() == [red, None, blue, None]
+
+
+def test_a_picture_that_the_page_hands_in_itself_is_kept_as_it_is_and_written_once(
+    desk: Desk, tmp_path: Path
+) -> None:
+    from vidsparse.apps.page.build import image_taker
+
+    model = replace(resolve_model("shapes"), image_class="WanImageToVideoPipeline")
+    limits = replace(desk.host.limits, upload=1)
+    desk = replace(desk, host=replace(desk.host, models=(model,), limits=limits))
+    take, window = image_taker(desk, "image"), _request(desk, "first")
+    folder = desk.visit(window).folder
+    noise = np.random.default_rng(0).integers(0, 256, (800, 800, 3), np.uint8)
+    Image.fromarray(noise).save(tmp_path / "upload.jpg", quality=70)
+    list(take(window, str(tmp_path / "upload.jpg")))
+    (kept,) = folder.glob("*.png")
+    # more than may be handed in.
+    assert kept.stat().st_size > 2**20
+    # as gradio hands in what a reload or the settings of a video put into the upload.
+    copy = tmp_path / "copy.png"
+    shutil.copy(kept, copy)
+    for name in ("first", "opened anew"):
+        again = _request(desk, name)
+        *_, shown = take(again, str(copy))
+        assert desk.images(again) == {"image": kept}
+        assert (shown["visible"], shown["value"]) == (True, str(kept))
+    assert list(folder.glob("*.png")) == [kept]
+    # one that is not the visit's own is looked at like any other.
+    with copy.open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(gr.Error, match="at most 1 MB"):
+        list(take(window, str(copy)))
+    assert desk.images(window) == {}
 
 
 def _submitted(desk: Desk, request: Any) -> Errand:

@@ -126,6 +126,18 @@ def test_an_uploaded_picture_is_decoded_on_arrival(richer: tuple[Any, str], tmp_
         client.predict(handle_file(str(path)), api_name="/image")
 
 
+def test_an_upload_that_is_refused_does_not_stand_in_its_field(richer: tuple[Any, str]) -> None:
+    functions = Caller(richer[1], "refused").functions
+    uploads = {
+        fn["id"]: fn["inputs"] for fn in functions.values() if "image" in str(fn["api_name"])
+    }
+    assert len(uploads) == 2
+    for asked, upload in uploads.items():
+        (emptied,) = (fn for fn in functions.values() if fn["trigger_after"] == asked)
+        assert (emptied["trigger_only_on_failure"], emptied["outputs"]) == (True, upload)
+        assert "null" in emptied["js"]
+
+
 def test_a_preset_makes_the_command_line_s_video(
     richer: tuple[Any, str], model: str, preset: Path, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.returns import Returns
 from vidsparse.apps.page.speeds import first_speed, speed_text
 from vidsparse.apps.page.start import THIS_MACHINE
-from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, rewrite_image
+from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, kept_picture, rewrite_image
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.logs import logger
 
@@ -127,7 +127,7 @@ def _connect_form(
         api_visibility="private",
     )
     for name, (upload, preview) in form.images.items():
-        upload.change(
+        taken = upload.change(
             image_taker(desk, name),
             inputs=[upload],
             outputs=[preview],
@@ -135,6 +135,8 @@ def _connect_form(
             api_name=name,
             api_description=f"Take a picture as this session's {IMAGES[name].lower()}.",
         )
+        # what was refused is not to stand there as if it were used.
+        taken.failure(None, js="() => null", outputs=[upload], api_visibility="private")
 
 
 def _connect_compare_this(
@@ -167,6 +169,13 @@ def image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[A
     """The event of an upload, ``name`` one of ``IMAGES``: the picture is that of its window."""
 
     def take(request: gr.Request, file: Any) -> Iterator[Any]:
+        visit = desk.visit(request)
+        kept = kept_picture(Path(file), visit.folder) if isinstance(file, str) else None
+        if kept is not None:
+            # as it is: a PNG may have more bytes than the upload that it was made of.
+            desk.keep_images(request, {**desk.images(request), name: kept})
+            yield gr.update(visible=True, value=str(kept))
+            return
         others = {each: path for each, path in desk.images(request).items() if each != name}
         # neither stays when its upload is refused: the picture before, and what shows it.
         desk.keep_images(request, others)
@@ -178,7 +187,7 @@ def image_taker(desk: Desk, name: str) -> Callable[[gr.Request, Any], Iterator[A
                 raise OptionError(
                     "no model of this page takes such a picture. Hint: leave the upload out."
                 )
-            target = desk.visit(request).next_stem(IMAGES[name]).with_suffix(".png")
+            target = visit.next_stem(IMAGES[name]).with_suffix(".png")
             limit = desk.host.limits.upload
             made = rewrite_image(Path(file), target, megabytes=limit)
             desk.keep_images(request, {**desk.images(request), name: made})

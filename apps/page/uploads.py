@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import threading
 import time
 import warnings
@@ -144,6 +145,20 @@ def rewrite_image(path: Path, target: Path, *, megabytes: int) -> Path:
                 target.unlink(missing_ok=True)
             raise OutputError(f"{target} cannot be written: {error.strerror}") from None
     return target
+
+
+def kept_picture(path: Path, folder: Path) -> Path | None:
+    """The picture of a visit's folder that a file is a copy of, None where there is none.
+
+    The page puts such pictures into its uploads itself, of settings that are used again or come
+    back, and gradio hands a copy of them in like any other file.
+    """
+    for kept in folder.glob("*.png"):
+        # one that is gone meanwhile is no picture of the visit any more.
+        with suppress(OSError):
+            if filecmp.cmp(kept, path, shallow=False):
+                return kept
+    return None
 
 
 def _decode(path: Path) -> Image.Image:
