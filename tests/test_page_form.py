@@ -347,6 +347,19 @@ def test_a_speed_is_the_command_line_s(form: Any, speed: str) -> None:
     assert speed_of(form, model, form.values_of(request)) == speed
 
 
+def test_what_is_left_to_a_method_is_the_speed_s_that_leaves_it_too(form: Any) -> None:
+    from vidsparse.apps.page.speeds import first_speed, speed_of
+
+    (model,) = form.host.models
+    first = values_of(form)
+    # as the page is made, and comes back after a reload.
+    assert first["foresight_means"] == "auto"
+    assert speed_of(form, model, first) == first_speed(form, model) == "high"
+    assert speed_of(form, model, {**first, "foresight_share": None}) == "high"
+    for wrong in ("much", [1], 7):
+        assert speed_of(form, model, {**first, "foresight_means": wrong}) == ""
+
+
 def test_numbers_by_hand_are_no_speed(form: Any) -> None:
     from vidsparse.apps.page.speeds import speed_of, speed_text
 

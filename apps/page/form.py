@@ -509,10 +509,22 @@ class Form:
             **self.schedule_of(model, first_method(model)),
         }
         for method in self.groups:
-            # what the model does not say is the method's own default.
-            own = make_method(method, **defaults.method_options.get(method, {})).options()
-            values |= self._options(method, own)
+            values |= self.values_of_options(model, method, {})
         return values
+
+    def values_of_options(
+        self, model: ModelRef, method: str, values: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The controls' values of a method's own options, as it reads those among ``values``.
+
+        What is left blank the model has, and what the model does not say, the method.
+
+        Raises:
+            OptionError: one of them cannot be read.
+        """
+        own = model.defaults.method_options.get(method, {})
+        made = make_method(method, **{**own, **method_options(method, values, own)})
+        return self._options(method, made.options())
 
     def blanks(self, model: ModelRef, method: str) -> dict[str, str]:
         """What each written number will be where it is left blank, by the names of controls."""

@@ -8,10 +8,12 @@ leaves them out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from vidsparse.apps.page.form import BY_HAND, Form, first_method, schedule_values
 from vidsparse.apps.page.values import amount_text
+from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
 from vidsparse.pipelines.models import ModelRef
 from vidsparse.pipelines.speed import SPEEDS, Bundle, bundle_for, described, measured
@@ -42,9 +44,10 @@ def values_of_speed(form: Form, model: ModelRef, speed: str) -> dict[str, Any]:
 
 def speed_of(form: Form, model: ModelRef, values: Mapping[str, Any]) -> str:
     """The speed whose values all are in ``values``, or "by hand"."""
-    held = _with_refresh(values)
+    held = _settled(form, model, values)
     for speed in SPEEDS:
-        if _with_refresh(values_of_speed(form, model, speed)).items() <= held.items():
+        wanted = _settled(form, model, values_of_speed(form, model, speed))
+        if wanted.items() <= held.items():
             return speed
     return BY_HAND
 
@@ -55,10 +58,14 @@ def first_speed(form: Form, model: ModelRef) -> str:
     return speed_of(form, model, {**form.defaults_of(model), **own})
 
 
-def _with_refresh(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with the refreshes that the method has where they are left to it."""
-    own = amount_text(METHODS[values["method"]].refresh)
-    return {**values, "refresh": values["refresh"] or own}
+def _settled(form: Form, model: ModelRef, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with what the method makes of the refreshes and options that are left to it."""
+    method = values["method"]
+    settled = {**values, "refresh": values["refresh"] or amount_text(METHODS[method].refresh)}
+    # what it cannot read is no speed's.
+    with suppress(OptionError):
+        settled |= form.values_of_options(model, method, values)
+    return settled
 
 
 def speed_text(form: Form, model: ModelRef, speed: str) -> str:
