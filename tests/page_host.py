@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from page_jobs import queue_of
 
 from vidsparse.apps.page.host import Host, Limits
+from vidsparse.apps.page.visits import Visits
 from vidsparse.apps.terminal.options import build_request
 from vidsparse.methods import METHODS, make_method
 from vidsparse.pipelines.models import resolve_model
@@ -67,6 +70,25 @@ def form_of(host: Host) -> Any:
 
     with gr.Blocks():
         return Form(host)
+
+
+def choices_of(host: Host) -> Any:
+    """The host's ``desk``, its ``form``, the ``report`` beside it, and its ``choices``.
+
+    The desk's queue is to be closed.
+    """
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page.choices import Choices
+    from vidsparse.apps.page.desk import Desk
+    from vidsparse.apps.page.form import Form
+    from vidsparse.apps.page.report_tab import ReportTab
+
+    desk = Desk(host, queue_of(), Visits(host.folder))
+    with gr.Blocks():
+        form = Form(host)
+        report = ReportTab(desk, form)
+        choices = Choices(desk, form, report)
+    return SimpleNamespace(desk=desk, form=form, report=report, choices=choices)
 
 
 def values_of(form: Any, **changes: Any) -> dict[str, Any]:

@@ -11,7 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from page_host import METHODS_OFFERED, command_line, form_of, host_of, once_chosen, values_of
+from page_host import (
+    METHODS_OFFERED,
+    choices_of,
+    command_line,
+    form_of,
+    host_of,
+    once_chosen,
+    values_of,
+)
 from page_jobs import queue_of
 from PIL import Image
 
@@ -57,20 +65,11 @@ def form(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def chosen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """A form with the numbers that come with its model, and what choices put there."""
-    gr = pytest.importorskip("gradio")
-    from vidsparse.apps.page.choices import Choices
-    from vidsparse.apps.page.desk import Desk
-    from vidsparse.apps.page.form import Form
-    from vidsparse.apps.page.report_tab import ReportTab
-
     host = host_of(tmp_path_factory.mktemp("chosen"), frames=49, side=512)
     presets = read_presets([], host.models, host.limits)
-    desk = Desk(dataclasses.replace(host, presets=presets), queue_of(), Visits(host.folder))
-    with gr.Blocks():
-        form = Form(desk.host)
-        choices = Choices(desk, form, ReportTab(desk, form))
-    yield form, choices
-    desk.queue.close()
+    built = choices_of(dataclasses.replace(host, presets=presets))
+    yield built.form, built.choices
+    built.desk.queue.close()
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "dense"])
@@ -80,11 +79,7 @@ def test_a_method_chosen_makes_the_command_line_s_request(
     form, choices = chosen
     held = {name: form.controls[name].value for name in SCHEDULED}
     updates = choices.choose_method("shapes", method, "", held)
-    put = {
-        name: updates[control]["value"]
-        for name, control in form.controls.items()
-        if "value" in updates.get(control, {})
-    }
+    put = _put(form, updates)
     request, warnings = form.request(values_of(form, **{"method": method, **put}))
     # linear layers are those of the model that visitors share.
     assert request == dataclasses.replace(command_line(method=method), linear="none")
@@ -102,6 +97,64 @@ def test_what_a_browser_kept_is_answered_to_the_browser_alone(chosen: tuple[Any,
     assert {name: updates[name]["value"] for name in own} == own
     # it knows what was written by then, which the server does not.
     assert not set(told) & set(form.controls.values())
+
+
+def _put(form: Any, updates: dict[Any, Any]) -> dict[str, Any]:
+    """The values that updates put into the form's controls."""
+    return {
+        name: updates[control]["value"]
+        for name, control in form.controls.items()
+        if "value" in updates.get(control, {})
+    }
+
+
+@pytest.mark.parametrize("method", ["fg-attn", "foresight"])
+def test_what_a_link_does_not_name_is_the_model_s(chosen: tuple[Any, Any], method: str) -> None:
+    form, choices = chosen
+    visitor = SimpleNamespace(session_hash="linked", request=None)
+    few = {"model": "shapes", "method": method, "prompt": "a red ball"}
+    put = _put(form, choices.restore(visitor, {**few, "linked": True}))
+    request, _ = form.request(put)
+    assert request == dataclasses.replace(command_line(method=method), linear="none")
+    # what stands there of these is the visitor's own.
+    assert not {"seed", "negative_prompt"} & set(put)
+
+
+def test_what_an_older_page_did_not_keep_is_the_model_s(chosen: tuple[Any, Any]) -> None:
+    form, choices = chosen
+    visitor = SimpleNamespace(session_hash="older", request=None)
+    kept = values_of(form)
+    whole, speed = form.request(kept), choices.restore(visitor, kept)[form.speed]
+    for name in set(kept) - {"model", "method", "prompt"}:
+        older = {key: value for key, value in kept.items() if key != name}
+        updates = choices.restore(visitor, older)
+        assert form.request(_put(form, updates)) == whole, name
+        assert updates[form.speed] == speed, name
+
+
+def test_a_link_brings_none_of_the_visitor_s_own_pictures(tmp_path: Path) -> None:
+    shapes = resolve_model("shapes")
+    model = dataclasses.replace(shapes, image_class="WanImageToVideoPipeline")
+    built = choices_of(dataclasses.replace(host_of(tmp_path), models=(model,)))
+    built.desk.queue.close()
+    cookies = {"cookie": f"{built.desk.cookie}={'k' * 43}"}
+    windows = [
+        SimpleNamespace(session_hash=name, request=SimpleNamespace(headers=cookies))
+        for name in ("first", "opened anew", "of a link", "of a link, opened anew")
+    ]
+    picture, kept = tmp_path / "mine.png", values_of(built.form)
+    built.desk.keep_images(windows[0], {"image": picture})
+    upload, _ = built.form.images["image"]
+    own, linked, after = (
+        built.choices.restore(window, stored)[upload]
+        for window, stored in zip(windows[1:], (kept, {**kept, "linked": True}, kept), strict=True)
+    )
+    assert own["value"] == str(picture)
+    assert linked["value"] is None
+    # nor once the link's settings are the browser's own.
+    assert "value" not in after
+    shown = [built.desk.images(window) for window in windows]
+    assert shown == [{"image": picture}, {"image": picture}, {}, {}]
 
 
 def test_as_a_page_opens_the_server_puts_nothing_into_what_is_written(tmp_path: Path) -> None:

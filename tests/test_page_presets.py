@@ -9,11 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from page_host import command_line, form_of, host_of, once_chosen, save_preset, values_of
-from page_jobs import queue_of
+from page_host import (
+    choices_of,
+    command_line,
+    form_of,
+    host_of,
+    once_chosen,
+    save_preset,
+    values_of,
+)
 
 from vidsparse.apps.page.host import HostPreset, Limits, read_presets
-from vidsparse.apps.page.visits import Visits
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.models import resolve_model
 
@@ -137,19 +143,8 @@ def test_a_preset_for_another_model_names_it(calibrated: Any) -> None:
 
 
 def test_only_what_may_change_is_shown_beside_a_preset(presets: Path, tmp_path: Path) -> None:
-    gr = pytest.importorskip("gradio")
-    from vidsparse.apps.page.choices import Choices
-    from vidsparse.apps.page.desk import Desk
-    from vidsparse.apps.page.form import Form
-    from vidsparse.apps.page.report_tab import ReportTab
-
-    desk = Desk(
-        dataclasses.replace(host_of(tmp_path), presets=_read(presets)), queue_of(), Visits(tmp_path)
-    )
-    with gr.Blocks():
-        form = Form(desk.host)
-        report = ReportTab(desk, form)
-        choices = Choices(desk, form, report)
+    built = choices_of(dataclasses.replace(host_of(tmp_path), presets=_read(presets)))
+    form, report, choices = built.form, built.report, built.choices
 
     def shown(updates: dict[Any, Any], names: str) -> list[Any]:
         return [updates[form.controls[name]]["visible"] for name in names.split()]
@@ -175,22 +170,14 @@ def test_only_what_may_change_is_shown_beside_a_preset(presets: Path, tmp_path: 
     assert updates[form.controls["method"]]["value"] == "foresight"
     assert shown(updates, f"{settled} foresight_share foresight_tile") == [True] * 6
     assert not updates[form.groups["bsfa"]]["visible"]
-    desk.queue.close()
+    built.desk.queue.close()
 
 
 def test_another_method_brings_its_schedule_unless_one_was_written_by_hand(tmp_path: Path) -> None:
-    import gradio as gr
-
-    from vidsparse.apps.page.choices import Choices
-    from vidsparse.apps.page.desk import Desk
-    from vidsparse.apps.page.form import Form
-    from vidsparse.apps.page.report_tab import ReportTab
     from vidsparse.pipelines.family import SCHEDULED
 
-    desk = Desk(host_of(tmp_path), queue_of(), Visits(tmp_path))
-    with gr.Blocks():
-        form = Form(desk.host)
-        choices = Choices(desk, form, ReportTab(desk, form))
+    built = choices_of(host_of(tmp_path))
+    form, choices = built.form, built.choices
     first = {name: form.controls[name].value for name in SCHEDULED}
 
     def put(schedule: dict[str, Any]) -> dict[str, Any]:
@@ -204,24 +191,15 @@ def test_another_method_brings_its_schedule_unless_one_was_written_by_hand(tmp_p
     }  # fmt: skip
     assert put(first) == own
     assert put({**first, "dense_steps": "5"}) == {}
-    desk.queue.close()
+    built.desk.queue.close()
 
 
 def test_a_blank_number_says_what_the_model_and_the_method_chosen_would_make_of_it(
     tmp_path: Path,
 ) -> None:
-    import gradio as gr
-
-    from vidsparse.apps.page.choices import Choices
-    from vidsparse.apps.page.desk import Desk
-    from vidsparse.apps.page.form import Form
-    from vidsparse.apps.page.report_tab import ReportTab
-
     both = tuple(map(resolve_model, ("shapes", "shapes-joint")))
-    desk = Desk(dataclasses.replace(host_of(tmp_path), models=both), queue_of(), Visits(tmp_path))
-    with gr.Blocks():
-        form = Form(desk.host)
-        choices = Choices(desk, form, ReportTab(desk, form))
+    built = choices_of(dataclasses.replace(host_of(tmp_path), models=both))
+    form, choices = built.form, built.choices
 
     def blank(updates: dict[Any, Any], *names: str) -> list[str]:
         return [updates[form.controls[name]]["placeholder"] for name in names]
@@ -238,7 +216,7 @@ def test_a_blank_number_says_what_the_model_and_the_method_chosen_would_make_of_
     assert blank(first, "dense_steps", "fg_attn_top_p") == ["0.24", "0.8"]
     # words are not numbers: what they say when blank stays.
     assert "placeholder" not in first.get(form.controls["prompt"], {})
-    desk.queue.close()
+    built.desk.queue.close()
 
 
 @pytest.mark.parametrize(
@@ -263,17 +241,9 @@ def test_a_choice_that_no_page_sends_is_refused_in_one_sentence(
 ) -> None:
     import gradio as gr
 
-    from vidsparse.apps.page.choices import Choices
-    from vidsparse.apps.page.desk import Desk
-    from vidsparse.apps.page.form import Form
-    from vidsparse.apps.page.report_tab import ReportTab
-
-    desk = Desk(host_of(tmp_path), queue_of(), Visits(tmp_path))
-    with gr.Blocks():
-        form = Form(desk.host)
-        choices = Choices(desk, form, ReportTab(desk, form))
+    built = choices_of(host_of(tmp_path))
     for sent in (chosen, json.dumps(chosen)):
         with pytest.raises(gr.Error) as refused:
-            choices.choose(SimpleNamespace(), sent)
+            built.choices.choose(SimpleNamespace(), sent)
         assert len(str(refused.value).splitlines()) == 1
-    desk.queue.close()
+    built.desk.queue.close()

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 # what a preset settles beside the method and its options.
 _SETTLED = ("order", "frames", "width", "height")
+# what a visitor writes, whatever the model; the page's script has the same list.
+_WRITTEN = ("prompt", "negative_prompt", "seed", "prompt_lines")
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 # of events that are no business of a client's, and that nobody waits for.
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
@@ -385,9 +387,10 @@ class Choices:
             )
 
     def restore(self, request: gr.Request, stored: Any) -> dict[Any, Any]:
-        """The settings that a browser kept, where there are some that this page can use."""
+        """The settings that a browser kept or a link carries, where this page can use them."""
         values = self._kept(stored)
-        if values is None and isinstance(stored, Mapping) and stored.get("linked"):
+        linked = isinstance(stored, Mapping) and bool(stored.get("linked"))
+        if values is None and linked:
             raise toast(
                 OptionError(
                     "the link's settings do not fit this page. Hint: its host may offer other "
@@ -405,19 +408,29 @@ class Choices:
             several = len(self._host.models) > 1
             return {self._form.controls["preset"]: presets if several else gr.skip()}
         model = self._model(values["model"])
-        made = self._made(values.get("preset"), model)
+        made = self._made(values["preset"], model)
         speed = speed_of(self._form, model, values)
-        images = self._desk.last_images(request)
+        if linked:
+            # it carries no pictures, and those of the visitor's last window are no part of it.
+            self._desk.keep_images(request, {})
+            images: dict[str, str | None] = dict.fromkeys(self._form.images)
+        else:
+            last = self._desk.last_images(request)
+            images = {name: str(path) for name, path in last.items()}
         method = values["method"]
         return {
             **self.updates(model, method, made, values, speed),
             **self._report.restored(values, method, calibrated=made is not None),
-            **self._pictures(model, **{name: str(path) for name, path in images.items()}),
+            **self._pictures(model, **images),
             **self._introduced(model),
         }
 
     def _kept(self, stored: object) -> dict[str, Any] | None:
-        """What a browser kept of the controls' values, None where it is of no use any more."""
+        """What a browser kept of the controls' values, None where it is of no use any more.
+
+        A link need not name all, and an older page had fewer controls. What is not among it, but
+        for what a visitor writes, is what the page was made with, or the model or its preset has.
+        """
         if not isinstance(stored, Mapping):
             return None
         values = {
@@ -426,16 +439,24 @@ class Choices:
             if (name in self._form.controls or name in self._report.own)
             and isinstance(value, str | int | float | bool | None)
         }
+        method = values.get("method")
+        if not isinstance(method, str) or method not in self._form.groups:
+            return None
         try:
             model = self._host.model(values.get("model"))
-            if values.get("method") not in self._form.groups:
-                return None
-            if values.get("preset"):
-                self._host.preset(values["preset"], model)
+            made = self._host.preset(values["preset"], model) if values.get("preset") else None
             check_texts(values)
         except OptionError:
             return None
-        return values
+        own = {name: control.value for name, control in self._form.controls.items()}
+        return {
+            **{name: value for name, value in own.items() if name not in _WRITTEN},
+            **self._form.defaults_of(model),
+            **self._form.schedule_of(model, method),
+            **self._values(made),
+            **values,
+            "preset": BY_HAND if made is None else made.name,
+        }
 
     def _chosen(
         self,
