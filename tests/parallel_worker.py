@@ -38,9 +38,10 @@ from vidsparse.methods.foresight import Foresight
 from vidsparse.methods.numbers import Numbers
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.adapter import SparseProcessor
-from vidsparse.pipelines.caching import StepCache
+from vidsparse.pipelines.caching import AnyCache, StepCache
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.exchange import Dealing, bring_to_tokens, send_to_heads
+from vidsparse.pipelines.guidance_cache import GuidanceCache
 from vidsparse.trace import Trace
 
 # the first stage of a pyramid is a quarter as high and as wide.
@@ -129,15 +130,22 @@ def is_first() -> bool:
     return dist.get_rank() == 0
 
 
+def cache_of(pipe: Any, name: str, threshold: float | None) -> AnyCache:
+    """A step cache that runs no step because it is among the first."""
+    return GuidanceCache(pipe) if name == "guidance" else StepCache(pipe, name, threshold=threshold)
+
+
 def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
     """The same with each step cache; what is said of ``first-block`` before dealing."""
     found: dict[str, Any] = {}
     # at which some steps are left out, and some are not.
     least = {"wan": 0.1, "hunyuan": 0.4, "ltx": 0.2}
     caches = {"taylorseer": None, **({"first-block": least[name]} if name in least else {})}
+    if name == "wan":
+        caches["guidance"] = None
     alone = {}
     for name_of_cache, threshold in caches.items() if is_first() else ():
-        with StepCache(pipe, name_of_cache, threshold=threshold) as cache:
+        with cache_of(pipe, name_of_cache, threshold) as cache:
             alone[name_of_cache] = latents(name, pipe, num_inference_steps=7), cache.blocks_run()
     if name in least:
         with StepCache(pipe, "first-block"):
@@ -147,7 +155,7 @@ def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
                 found["before"] = str(error)
     handle.parallelize()
     for name_of_cache, threshold in caches.items():
-        with StepCache(pipe, name_of_cache, threshold=threshold) as cache:
+        with cache_of(pipe, name_of_cache, threshold) as cache:
             actual = latents(name, pipe, num_inference_steps=7)
             if not is_first():
                 continue

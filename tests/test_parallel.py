@@ -348,6 +348,7 @@ def test_removal_keeps_a_plan_that_the_user_asked_diffusers_for(
     [
         *((case, cache) for case in CACHED for cache in ("taylorseer", "first-block")),
         ("kandinsky6/sparse/cached", "taylorseer"),
+        ("wan/sparse/cached", "guidance"),
     ],
 )
 def test_every_process_leaves_out_the_steps_of_one(
