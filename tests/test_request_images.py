@@ -99,11 +99,12 @@ def test_16_bits_are_scaled_to_8_and_numbers_without_a_white_refused(tmp_path: P
         image.save(tmp_path / name)
         shown = np.asarray(read_image(tmp_path / name)).astype(float)
         assert np.abs(shown - deep[..., None] / 257).max() <= 0.5, name
-    for name, numbers in {
+    without: dict[str, Any] = {
         "float.tif": deep.astype(np.float32) / 2**16,
         "wide.tif": deep.astype(np.int32) * 2,
         "below.tif": deep.astype(np.int32) - 1,
-    }.items():
+    }
+    for name, numbers in without.items():
         Image.fromarray(numbers).save(tmp_path / name)
         with pytest.raises(OptionError, match=r"none is known to be white\. Hint: .* 8 or 16 bits"):
             read_image(tmp_path / name)
