@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,30 @@ def test_a_killed_compare_goes_on_where_it_was(
         for name in ("prompt", "seed", "psnr", "ssim", "flicker", "frames", "work", "selected"):
             assert one[name] == other[name]
     assert continued["density_map"] == again["density_map"]
+
+
+@pytest.mark.parametrize("at", ["0002-a-b-blue-b-square-moves.mp4", "0002", "report.html"])
+def test_a_full_disk_stops_a_compare_that_goes_on_later(
+    at: str, tiny_model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if target.name.startswith(at):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    with monkeypatch.context() as disk:
+        disk.setattr("vidsparse.files.os.replace", full)
+        ended = _compare(tiny_model, prompts)
+    assert ended.exit_code == 1, ended.output
+    (said,) = [line for line in ended.stderr.splitlines() if "Error:" in line]
+    assert "cannot be written: No space left on device. The run stops here" in said
+    assert said.count("Hint:") == 1
+    assert said.endswith("run the same command again to go on.")
+    done = _compare(tiny_model, prompts)
+    assert done.exit_code == 0, done.output
+    assert "Going on where an earlier run was stopped." in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ _OF_THE_FOLDER: Final = frozenset(getattr(errno, n) for n in _NAMES.split() if h
 _PARTIAL: Final = re.compile(r"\..+\.[0-9a-z_]{8}\.tmp|\..+-[0-9a-f]{8}\.mp4")
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, hint: str = "Hint: name a file in another folder.") -> None:
     """Write ``text`` as UTF-8, in the way of ``write_whole``.
 
     Names of files may hold bytes that are no text. They are written as the escape that JSON has for
-    them, rather than failing once all work is done.
+    them, rather than failing once all work is done. Errors end with ``hint``.
 
     Raises:
         FolderError: the folder is gone or cannot be written to, or the disk is full.
@@ -37,7 +37,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         write_whole(path, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        raise unwritten(path, error, "Hint: name a file in another folder.") from None
+        raise unwritten(path, error, hint) from None
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -47,7 +47,7 @@ from vidsparse.apps.terminal.options import (
 )
 from vidsparse.apps.terminal.progress import short
 from vidsparse.apps.terminal.tables import print_pairs, print_table
-from vidsparse.errors import OptionError
+from vidsparse.errors import FolderError, OptionError
 from vidsparse.report import PromptComparison, Report, format_worst, stage_rows
 from vidsparse.speedup import FEWEST, SHORT
 from vidsparse.wording import (
@@ -173,34 +173,42 @@ def compare(
     alike = f"{source.stem}-compare-{request.method}-{settings}"
     folder = RunFolder(Path(out) / f"{alike}-{_own_hash(prepared, measured)}", measured)
     require_encoder()
-    with folder.claim():
-        # what a run was stopped at is of use, too, once its file was edited.
-        for path in sorted(Path(out).glob(f"{glob.escape(alike)}-*")):
-            for one in prepared.prompts:
-                folder.take_over(one.prompt, RunFolder(path, measured))
-        missing = [at for at, chunk in enumerate(chunks) if not is_measured(folder, chunk)]
-        if len(missing) < len(chunks):
-            terminal.say("Going on where an earlier run was stopped.")
-        if team is not None:
-            team.tell(missing)
-        maker = _maker(terminal, prepared, team) if missing and crew is None else None
-        comparison = Comparison(maker, folder.path, kept=folder, parts=parts)
-        if maker is not None:
-            terminal.say("Warming up ...")
-            comparison.warm_up(chunks[missing[0]], maker.defaults)
-        if missing and crew is not None:
-            waiting = [chunks[at] for at in missing]
-            if not _spread(terminal, crew, comparison, waiting, parts):
-                return FAILED
-        for chunk in chunks:
-            for each in comparison.run(chunk):
-                if each.number not in comparison.taken:
-                    _print_measured(terminal, each)
-        if team is not None:
-            team.leave()
-        report = comparison.report(prepared.request, batch, str(crew) if crew is not None else None)
-        paths = write_report(folder.path, report, comparison.videos, request)
-        comparison.forget()
+    try:
+        with folder.claim():
+            # what a run was stopped at is of use, too, once its file was edited.
+            for path in sorted(Path(out).glob(f"{glob.escape(alike)}-*")):
+                for one in prepared.prompts:
+                    folder.take_over(one.prompt, RunFolder(path, measured))
+            missing = [at for at, chunk in enumerate(chunks) if not is_measured(folder, chunk)]
+            if len(missing) < len(chunks):
+                terminal.say("Going on where an earlier run was stopped.")
+            if team is not None:
+                team.tell(missing)
+            maker = _maker(terminal, prepared, team) if missing and crew is None else None
+            comparison = Comparison(maker, folder.path, kept=folder, parts=parts)
+            if maker is not None:
+                terminal.say("Warming up ...")
+                comparison.warm_up(chunks[missing[0]], maker.defaults)
+            if missing and crew is not None:
+                waiting = [chunks[at] for at in missing]
+                if not _spread(terminal, crew, comparison, waiting, parts):
+                    return FAILED
+            for chunk in chunks:
+                for each in comparison.run(chunk):
+                    if each.number not in comparison.taken:
+                        _print_measured(terminal, each)
+            if team is not None:
+                team.leave()
+            workers = None if crew is None else str(crew)
+            report = comparison.report(prepared.request, batch, workers)
+            paths = write_report(folder.path, report, comparison.videos, request)
+            comparison.forget()
+    except FolderError as error:
+        terminal.complain(
+            f"{error}. The run stops here, and what was measured is kept. Hint: when the folder "
+            "can be written to, run the same command again to go on."
+        )
+        return FAILED
     if terminal.quiet:
         for path in paths:
             terminal.show(str(path))

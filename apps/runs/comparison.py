@@ -427,7 +427,7 @@ def write_page(path: Path, settings: Sequence[ReportedSetting], request: Generat
         fps=request.fps,
         gain=GAIN,
     )
-    write_text(path, page)
+    write_text(path, page, hint="")
 
 
 def write_tables(folder: Path, report: Report) -> list[Path]:
@@ -438,7 +438,7 @@ def write_tables(folder: Path, report: Report) -> list[Path]:
     """
     texts = {"report.md": report.to_markdown(), "report.json": report.to_json_text()}
     for name, text in texts.items():
-        write_text(folder / name, text)
+        write_text(folder / name, text, hint="")
     return [folder / name for name in texts]
 
 

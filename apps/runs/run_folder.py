@@ -140,7 +140,8 @@ class RunFolder:
             raise unwritten(target.record, error) from None
         written = {**record, "settings": self.settings, "file": file}
         written["seal"] = _seal(written)
-        write_text(target.record, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
+        # what to do about it is for whoever runs the command to say.
+        write_text(target.record, json.dumps(written, indent=1, ensure_ascii=False) + "\n", hint="")
 
     def put(self, target: VideoTarget, video: bytes, record: Mapping[str, Any]) -> None:
         """Write a video that was encoded elsewhere, and its record.
