@@ -246,15 +246,13 @@ def test_torch_that_cannot_be_told_how_long_to_wait_starts_them_as_well(
     assert [one.nproc_per_node for one in started] == [3]
 
 
-def test_standard_input_is_refused(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "vidsparse", "generate", "-", "--gpus", "2", *SETTINGS],
-        input=PROMPT,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "standard input" in done.stderr
+@pytest.mark.parametrize("command", ["generate", "compare"])
+@pytest.mark.parametrize("given", ["-", "pipe"])
+def test_what_can_be_read_once_only_is_refused(command: str, given: str, tmp_path: Path) -> None:
+    file, name = ("-", "standard input") if given == "-" else (str(tmp_path / "pipe"),) * 2
+    if given == "pipe":
+        os.mkfifo(file)
+    # in this process, from which others would be started.
+    done = CliRunner().invoke(main, [command, file, "--gpus", "2", *SETTINGS], input=PROMPT)
+    assert done.exit_code == 2, done.output
+    assert f"{name} cannot be read by several processes. Hint: write the" in done.stderr

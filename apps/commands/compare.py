@@ -29,8 +29,8 @@ from vidsparse.apps.runs.prepared import PreparedPrompt, PreparedPrompts, prepar
 from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder
 from vidsparse.apps.runs.team import (
-    UNREADABLE,
     Team,
+    check_prompts_file,
     check_ring,
     check_shared,
     join_team,
@@ -134,8 +134,8 @@ def compare(
             check_ring(ring, gpus or 1, apart)
         if batch < 1:
             raise OptionError(f"batch must be at least 1, got {batch}")
-        if several and prompts_file == "-":
-            raise OptionError(UNREADABLE)
+        if several:
+            check_prompts_file(prompts_file)
         source = read_prompts(prompts_file)
         starts = several and team is None
         prepared = prepare(source, options, silent(terminal) if starts else terminal)

@@ -20,8 +20,8 @@ from vidsparse.apps.runs.prompts import read_prompts
 from vidsparse.apps.runs.run_folder import RunFolder, VideoTarget
 from vidsparse.apps.runs.team import (
     KEPT_VIDEOS,
-    UNREADABLE,
     Team,
+    check_prompts_file,
     check_ring,
     check_shared,
     join_team,
@@ -32,7 +32,7 @@ from vidsparse.apps.runs.team import (
 from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
 from vidsparse.apps.terminal.options import RequestCommand, gpus_options, request_options
 from vidsparse.apps.terminal.progress import plain_bar, short
-from vidsparse.errors import FolderError, OptionError, OutputError, VidsparseError
+from vidsparse.errors import FolderError, OutputError, VidsparseError
 from vidsparse.wording import format_share
 
 # where videos are made says nothing of what they lost.
@@ -109,8 +109,8 @@ def generate(
     if crew is None and team is None:
         check_ring(ring, gpus or 1, apart)
     with said_once(team):
-        if not alone and prompts_file == "-":
-            raise OptionError(UNREADABLE)
+        if not alone:
+            check_prompts_file(prompts_file)
         source = read_prompts(prompts_file)
         if team is None and not alone:
             assert gpus is not None

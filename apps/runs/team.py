@@ -232,9 +232,19 @@ def check_gpus(device: str | None, count: int) -> None:
         )
 
 
-UNREADABLE: Final = (
-    "standard input cannot be read by several processes. Hint: write the prompts to a file."
-)
+def check_prompts_file(path: str) -> None:
+    """Check that each of several processes can read the prompts of ``path``: a pipe is read once.
+
+    Raises:
+        OptionError: it is standard input, a pipe or a device.
+    """
+    # a folder, and what is not there, are said for what they are when they are read.
+    if path == "-" or (os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))):
+        name = "standard input" if path == "-" else path
+        raise OptionError(
+            f"{name} cannot be read by several processes. Hint: write the prompts to a file."
+        )
+
 
 KEPT_VIDEOS: Final = "finished videos are kept. Hint: run the same command again to make the rest."
 """What is said after the death of a process that made videos."""
