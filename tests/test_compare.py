@@ -158,6 +158,10 @@ def test_a_killed_compare_goes_on_after_another_prompt_was_edited(
     (report,) = (prompts.parent / "o").glob("*/report.json")
     videos = sorted(path.name for path in report.parent.glob("*.mp4"))
     assert videos == ["0001-a-red-circle.mp4", "0002-a-green-ring.mp4"]
+    # what the stopped run has left is no reason to measure no more.
+    done = _compare(tiny_model, prompts)
+    assert done.exit_code == 0, done.output
+    assert measured == [1, 2, 1, 2]
 
 
 @pytest.mark.parametrize("other", ["prompts", "batch"])

@@ -15,6 +15,7 @@ import click
 from vidsparse.apps.runs.comparison import (
     Comparison,
     is_measured,
+    is_reported,
     machine_text,
     runs_of,
     stages_of,
@@ -175,10 +176,12 @@ def compare(
     require_encoder()
     try:
         with folder.claim():
-            # what a run was stopped at is of use, too, once its file was edited.
-            for path in sorted(Path(out).glob(f"{glob.escape(alike)}-*")):
-                for one in prepared.prompts:
-                    folder.take_over(one.prompt, RunFolder(path, measured))
+            # what a run was stopped at is of use, too, once its file was edited. a comparison that
+            # came to its end before is measured anew, though, and not by that again.
+            if not is_reported(folder):
+                for path in sorted(Path(out).glob(f"{glob.escape(alike)}-*")):
+                    for one in prepared.prompts:
+                        folder.take_over(one.prompt, RunFolder(path, measured))
             missing = [at for at, chunk in enumerate(chunks) if not is_measured(folder, chunk)]
             if len(missing) < len(chunks):
                 terminal.say("Going on where an earlier run was stopped.")

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 Generate = Callable[[Sequence["GenerateRequest"], str], "list[Generated]"]
 """Makes the videos of a batch of requests; the text says which, for a progress bar."""
 
+# the file of a report that is written after all others.
+_LAST = "report.json"
+
 # what the difference picture is multiplied with: enough to see errors at 35 dB.
 GAIN = 4
 
@@ -265,6 +268,11 @@ def is_measured(folder: RunFolder, chunk: Sequence[PreparedPrompt]) -> bool:
     return all(folder.target(one.prompt).finished for one in chunk)
 
 
+def is_reported(folder: RunFolder) -> bool:
+    """Whether an earlier run came to its end there."""
+    return (folder.path / _LAST).exists()
+
+
 def _as_recorded(one: PreparedPrompt, record: Mapping[str, Any]) -> PromptComparison:
     """A prompt's numbers, of what ``Comparison`` wrote when it was measured."""
     quality = dict(record["quality"])
@@ -436,7 +444,7 @@ def write_tables(folder: Path, report: Report) -> list[Path]:
     Raises:
         OutputError: the folder cannot be written to.
     """
-    texts = {"report.md": report.to_markdown(), "report.json": report.to_json_text()}
+    texts = {"report.md": report.to_markdown(), _LAST: report.to_json_text()}
     for name, text in texts.items():
         write_text(folder / name, text, hint="")
     return [folder / name for name in texts]
