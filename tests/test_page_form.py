@@ -132,6 +132,51 @@ def test_what_an_older_page_did_not_keep_is_the_model_s(chosen: tuple[Any, Any])
         assert updates[form.speed] == speed, name
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"model": "another"}, "that this browser kept do not fit this page any more"),
+        ({"preset": "gone"}, "that this browser kept do not fit this page any more"),
+        ({"method": "of-old"}, "that this browser kept do not fit this page any more"),
+        ({"model": "another", "linked": True}, "the link's settings do not fit this page"),
+    ],
+)
+def test_what_a_visitor_wrote_comes_back_where_the_other_settings_do_not_fit(
+    chosen: tuple[Any, Any], wrong: dict[str, Any], words: str
+) -> None:
+    form, choices = chosen
+    own = {"prompt": "a", "negative_prompt": "b", "seed": 11, "prompt_lines": "c\nd"}
+    kept = {**values_of(form), **own, "steps": 3}
+    visitor = SimpleNamespace(session_hash="returned", request=None)
+
+    def put(stored: dict[str, Any]) -> dict[str, Any]:
+        with pytest.warns(UserWarning, match=words):
+            told = choices.choose(visitor, json.dumps({"at": 1, "name": "kept", "held": stored}))
+        (answer,) = [told[control] for control in told if control.elem_id == "answer"]
+        updates = json.loads(answer)["updates"]
+        return {name: each["value"] for name, each in updates.items() if "value" in each}
+
+    assert put({**kept, **wrong}) == own
+    # what no field can hold is left out.
+    assert put({**kept, **wrong, "prompt": "half \ud800", "seed": [1]}) == {
+        name: own[name] for name in ("negative_prompt", "prompt_lines")
+    }
+
+
+def test_a_newcomer_is_told_nothing(chosen: tuple[Any, Any], recwarn: Any) -> None:
+    _, choices = chosen
+    choices.restore(SimpleNamespace(session_hash="new", request=None), None)
+    assert not recwarn.list
+
+
+def test_the_page_s_script_and_its_server_mean_the_same_by_what_is_written() -> None:
+    pytest.importorskip("gradio")
+    from vidsparse.apps.page import choices
+
+    script = Path(choices.__file__).with_name("viewer.js").read_text(encoding="utf-8")
+    assert f"const WRITTEN = {json.dumps(choices._WRITTEN)};" in script
+
+
 def test_a_link_brings_none_of_the_visitor_s_own_pictures(tmp_path: Path) -> None:
     shapes = resolve_model("shapes")
     model = dataclasses.replace(shapes, image_class="WanImageToVideoPipeline")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,14 @@ if TYPE_CHECKING:
 _SETTLED = ("order", "frames", "width", "height")
 # what a visitor writes, whatever the model; the page's script has the same list.
 _WRITTEN = ("prompt", "negative_prompt", "seed", "prompt_lines")
+_NO_LINK = (
+    "the link's settings do not fit this page: at most its prompts and its seed are taken. Hint: "
+    "its host may offer other models or presets than the page that the link is from."
+)
+_NO_SETTINGS = (
+    "the settings that this browser kept do not fit this page any more: prompts and seed alone are "
+    "back. Hint: its host may offer other models or presets than before."
+)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 # of events that are no business of a client's, and that nobody waits for.
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
@@ -389,28 +398,12 @@ class Choices:
     def restore(self, request: gr.Request, stored: Any) -> dict[Any, Any]:
         """The settings that a browser kept or a link carries, where this page can use them."""
         values = self._kept(stored)
-        linked = isinstance(stored, Mapping) and bool(stored.get("linked"))
-        if values is None and linked:
-            raise toast(
-                OptionError(
-                    "the link's settings do not fit this page. Hint: its host may offer other "
-                    "models or presets than the page that the link is from."
-                )
-            )
         if values is None:
-            # what the page was made with stands: a visitor may be at the form already. Of several
-            # models' presets only the first one's are offered.
-            first = self._host.models[0]
-            presets = gr.update(
-                choices=preset_choices(self._host.presets_of(first)),
-                visible=bool(self._host.presets_of(first)),
-            )
-            several = len(self._host.models) > 1
-            return {self._form.controls["preset"]: presets if several else gr.skip()}
+            return self._written_of(stored)
         model = self._model(values["model"])
         made = self._made(values["preset"], model)
         speed = speed_of(self._form, model, values)
-        if linked:
+        if stored.get("linked"):
             # it carries no pictures, and those of the visitor's last window are no part of it.
             self._desk.keep_images(request, {})
             images: dict[str, str | None] = dict.fromkeys(self._form.images)
@@ -457,6 +450,30 @@ class Choices:
             **values,
             "preset": BY_HAND if made is None else made.name,
         }
+
+    def _written_of(self, stored: object) -> dict[Any, Any]:
+        """Of settings that do not fit this page, what a visitor wrote, which any model can take.
+
+        Beside it stands what the page was made with: a visitor may be at the form already.
+        """
+        first = self._host.models[0]
+        presets = self._host.presets_of(first)
+        updates = {self._form.controls["preset"]: gr.skip()}
+        if len(self._host.models) > 1:
+            # of several models' presets only the first one's are offered.
+            choices = gr.update(choices=preset_choices(presets), visible=bool(presets))
+            updates[self._form.controls["preset"]] = choices
+        if not isinstance(stored, Mapping):
+            return updates
+        gr.Warning(_NO_LINK if stored.get("linked") else _NO_SETTINGS)
+        for name in _WRITTEN:
+            value = stored.get(name)
+            # what cannot be written down is in no field either.
+            with suppress(OptionError):
+                check_texts({name: value})
+                if isinstance(value, str | int | float):
+                    updates[self._fields[name]] = gr.update(value=value)
+        return updates
 
     def _chosen(
         self,

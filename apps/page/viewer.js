@@ -587,13 +587,12 @@ function askAgain({ name, held, told }) {
 // no answer comes to the first that is due, and gradio does not ask what waited behind it, of which the
 // last one counts. What the browser kept is asked for again, after a second, two, four and eight: while
 // a proxy answers for a server that starts, the fields as the page was made should not take its place.
-// A link that does not fit was answered.
 const TRIES = 4;
 let tried = 0;
 async function vidsparseRefused(now) {
   const [[at, first] = [], ...behind] = [...due].filter(([, each]) => !each.refused);
   const kept = first?.name === "kept";
-  if (behind.length === 0 && kept && !first.told?.linked && tried < TRIES) {
+  if (behind.length === 0 && kept && tried < TRIES) {
     first.refused = true;
     await new Promise((passed) => setTimeout(passed, 1000 * 2 ** tried));
     tried += 1;
