@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,35 @@ def test_a_chosen_preset_makes_the_command_line_s_request(
     assert request == command_line(method=None, preset=str(presets / f"{name}.json"))
     again, _ = calibrated.request({**values_of(calibrated), **calibrated.values_of(request)})
     assert again == request
+
+
+def test_settings_bring_their_preset_however_its_path_is_written_now(
+    presets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def built(*folders: str) -> Any:
+        found = _read(*map(Path, folders))
+        return choices_of(dataclasses.replace(host_of(tmp_path), presets=found))
+
+    made = built("presets")
+    (chosen,) = (each for each in made.form.host.presets if each.name == "small-spargeattn")
+    values = {"preset": chosen.name, **made.form.values_of_preset(chosen)}
+    request, _ = made.form.request(once_chosen(made.form, "spargeattn", **values))
+    assert request.preset == "presets/small-spargeattn.json"
+    shutil.copytree(presets, tmp_path / "moved")
+    digest = chosen.preset.digest
+    for again in (built("./presets/../presets"), built(str(presets)), built("moved")):
+        put = again.choices.choose_settings(request, digest)
+        assert put[again.form.controls["preset"]]["value"] == chosen.name
+        again.desk.queue.close()
+    # by the path alone, where a record does not tell what stood there.
+    assert made.form.values_of(request)["preset"] == chosen.name
+    none = built()
+    with pytest.raises(OptionError, match=r"does not offer the preset small-spargeattn, which"):
+        none.choices.choose_settings(request, digest)
+    for each in (made, none):
+        each.desk.queue.close()
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,8 @@ class Choices:
                 return self.choose_target(model, target)
             case "settings", {"shown": str(name)}:
                 try:
-                    return self.choose_settings(self._desk.visit(request).video(name).request)
+                    clip = self._desk.visit(request).video(name)
+                    return self.choose_settings(clip.request, clip.record.get("preset"))
                 except OptionError as error:
                     raise toast(error) from error
             case "kept", _:
@@ -327,9 +328,15 @@ class Choices:
         del updates[self._form.target]
         return updates
 
-    def choose_settings(self, request: GenerateRequest) -> dict[Any, Any]:
-        """Everything that a request says."""
-        values = self._form.values_of(request)
+    def choose_settings(
+        self, request: GenerateRequest, digest: str | None = None
+    ) -> dict[Any, Any]:
+        """Everything that a request says; ``digest`` is that of its preset.
+
+        Raises:
+            OptionError: this page does not offer its preset.
+        """
+        values = self._form.values_of(request, digest)
         model = self._model(request.model)
         made = self._host.preset(values["preset"], model) if values["preset"] else None
         # a changed upload is looked at like a new one.

@@ -38,6 +38,7 @@ from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.pipelines.speed import SPEEDS
+from vidsparse.presets import preset_files
 
 
 def offered(presets: Sequence[HostPreset] = ()) -> dict[str, type[Method]]:
@@ -479,17 +480,35 @@ class Form:
             )
         return preset.path
 
-    def values_of(self, request: GenerateRequest) -> dict[str, Any]:
-        """The controls' values that make ``request``; those it says nothing about are left out."""
+    def values_of(self, request: GenerateRequest, digest: str | None = None) -> dict[str, Any]:
+        """The controls' values that make ``request``; those it says nothing about are left out.
+
+        ``digest`` is that of its preset's contents, where it is known.
+
+        Raises:
+            OptionError: this page does not offer its preset.
+        """
         values = {name: getattr(request, name) for name in self.controls if hasattr(request, name)}
         values |= {name: amount_text(values[name]) for name in _AMOUNTS}
         own = request.cache_threshold == CACHES[request.cache or "none"]
         values["cache_threshold"] = "" if own else amount_text(request.cache_threshold)
-        values["preset"] = next(
-            (each.name for each in self.host.presets if each.path == request.preset), BY_HAND
-        )
+        values["preset"] = self._preset_name(request, digest)
         values |= self._options(request.method, request.method_options)
         return {name: value for name, value in values.items() if name in self.controls}
+
+    def _preset_name(self, request: GenerateRequest, digest: str | None) -> str:
+        """The name of a request's preset on this page, by its file or what stands in it."""
+        if request.preset is None:
+            return BY_HAND
+        file = preset_files(request.preset)[0]
+        for each in self.host.presets:
+            same = Path(each.path).resolve() == file.resolve() or each.preset.digest == digest
+            if same and request.model in each.models:
+                return each.name
+        raise OptionError(
+            f"this page does not offer the preset {file.stem}, which these settings are made with. "
+            "Hint: its host offers presets with --preset."
+        )
 
     def defaults_of(self, model: ModelRef) -> dict[str, Any]:
         """The controls' values that the model brings, as far as the host allows."""

@@ -169,8 +169,9 @@ def settings_link(form: Form, settings: Mapping[str, Any] | None, models: set[st
     try:
         request = GenerateRequest(prompt="", **settings)
         form.host.limits.check(request)
+        made = form.values_of(request)
     except OptionError:
         return None
     own = {*settings, *form.options_of(request.method).values()} - {"method_options"}
-    values = {name: value for name, value in form.values_of(request).items() if name in own}
+    values = {name: value for name, value in made.items() if name in own}
     return "./#settings=" + urllib.parse.quote(json.dumps(values))
