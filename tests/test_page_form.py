@@ -248,6 +248,39 @@ def test_every_option_of_every_method_has_a_control(form: Any) -> None:
             assert control.info == field.metadata["help"]
 
 
+def test_what_is_left_blank_is_what_its_field_says_on_a_page_with_lower_limits(
+    tmp_path: Path,
+) -> None:
+    form = form_of(host_of(tmp_path, frames=26, steps=10, side=200))
+    (model,) = form.host.models
+    names = ("frames", "steps", "width", "height")
+    said = form.blanks(model, "fg-attn")
+    assert [said[name] for name in names] == ["25", "10", "192", "192"]
+    request, _ = form.request(values_of(form, **dict.fromkeys(names)))
+    assert [str(getattr(request, name)) for name in names] == [said[name] for name in names]
+
+
+def test_a_size_left_blank_takes_a_picture_s_shape_within_the_limits(tmp_path: Path) -> None:
+    shapes = resolve_model("shapes")
+    model = dataclasses.replace(shapes, image_class="WanImageToVideoPipeline")
+    picture = tmp_path / "long.png"
+    blank: dict[str, None] = dict.fromkeys(("width", "height"))
+    own = shapes.defaults.width
+    assert own == shapes.defaults.height == 256
+
+    def size(across: int, side: int) -> tuple[int | None, int | None]:
+        Image.new("RGB", (across, 64)).save(picture)
+        form = form_of(dataclasses.replace(host_of(tmp_path, side=side), models=(model,)))
+        request, _ = form.request(values_of(form, **blank), {"image": picture})
+        return request.width, request.height
+
+    assert size(256, side=512) == (512, 128)
+    # as its fields say, where the limits are lower than the model's own.
+    assert size(256, side=128) == (128, 128)
+    with pytest.raises(OptionError, match="width can be at most 256 on this page, got 512"):
+        size(256, side=256)
+
+
 def test_a_new_method_s_controls_follow_its_declaration() -> None:
     gr = pytest.importorskip("gradio")
     from vidsparse.apps.page.fields import control_for

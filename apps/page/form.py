@@ -463,13 +463,17 @@ class Form:
             **own,
         )
         # the limits come first: a size far too large should not be told its nearest multiple.
-        filled = {
-            name: getattr(model.defaults, name)
-            for name in ("frames", "width", "height", "steps")
-            if getattr(request, name) is None
-        }
+        within = self._within_limits(model)
+        filled = {name: value for name, value in within.items() if getattr(request, name) is None}
         self.host.limits.check(dataclasses.replace(request, **filled))
-        return resolve(request, model.defaults)
+        sides = ("width", "height")
+        if request.image and all(within[side] == getattr(model.defaults, side) for side in sides):
+            # what no limit lowers stays open, and takes the picture's shape.
+            filled = {name: value for name, value in filled.items() if name not in sides}
+        request = resolve(dataclasses.replace(request, **filled), model.defaults)
+        # that shape may be longer than what is allowed.
+        self.host.limits.check(request)
+        return request
 
     def _preset_path(self, name: str, model: ModelRef, method: str) -> str:
         preset = self.host.preset(name, model)
@@ -512,15 +516,8 @@ class Form:
 
     def defaults_of(self, model: ModelRef) -> dict[str, Any]:
         """The controls' values that the model brings, as far as the host allows."""
-        limits, defaults = self.host.limits, model.defaults
-        values: dict[str, Any] = {name: getattr(defaults, name) for name in _FROM_MODEL}
-        for name, most, unit, first in (
-            ("steps", limits.steps, 1, 0),
-            ("frames", limits.frames, defaults.frame_factor, 1),
-            ("width", limits.side, defaults.size_factor, 0),
-            ("height", limits.side, defaults.size_factor, 0),
-        ):
-            values[name] = min(values[name], (most - first) // unit * unit + first)
+        values: dict[str, Any] = {name: getattr(model.defaults, name) for name in _FROM_MODEL}
+        values |= self._within_limits(model)
         values |= {
             "order": OWN_ORDER,
             "cache": "none",
@@ -530,6 +527,19 @@ class Form:
         for method in self.groups:
             values |= self.values_of_options(model, method, {})
         return values
+
+    def _within_limits(self, model: ModelRef) -> dict[str, int]:
+        """The model's steps, frames, width and height, or the most below that the host allows."""
+        limits, defaults = self.host.limits, model.defaults
+        return {
+            name: min(getattr(defaults, name), (most - first) // unit * unit + first)
+            for name, most, unit, first in (
+                ("steps", limits.steps, 1, 0),
+                ("frames", limits.frames, defaults.frame_factor, 1),
+                ("width", limits.side, defaults.size_factor, 0),
+                ("height", limits.side, defaults.size_factor, 0),
+            )
+        }
 
     def values_of_options(
         self, model: ModelRef, method: str, values: Mapping[str, Any]
