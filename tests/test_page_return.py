@@ -22,6 +22,8 @@ from playwright import sync_api as playwright
 pytest_plugins = ["page_browser"]
 pytestmark = MARKS
 
+# whether a window has kept its form with that seed.
+KEPT = """(seed) => JSON.parse(sessionStorage.getItem("vidsparse-form"))?.seed === seed"""
 TILES = "#history button.thumbnail-item"
 # of each: pixels of the caption that are cut off, across and down, and between it and the picture.
 CAPTIONS = """() => [...document.querySelectorAll("#history button.thumbnail-item")].map((tile) => {
@@ -117,6 +119,27 @@ def test_a_page_that_lost_its_server_opens_again_unasked_with_what_was_written(v
     page.click("#cancel-generate")
     visitor.see("#generate-status", "Cancelled")
     assert asked == []
+
+
+def test_a_reload_brings_back_the_form_of_its_own_window(visit: Any, url: str) -> None:
+    visitor = visit(by_hand=False)
+    other = Visitor(visitor.page.context, url, by_hand=False)
+    for each, prompt, seed in ((visitor, "a red ball", 11), (other, "a blue ring", 12)):
+        each.prompt(prompt)
+        each.set("Seed", seed)
+        each.page.wait_for_function(KEPT, arg=seed)
+    _reload(visitor)
+    new = visitor.page.context.new_page()
+    new.goto(url)
+    # a new window begins with what was kept last.
+    for page, prompt, seed in (
+        (visitor.page, "a red ball", "11"),
+        (other.page, "a blue ring", "12"),
+        (new, "a red ball", "11"),
+    ):
+        playwright.expect(page.locator("#prompt textarea")).to_have_value(prompt)
+        playwright.expect(page.get_by_label("Seed", exact=True)).to_have_value(seed)
+    assert other.errors == []
 
 
 def test_a_comparison_a_report_and_their_tabs_are_there_after_a_reload(visit: Any) -> None:

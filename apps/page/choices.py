@@ -363,7 +363,7 @@ class Choices:
             [control.change for control in controls],
             None,
             # what was there before is kept until it has been put back, which takes a while.
-            js=f"(kept, ...values) => window.vidsparseRestored ? {named} : kept",
+            js=f"(kept, ...values) => vidsparseKeep(kept, {named})",
             inputs=[state, *controls],
             outputs=[state],
             **_QUIET,
@@ -396,7 +396,7 @@ class Choices:
             # what was typed meanwhile is kept as well.
             event.then(
                 None,
-                js=f"(kept, ...values) => vidsparseBack() ? {named} : kept",
+                js=f"(kept, ...values) => vidsparseBack(kept, {named})",
                 inputs=[state, *controls],
                 outputs=[state],
                 **_QUIET,

@@ -527,9 +527,18 @@ addEventListener("pagehide", () => {
   });
   sessionStorage.setItem(TYPED, JSON.stringify(Object.fromEntries(typed)));
 });
+// what gradio keeps is the browser's, of whichever window wrote last: a new window begins with it, and
+// one that is loaded again with its own.
+const FORM = "vidsparse-form";
+function vidsparseKeep(kept, values) {
+  if (!window.vidsparseRestored) return kept;
+  sessionStorage.setItem(FORM, JSON.stringify(values));
+  return values;
+}
 function vidsparseReturn(held, made) {
   const linked = vidsparseLinked(), typed = JSON.parse(sessionStorage.getItem(TYPED));
-  const kept = typed ? { ...(held ?? made), ...typed } : held;
+  const own = JSON.parse(sessionStorage.getItem(FORM)) ?? held;
+  const kept = typed ? { ...(own ?? made), ...typed } : own;
   const found = linked ? beside(kept, linked) : kept;
   window.vidsparseRestored = found === null;
   Object.keys(standing).forEach((name) => { standing[name] = made[name]; });
@@ -537,10 +546,10 @@ function vidsparseReturn(held, made) {
   return vidsparseAsk("kept", made, found);
 }
 // whether it stands in the fields, or never will: from then on it is they that are kept.
-function vidsparseBack() {
+function vidsparseBack(kept, values) {
   window.vidsparseRestored ||= answeredKept;
   if (window.vidsparseRestored) sessionStorage.removeItem(TYPED);
-  return window.vidsparseRestored;
+  return vidsparseKeep(kept, values);
 }
 // the next question, where there is one, and what comes to each place of the page.
 function vidsparseAnswered(answer, now, places) {
