@@ -26,9 +26,16 @@ class Gate:
         return f"by {bench}"
 
 
+class Bench(str):
+    """A device's bench that holds nothing."""
+
+    def free(self) -> None:
+        """Give back nothing."""
+
+
 def queue_of(devices: int = 1, waiting: int = 8) -> JobQueue[Any]:
     """A queue of devices whose benches are texts."""
-    return JobQueue([(f"d{i}", f"bench {i}") for i in range(devices)], waiting=waiting)
+    return JobQueue([(f"d{i}", Bench(f"bench {i}")) for i in range(devices)], waiting=waiting)
 
 
 def wait(job: Job[Any, Any]) -> Snapshot:

@@ -27,6 +27,7 @@ from vidsparse.apps.page.errands import Errand, Place
 from vidsparse.apps.page.host import Host, Limits
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.visits import Visits
+from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.models import resolve_model
 
 AWAY = 1
@@ -185,6 +186,23 @@ def test_cancel_stops_the_job_that_a_window_shows_and_no_other(desk: Desk) -> No
     assert not told[2][-1]["stop"]["interactive"]
     assert not any(each["interactive"] for each in desk.cancels(one))
     assert desk.cancel(one, "generate") == draw.note("Nothing is running.")
+
+
+def test_a_failed_job_s_error_keeps_no_frames_of_those_who_were_told(desk: Desk) -> None:
+    request = _request(desk, "first")
+
+    def fail(bench: Any, job: Job[Any, Any]) -> None:
+        raise UnsupportedError("too small")
+
+    errand = Errand(place=PLACE, job=Job(fail), done="Done", show=lambda _: {})
+    desk.queue.submit(errand.job)
+    for _ in range(2):
+        told: list[dict[Any, Any]] = []
+        with pytest.raises(gr.Error, match="too small"):
+            asyncio.run(_told(desk, request, errand, told))
+        assert "too small" in told[-1]["area"]
+        assert errand.job.error is not None
+        assert errand.job.error.__traceback__ is None
 
 
 def test_who_comes_back_and_leaves_again_has_the_whole_while_anew(desk: Desk) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from typing import Any
 
 import pytest
-from page_jobs import Gate, queue_of, wait
+from page_jobs import Bench, Gate, queue_of, wait
 
 from vidsparse.apps.page import draw
-from vidsparse.apps.page.queue import Cancelled, Job, QueueFullError, Snapshot
-from vidsparse.errors import OptionError
+from vidsparse.apps.page.queue import Cancelled, Job, JobQueue, QueueFullError, Snapshot
+from vidsparse.errors import OptionError, UnsupportedError
 
 PATIENCE = 20
 
@@ -80,6 +81,39 @@ def test_a_failed_job_keeps_its_error_and_the_next_one_runs(caplog: Any) -> None
     assert (wait(fine).state, fine.result) == ("done", 7)
     # a visitor's mistake is nothing for the host's log.
     assert not caplog.records
+    queue.close()
+
+
+def test_a_failed_job_s_error_holds_nothing_of_what_it_had_in_hand() -> None:
+    class Latents:
+        pass
+
+    held: list[weakref.ref[Latents]] = []
+    freed: list[bool] = []
+
+    class Device(Bench):
+        def free(self) -> None:
+            freed.append(held[-1]() is None)
+            raise RuntimeError("the device has failed for good")
+
+    def fail(bench: str, job: Job[Any, Any]) -> None:
+        latents = Latents()
+        held.append(weakref.ref(latents))
+        try:
+            try:
+                raise MemoryError
+            except MemoryError:
+                raise RuntimeError("bad_alloc") from KeyError("of another one")
+        except RuntimeError:
+            raise UnsupportedError("too small") from None
+
+    queue = JobQueue([("cpu", Device())], waiting=4)
+    failed = queue.submit(Job(fail))
+    assert wait(failed).state == "failed"
+    # its visitor reads why, and the device goes on even where nothing can be given back.
+    assert str(failed.error) == "too small"
+    assert freed == [True]
+    assert wait(queue.submit(Job(lambda bench, job: 7))).state == "done"
     queue.close()
 
 

@@ -161,13 +161,15 @@ class Desk:
                         drawn = size
                         update |= so_far()
                     yield update
-            if errand.job.error is not None:
-                raise errand.job.error
+            failed = errand.job.error
         except Exception as error:
+            failed = error
+        if failed is not None:
             mine = self._told(request, place.tab)
-            yield {place.area: alert(error), place.stop: _cancel_update(mine)}
-            # what the next one says of itself takes the alert's place.
-            raise toast(error, shown=not mine) from error
+            yield {place.area: alert(failed), place.stop: _cancel_update(mine)}
+            # what the next one says of itself takes the alert's place. The error itself is not
+            # raised: it is kept, and would keep the frames of everyone who is told of it.
+            raise toast(failed, shown=not mine)
         made = errand.job.result
         shown = errand.so_far()[1]() if made is None else errand.show(made)
         mine = self._told(request, place.tab)

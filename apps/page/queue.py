@@ -31,13 +31,21 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from vidsparse.errors import UnsupportedError, VidsparseError
 from vidsparse.logs import logger
 
+
+class Bench(Protocol):
+    """What a device's jobs work with."""
+
+    def free(self) -> None:
+        """Give back memory that nothing holds any more."""
+
+
 Result = TypeVar("Result")
-Equipment = TypeVar("Equipment")
+Equipment = TypeVar("Equipment", bound=Bench)
 State = Literal["waiting", "running", "done", "cancelled", "failed"]
 
 # progress is shown this often at most; the end of a job is shown at once.
@@ -282,6 +290,12 @@ class Job(Generic[Equipment, Result]):
             self.error = error
             if not isinstance(error, VidsparseError):
                 logger.exception("a job of the page failed")
+            _let_go(error)
+        if state == "failed":
+            # not sooner: while the error is looked at, it holds what the job had in hand. A device
+            # that has failed for good says so again here, and the next job will hear it.
+            with suppress(Exception):
+                bench.free()
         with self._lock:
             self._state, self._ended = state, time.monotonic()
         self._changed()
@@ -305,6 +319,19 @@ class Job(Generic[Equipment, Result]):
             except RuntimeError:
                 # its event loop has closed; nobody looks any more.
                 self._watchers.discard(wake)
+
+
+def _let_go(error: BaseException) -> None:
+    """Keep an error's words alone, which are read long after its job.
+
+    The frames that it and those that led to it arose in hold all that they worked on, which may be
+    most of a device's memory.
+    """
+    led = [error]
+    while led:
+        each = led.pop()
+        led += filter(None, (each.__cause__, each.__context__))
+        each.__traceback__ = each.__cause__ = each.__context__ = None
 
 
 class JobQueue(Generic[Equipment]):
