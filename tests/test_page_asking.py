@@ -101,6 +101,13 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
     visitor.set("share", 0.06)
     playwright.expect(page.get_by_label("by hand", exact=True)).to_be_checked()
     playwright.expect(target).to_have_value("")
+    # so does a field that is emptied: what it stands for then is no number of the speed's.
+    page.get_by_label("high", exact=True).check()
+    visitor.see("#speed-facts", "high")
+    visitor.unfold("More settings")
+    page.get_by_label("first steps", exact=True).press("Control+a")
+    page.get_by_label("first steps", exact=True).press("Delete")
+    playwright.expect(page.get_by_label("by hand", exact=True)).to_be_checked()
     # sizes and lengths by name fill in the numbers, which are by hand again once they are changed.
     for name, option in (("Size", "portrait"), ("Length", "half")):
         page.get_by_label(name, exact=True).click()

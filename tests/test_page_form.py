@@ -86,6 +86,16 @@ def test_a_method_chosen_makes_the_command_line_s_request(
     assert warnings == []
 
 
+@pytest.mark.parametrize("method", ["foresight", "fg-attn"])
+def test_an_amount_left_blank_is_what_its_grey_text_says(form: Any, method: str) -> None:
+    (model,) = form.host.models
+    grey = form.blanks(model, method)
+    for name in ("dense_steps", "dense_last_steps", "dense_layers", "dense_last_layers"):
+        request = form.settings(once_chosen(form, method, **{name: " "}))
+        said = grey.get(name, form.controls[name].placeholder)
+        assert (name, str(getattr(request, name))) == (name, said)
+
+
 def test_what_a_browser_kept_is_answered_to_the_browser_alone(chosen: tuple[Any, Any]) -> None:
     form, choices = chosen
     own = {"prompt": "a blue ring", "seed": 11, "prompt_lines": "a red ball"}

@@ -164,7 +164,9 @@ class Choices:
         # numbers written by hand are no named speed any more; the server need not be asked.
         said = json.dumps(draw.note(speed_text(self._form, self._host.models[0], BY_HAND)))
         for name in self._by_hand():
-            controls[name].input(
+            # of a text, gradio's input does not tell what is taken away or pasted.
+            text = isinstance(controls[name], gr.Textbox)
+            (controls[name].change if text else controls[name].input)(
                 None,
                 js=f"(value) => vidsparseByHand('{name}', value, {said})",
                 inputs=[controls[name]],

@@ -423,11 +423,10 @@ class Form:
             names = ", ".join(self.groups)
             raise OptionError(f"unknown method {method!r}. Hint: choose from {names}.")
         own: dict[str, Any] = {name: whole(name, values.get(name)) for name in _WHOLE}
-        own |= {name: read_amount(name, values.get(name)) for name in _AMOUNTS}
-        for name in ("refresh", "cache_threshold"):
-            # left to the method or to the cache where it is blank.
-            blank = not str(values.get(name) or "").strip()
-            own[name] = None if blank else read_amount(name, values[name])
+        names = (*_AMOUNTS, "cache_threshold")
+        amounts = {name: read_amount(name, values.get(name, "")) for name in names}
+        # the others are left to the model, the method and the cache.
+        own |= {name: value for name, value in amounts.items() if value is not None}
         own |= {name: form_number(name, values.get(name)) for name in ("guidance", "fps")}
         for name, (least, most) in _BETWEEN.items():
             if own[name] is not None and not least <= own[name] <= most:

@@ -128,8 +128,8 @@ def name_of(what: str, value: object) -> str | None:
     return value or None
 
 
-def read_amount(name: str, value: object) -> int | float:
-    """A count or a share of the form, 0 where it was left blank.
+def read_amount(name: str, value: object) -> int | float | None:
+    """A count or a share of the form, None where it was left blank.
 
     Raises:
         OptionError: it is neither.
@@ -137,7 +137,7 @@ def read_amount(name: str, value: object) -> int | float:
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         raise OptionError(f"{name} must be a count (3) or a share (0.24), got {shown(value)}")
     try:
-        return amount(str(value)) if str(value).strip() else 0
+        return amount(str(value)) if str(value).strip() else None
     except click.BadParameter as error:
         raise OptionError(f"{name}: {error.message}") from None
 
