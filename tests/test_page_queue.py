@@ -219,6 +219,25 @@ def test_the_time_left_counts_what_follows_the_steps() -> None:
     queue.close()
 
 
+def test_a_video_that_begins_is_expected_to_take_as_many_steps_as_the_one_before() -> None:
+    seen: list[tuple[float, float | None]] = []
+
+    def work(bench: str, job: Job[Any, Any]) -> None:
+        job.expect_after_steps(3.0)
+        for video in ("dense", "sparse"):
+            job.begin_part(video)
+            seen.append((job.snapshot().done, job.snapshot().left))
+            for step in (1, 2):
+                job.advance(step, 2, 10.0)
+        job.begin_part("one more than it was said to make")
+        seen.append((job.snapshot().done, job.snapshot().left))
+
+    queue = queue_of()
+    wait(queue.submit(Job(work, parts=2)))
+    assert seen == [(0.0, None), (1 / 2, 2 * 10.0 + 3.0), (2 / 3, 2 * 10.0 + 3.0)]
+    queue.close()
+
+
 def test_what_readies_a_device_is_said_and_not_counted_as_somebody_s_job() -> None:
     queue, gate, mine = queue_of(), Gate(), Gate()
     loader = queue.submit(Job(gate, readies=True))

@@ -137,6 +137,8 @@ class Job(Generic[Equipment, Result]):
         self._phase = "waiting"
         self._place = ""
         self._step = self._steps = 0
+        # of the last video that had any: what the next one, too, is expected to take.
+        self._usual_steps = 0
         self._step_seconds: list[float] = []
         self._after_steps = 0.0
         self._began = self._ended = 0.0
@@ -169,7 +171,7 @@ class Job(Generic[Equipment, Result]):
     def advance(self, step: int, steps: int, seconds: float) -> None:
         """A denoising step of the current video is finished."""
         with self._lock:
-            self._step, self._steps = step, steps
+            self._step, self._steps, self._usual_steps = step, steps, steps
             self._step_seconds.append(seconds)
         self._changed()
 
@@ -209,8 +211,8 @@ class Job(Generic[Equipment, Result]):
     def _now(self, wait: float | None) -> Snapshot:
         with self._lock:
             until = self._ended or time.monotonic()
-            known = self._steps * max(self._parts, self._part)
-            finished = self._steps * max(0, self._part - 1) + self._step
+            known = self._usual_steps * max(self._parts, self._part)
+            finished = self._usual_steps * max(0, self._part - 1) + self._step
             left = None
             if self._state == "running" and self._step_seconds:
                 mean = sum(self._step_seconds) / len(self._step_seconds)
