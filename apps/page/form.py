@@ -423,8 +423,8 @@ class Form:
             names = ", ".join(self.groups)
             raise OptionError(f"unknown method {method!r}. Hint: choose from {names}.")
         own: dict[str, Any] = {name: whole(name, values.get(name)) for name in _WHOLE}
-        names = (*_AMOUNTS, "cache_threshold")
-        amounts = {name: read_amount(name, values.get(name, "")) for name in names}
+        written = (*_AMOUNTS, "cache_threshold")
+        amounts = {name: read_amount(name, values.get(name, "")) for name in written}
         # the others are left to the model, the method and the cache.
         own |= {name: value for name, value in amounts.items() if value is not None}
         own |= {name: form_number(name, values.get(name)) for name in ("guidance", "fps")}
