@@ -463,7 +463,9 @@ class Form:
         )
         # the limits come first: a size far too large should not be told its nearest multiple.
         within = self._within_limits(model)
-        filled = {name: value for name, value in within.items() if getattr(request, name) is None}
+        filled: dict[str, Any] = {
+            name: value for name, value in within.items() if getattr(request, name) is None
+        }
         self.host.limits.check(dataclasses.replace(request, **filled))
         sides = ("width", "height")
         if request.image and all(within[side] == getattr(model.defaults, side) for side in sides):
