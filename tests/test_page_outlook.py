@@ -17,15 +17,22 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 pytest.importorskip("playwright", reason="playwright drives the browser")
 
+import gradio as gr
 from page_browser import MARKS, commanded, held
+from page_host import host_of, values_of
 from page_jobs import Gate, queue_of, wait
 from playwright import sync_api as playwright
 
 from vidsparse.apps.page import draw
-from vidsparse.apps.page.compare_tab import DENSE, FORM, made_for
+from vidsparse.apps.page.compare_tab import DENSE, FORM, CompareTab, made_for
+from vidsparse.apps.page.desk import Desk
 from vidsparse.apps.page.estimates import Estimate, Estimates, Took
-from vidsparse.apps.page.generate_tab import MOST_VIDEOS, count_of
+from vidsparse.apps.page.form import Form
+from vidsparse.apps.page.generate_tab import MOST_VIDEOS, GenerateTab, count_of
+from vidsparse.apps.page.outlook import Outlook
 from vidsparse.apps.page.queue import Job
+from vidsparse.apps.page.report_tab import ReportTab
+from vidsparse.apps.page.visits import Visits
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve
@@ -233,6 +240,24 @@ def test_a_comparison_makes_the_sides_that_are_not_kept() -> None:
 def test_a_number_of_videos_that_is_none_is_refused(videos: object) -> None:
     with pytest.raises(OptionError, match="videos must be"):
         count_of(videos)
+
+
+@pytest.mark.parametrize("vary", ["nothing", "share"])
+def test_a_model_that_starts_from_a_picture_is_told_without_one(tmp_path: Path, vary: str) -> None:
+    model = replace(resolve_model("shapes"), image_class="WanImageToVideoPipeline", text_class=None)
+    host = replace(host_of(tmp_path), models=(model,))
+    desk = Desk(host, queue_of(), Visits(tmp_path), estimates=loaded())
+    with gr.Blocks(), gr.Tab() as shown:
+        form = Form(desk.host)
+        generate = GenerateTab(desk, form)
+        compare = CompareTab(desk, form, generate, shown)
+        outlook = Outlook(desk, form, generate, compare, ReportTab(desk, form))
+    desk.queue.close()
+    desk.estimates.add(asked(), took())
+    asks = {"prompt_lines": "a ball", "vary": vary, "over": "" if vary == "nothing" else "0.1"}
+    told = outlook.tell(videos=1, side_a=DENSE, side_b=FORM, **asks, **values_of(form))
+    lines = [line for line in told.values() if isinstance(line, str)]
+    assert ["About" in line for line in lines] == [True] * 3
 
 
 # --- in a browser ---

@@ -409,9 +409,9 @@ class Form:
         return request, warnings
 
     def settings(
-        self, values: Mapping[str, Any], images: Mapping[str, Path] = MappingProxyType({})
+        self, values: Mapping[str, Any], images: Mapping[str, Path] | None = MappingProxyType({})
     ) -> GenerateRequest:
-        """As ``request``, whatever the prompt.
+        """As ``request``, whatever the prompt; whatever the pictures, where ``images`` is None.
 
         Raises:
             OptionError: as ``request``.
@@ -439,11 +439,8 @@ class Form:
             own["preset"] = self._preset_path(preset, model, method)
         elif needs_preset(method):
             raise OptionError(f"{method} works by calibrated numbers only. Hint: choose a preset.")
-        own |= {name: str(path) for name, path in images.items() if takes(model)[name]}
-        if "image" not in own and needs_image(model):
-            raise OptionError(f"{model.name} starts from a picture. Hint: upload its first frame.")
-        if "last_image" not in own and model.needs_last_image:
-            raise OptionError(f"{model.name} ends with a picture. Hint: upload its last frame.")
+        if images is not None:
+            own |= _pictures_for(model, images)
         request = GenerateRequest(
             prompt=values.get("prompt") or "",
             negative_prompt=values.get("negative_prompt") or "",
@@ -591,6 +588,20 @@ class Form:
             name: typed(value) if isinstance(self.controls.get(name), gr.Textbox) else value
             for name, value in values.items()
         }
+
+
+def _pictures_for(model: ModelRef, images: Mapping[str, Path]) -> dict[str, str]:
+    """Those of the pictures that the model takes.
+
+    Raises:
+        OptionError: it makes nothing without another one.
+    """
+    own = {name: str(path) for name, path in images.items() if takes(model)[name]}
+    if "image" not in own and needs_image(model):
+        raise OptionError(f"{model.name} starts from a picture. Hint: upload its first frame.")
+    if "last_image" not in own and model.needs_last_image:
+        raise OptionError(f"{model.name} ends with a picture. Hint: upload its last frame.")
+    return own
 
 
 def titled(method: str) -> tuple[str, str]:

@@ -113,12 +113,13 @@ class Outlook:
             return draw.outlook(self._desk.estimate(made), len(made), ahead, wait)
 
         def settings() -> GenerateRequest:
-            return self._form.settings({**values, "prompt": ""})
+            # what a picture shows takes no longer than what another does.
+            return self._form.settings({**values, "prompt": ""}, None)
 
         def over_prompts() -> list[GenerateRequest]:
             most = self._desk.host.limits.prompts
             prompts = read_prompt_lines(str(prompt_lines or ""), most=most)
-            return report.made_for(report.settings(values, vary, over, {}), len(prompts))
+            return report.made_for(report.settings(values, vary, over, None), len(prompts))
 
         return {
             generate.outlook: said(lambda: [settings()] * count_of(videos)),

@@ -251,7 +251,7 @@ class ReportTab:
         return [dense_side(own[0]), *own] * prompts
 
     def settings(
-        self, values: Mapping[str, Any], vary: Any, over: Any, images: Mapping[str, Path]
+        self, values: Mapping[str, Any], vary: Any, over: Any, images: Mapping[str, Path] | None
     ) -> list[tuple[str, GenerateRequest]]:
         """The settings to report on, with their names.
 
