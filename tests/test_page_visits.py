@@ -17,6 +17,7 @@ from vidsparse.apps.page.gallery import Gallery
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.returns import cookie_name, key_in
 from vidsparse.apps.page.visits import Visits
+from vidsparse.errors import OutputError
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve
 
@@ -159,6 +160,28 @@ def test_a_key_finds_its_visit_again_and_its_folder_does_not_tell_it(tmp_path: P
     assert again.folder == visit.folder
     assert again.next_stem("b").name == "0008-b"
     assert [each.prompt for each in again.gallery.find()] == ["a red ball"]
+
+
+def test_two_pages_of_one_folder_never_give_a_visitor_s_videos_the_same_name(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    _keep(Visits(tmp_path).of("a", KEY).folder, 1, "a red ball")
+    one, other = (Visits(tmp_path).of("a", KEY) for _ in range(2))
+    assert one.folder == other.folder
+    names = [each.next_stem("b").name for each in (one, other, one)]
+    assert names == ["0002-b", "0003-b", "0004-b"]
+    # both may look before either takes its number.
+    monkeypatch.setattr(other, "_last_number", lambda: 3)
+    assert other.next_stem("b").name == "0005-b"
+    # what keeps numbers is no video.
+    assert len(one.gallery.find()) == 1
+
+
+def test_a_number_that_cannot_be_kept_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    visit = Visits(tmp_path).of("a", KEY)
+    visit.folder.touch()
+    with pytest.raises(OutputError, match="cannot be made"):
+        visit.next_stem("b")
 
 
 def test_a_key_is_read_from_one_cookie_and_nothing_else_is_one(tmp_path: Path) -> None:

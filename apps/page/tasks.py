@@ -110,7 +110,7 @@ def make_clip(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job]
     def work(bench: Workbench, job: Job) -> Clip:
         made = bench.generate(request, job, request.method)
         job.say("writing the video")
-        _make_folder(stem)
+        make_folder_of(stem)
         return _write_clip(made, bench.fit(request), stem, job)
 
     return work
@@ -157,7 +157,7 @@ def compare(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], 
         job.say("writing the videos")
         panels = stem.with_name(f"{stem.name}-compare.mp4")
         assert fitted.fps is not None
-        _make_folder(stem)
+        make_folder_of(stem)
         with _nothing_if_cancelled(stem):
             write_video(_panels(dense.frames, sparse.frames), panels, fitted.fps, job.check)
             return Pair(
@@ -187,7 +187,7 @@ def compare_sides(
     def work(bench: Workbench, job: Job) -> Pair:
         from vidsparse.pipelines.video import read_video, write_video
 
-        _make_folder(stem)
+        make_folder_of(stem)
         clips = []
         for number, side in enumerate(sides, 1):
             if not isinstance(side, Clip):
@@ -402,7 +402,7 @@ def _zip(archive: Path, folder: Path, paths: Sequence[Path]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _make_folder(stem: Path) -> None:
+def make_folder_of(stem: Path) -> None:
     """Make the folder for files that are about to be written.
 
     Raises:

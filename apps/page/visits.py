@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from vidsparse.apps.page.gallery import Gallery
+from vidsparse.apps.page.tasks import make_folder_of
 from vidsparse.apps.runs.prompts import slug
 from vidsparse.errors import OptionError
+from vidsparse.files import unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -129,9 +131,18 @@ class Visit:
         self.present -= 1
 
     def next_stem(self, prompt: str) -> Path:
-        """The path, less its suffix, of the next video's files, which no folder is made for yet."""
+        """The path, less its suffix, of the next video's files.
+
+        Who comes back may have another page open that writes to the same folder, which is then
+        made at once, to keep the number.
+
+        Raises:
+            OutputError: the number cannot be kept there.
+        """
         with self._lock:
             self._number = max(self._number, self._last_number()) + 1
+            while self.returns and not self._keep(self._number):
+                self._number += 1
             number = self._number
         return self.folder / f"{number:04d}-{slug(prompt)}"
 
@@ -196,11 +207,23 @@ class Visit:
         for errand in self.open():
             errand.job.cancel()
 
+    def _keep(self, number: int) -> bool:
+        """Whether a number is this page's from now on, and not another's already."""
+        kept = self.folder / f".{number:04d}"
+        make_folder_of(kept)
+        try:
+            kept.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise unwritten(kept, error) from None
+        return True
+
     def _last_number(self) -> int:
         """The highest number in the folder, which the visit may have come back to."""
         if not self.folder.is_dir():
             return 0
-        numbers = (path.name.partition("-")[0] for path in self.folder.iterdir())
+        numbers = (path.name.lstrip(".").partition("-")[0] for path in self.folder.iterdir())
         return max((int(each) for each in numbers if each.isascii() and each.isdigit()), default=0)
 
 
