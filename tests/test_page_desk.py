@@ -25,6 +25,7 @@ from vidsparse.apps.page import draw
 from vidsparse.apps.page.desk import Desk
 from vidsparse.apps.page.errands import Errand, Place
 from vidsparse.apps.page.host import Host, Limits
+from vidsparse.apps.page.listeners import Ears
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.visits import Visits
 from vidsparse.errors import UnsupportedError
@@ -221,6 +222,31 @@ def test_who_comes_back_and_leaves_again_has_the_whole_while_anew(desk: Desk) ->
         return kept, errand.job.stopping()
 
     assert asyncio.run(visit()) == (True, True)
+
+
+def test_a_job_goes_on_while_its_visitor_has_another_window_open(desk: Desk) -> None:
+    request = _request(desk, "first")
+    desk.listeners.come("first")
+    errand = _submitted(desk, request)
+    scope = {"type": "http", "method": "GET", "path": "/gradio_api/heartbeat/second"}
+    scope["headers"] = [(b"cookie", f"{desk.cookie}={'k' * 43}".encode())]
+    stopping: list[bool] = []
+
+    async def open_window(*_: Any) -> None:
+        await _listen(desk, request, errand, 0.1)
+        await asyncio.sleep(1.5 * AWAY)
+        stopping.append(errand.job.stopping())
+
+    async def visit() -> None:
+        ears = Ears(open_window, desk.listeners, desk.window)  # type: ignore[arg-type]
+        await ears(scope, None, None)  # type: ignore[arg-type]
+        # who closes the last one has a while to come back.
+        for seconds in (0.5 * AWAY, AWAY):
+            await asyncio.sleep(seconds)
+            stopping.append(errand.job.stopping())
+
+    asyncio.run(visit())
+    assert stopping == [False, False, True]
 
 
 @pytest.mark.parametrize("key", ["k" * 43, None])

@@ -283,7 +283,7 @@ def _middleware(
         Middleware(Guard, upload=limits.upload, hosts=hosts),
         Middleware(SlowLogins),
         Middleware(Returns, name=desk.cookie),
-        Middleware(Ears, listeners=desk.listeners),
+        Middleware(Ears, listeners=desk.listeners, window=desk.window),
     ]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import html
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -198,13 +198,35 @@ class Desk:
                         raise UnheardError("nobody listened to this job")
                     yield snapshot
         finally:
-            visit.leave()
+            self._leave(visit)
             if not visit.returns:
                 self._give_up([errand])
-            elif not visit.present:
-                # a reload closes the page as well: the visitor has a while to come back.
-                later = asyncio.get_running_loop().call_later
-                later(self.host.limits.away, self._left, visit, visit.times)
+
+    @contextmanager
+    def window(self, session: str, cookies: str) -> Iterator[None]:
+        """A page of a browser is open: what another one asked for goes on as long.
+
+        Args:
+            session: Gradio's, of the page.
+            cookies: the browser's; a script has none, and what it asks for ends with its session.
+        """
+        key = key_in(cookies, self.cookie)
+        if key is None:
+            yield
+            return
+        visit = self.visits.of(session, key)
+        visit.come()
+        try:
+            yield
+        finally:
+            self._leave(visit)
+
+    def _leave(self, visit: Visit) -> None:
+        visit.leave()
+        if visit.returns and not visit.present:
+            # a reload closes the page as well: the visitor has a while to come back.
+            later = asyncio.get_running_loop().call_later
+            later(self.host.limits.away, self._left, visit, visit.times)
 
     def _left(self, visit: Visit, times: int) -> None:
         # who came back and left again meanwhile has all of the while anew.

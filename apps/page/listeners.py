@@ -1,10 +1,13 @@
-"""Who listens to what the page tells: a job that nobody ever asks after is not worth its time."""
+"""Who is there: a job that nobody ever asks after is not worth its time, nor is one of who left."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from urllib.parse import parse_qs
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vidsparse.apps.page.guard import API
@@ -32,16 +35,23 @@ class Listeners:
 
 
 class Ears:
-    """ASGI middleware that notes who listens.
+    """ASGI middleware that notes who listens, and which windows are open.
 
     Args:
         app: what it stands before.
         listeners: where it notes them.
+        window: entered with its session and its browser's cookies while a window is open.
     """
 
-    def __init__(self, app: ASGIApp, listeners: Listeners) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listeners: Listeners,
+        window: Callable[[str, str], AbstractContextManager[None]],
+    ) -> None:
         self._app = app
         self._listeners = listeners
+        self._window = window
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on."""
@@ -53,4 +63,10 @@ class Ears:
                     self._listeners.come(session)
             elif path.startswith("call/"):
                 self._listeners.come(path.rpartition("/")[2])
+            elif path.startswith("heartbeat/"):
+                # gradio's page holds this call for as long as it is open.
+                session, cookies = path.rpartition("/")[2], Headers(scope=scope).get("cookie", "")
+                with self._window(session, cookies):
+                    await self._app(scope, receive, send)
+                return
         await self._app(scope, receive, send)

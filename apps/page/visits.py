@@ -95,8 +95,8 @@ class Visit:
         folder: where the visit's files go.
         returns: whether the visitor can come back to it.
         errands: what was asked for, by tab, in order: all that waits or runs, and what ended last.
-        present: how many listen to how its jobs go.
-        times: how often somebody came to listen.
+        present: how many of its windows are open, and how many listen to how a job goes.
+        times: how often one came.
         pairs: comparisons, by their names.
         cells: recorded cells, by their names.
         report: draws the last report.
@@ -122,12 +122,12 @@ class Visit:
         self.gallery = Gallery(self.folder)
 
     def come(self) -> None:
-        """Somebody listens to how a job goes."""
+        """A window is opened, or somebody listens to how a job goes."""
         self.present += 1
         self.times += 1
 
     def leave(self) -> None:
-        """Somebody listens no longer."""
+        """It is closed, or somebody listens no longer."""
         self.present -= 1
 
     def next_stem(self, prompt: str) -> Path:
