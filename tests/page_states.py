@@ -114,7 +114,7 @@ def _typing(visitor: Visitor) -> Iterator[tuple[str, str]]:
     visitor.prompt("a cat that chases a large red ball")
     playwright.expect(page.locator("#model-card mark")).to_have_text(["cat", "chases"])
     page.locator("#target :is(input, textarea)").fill("38 dB")
-    playwright.expect(page.get_by_label("balanced", exact=True)).to_be_checked()
+    playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
     yield "unknown words, and a speed by its quality", "#form"
     for fold in ("By hand", "More of Foresight", "More settings"):
         visitor.unfold(fold)

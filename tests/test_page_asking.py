@@ -77,11 +77,11 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
 
     # one control for quality and speed, in the command line's words; the numbers follow it.
     visitor.see("#speed-facts", "high: foresight (share 0.08)")
-    visitor.see("#speed-facts", "41.7 dB on shapes")
+    visitor.see("#speed-facts", "43.3 dB on shapes")
     share = page.get_by_label("share", exact=True)
     playwright.expect(share).to_be_hidden()
     page.get_by_label("balanced", exact=True).check()
-    visitor.see("#speed-facts", "balanced: foresight (share 0.08, slope 0.5,")
+    visitor.see("#speed-facts", "balanced: foresight (share 0.08, unconditional_every 10)")
     visitor.unfold("By hand")
     playwright.expect(share).to_have_value("0.08")
     visitor.unfold("More of Foresight")
@@ -94,9 +94,8 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
     playwright.expect(share).to_have_value("0.08")
     target.fill("99")
     visitor.see("#speed-facts", "no speed was measured to give 99 dB on shapes")
-    # the fastest of all was not measured.
     target.fill("33 dB")
-    playwright.expect(page.get_by_label("balanced", exact=True)).to_be_checked()
+    playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
     playwright.expect(target).to_have_value("33 dB")
     visitor.set("share", 0.06)
     playwright.expect(page.get_by_label("by hand", exact=True)).to_be_checked()

@@ -515,10 +515,9 @@ def test_what_a_speed_stands_for_is_said_without_what_the_page_leaves_out(form: 
 
     text = speed_text(form, form.host.models[0], "fast")
     assert "foresight (share 0.08, unconditional_every 10), refresh 0.15" in text
-    assert "step cache guidance 3" in text
-    assert "its quality was not measured on this model" in text
-    text = speed_text(form, form.host.models[0], "balanced")
-    assert "38.9 dB on shapes, mean of 24 prompts" in text
+    assert "step cache first-block" in text
+    assert "38.7 dB on shapes, mean of 24 prompts" in text
+    assert "step cache" not in speed_text(form, form.host.models[0], "balanced")
 
 
 def test_a_line_of_settings_leaves_out_what_is_nothing(form: Any) -> None:

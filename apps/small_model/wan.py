@@ -107,16 +107,18 @@ class Wan(SmallModel):
         speeds={
             "high": {"psnr": 43.3, "prompts": 24},
             "balanced": {
+                "psnr": 38.9,
+                "prompts": 24,
                 "method_options": {"unconditional_every": 10},
                 "schedule": {"refresh": 0.15},
-                "cache": "guidance",
             },
-            # where its steps alternate, taylorseer extrapolates the wrong way (docs/speed.md).
+            # where its steps alternate, taylorseer and guidance are far off (docs/speed.md).
             "fast": {
+                "psnr": 38.7,
+                "prompts": 24,
+                "cache": "first-block",
                 "method_options": {"unconditional_every": 10},
                 "schedule": {"refresh": 0.15},
-                "cache": "guidance",
-                "cache_threshold": 3,
             },
         },
     )
