@@ -81,9 +81,10 @@ def test_what_is_typed_before_the_settings_are_back_stays(visit: Any) -> None:
         opened.wait_for_function("window.typed")
     opened.wait_for_function("window.vidsparseRestored")
     _shows(opened, seed="11", prompt="a large red ball")
-    # both are kept.
-    visitor.page.reload()
-    _shows(visitor.page, seed="11", prompt="a large red ball")
+    # both are kept, for a window that is new.
+    new = visitor.page.context.new_page()
+    new.goto(visitor.page.url)
+    _shows(new, seed="11", prompt="a large red ball")
 
 
 def test_what_a_browser_kept_is_asked_for_until_the_server_answers(visit: Any) -> None:
