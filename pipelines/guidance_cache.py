@@ -93,7 +93,7 @@ class GuidanceCache(AbstractContextManager["GuidanceCache"]):
 
     Attributes:
         steady: share of its norm by which the difference may change from one step to the next: 0.2
-            to 0.3 in most runs of ``shapes`` after their first steps, about 2 in those whose
+            to 0.3 in calm runs of ``shapes`` after their first steps, about 2 in those whose
             outputs swing, where it changes its sign every time.
 
     Raises:
