@@ -3,8 +3,7 @@
 What guidance adds is the difference between its two branches, and that changes little from one step
 to the next, other than the branches themselves. So the unconditional branch is run in one of so
 many steps; in the others its output is the conditional one's with the difference that was found
-last. FasterCache (arXiv:2410.19355, section 3.3) rests on the same, and keeps the difference by
-frequency.
+last. FasterCache (arXiv:2410.19355) rests on the same, and keeps the difference by frequency.
 """
 
 from __future__ import annotations
@@ -218,7 +217,8 @@ def _changed(now: list[Tensor], before: list[Tensor]) -> float:
         return math.inf
 
     def norms(values: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(values.flatten(1), dim=1, dtype=torch.float32)
+        found: Tensor = torch.linalg.vector_norm(values.flatten(1), dim=1, dtype=torch.float32)
+        return found
 
     shares = [
         norms(one - other) / norms(one).clamp_min(torch.finfo(torch.float32).tiny)

@@ -228,8 +228,10 @@ def test_a_job_goes_on_while_its_visitor_has_another_window_open(desk: Desk) -> 
     request = _request(desk, "first")
     desk.listeners.come("first")
     errand = _submitted(desk, request)
-    scope = {"type": "http", "method": "GET", "path": "/gradio_api/heartbeat/second"}
+    place = "/gradio_api/heartbeat/second"
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": place}
     scope["headers"] = [(b"cookie", f"{desk.cookie}={'k' * 43}".encode())]
+    nothing: Any = None
     stopping: list[bool] = []
 
     async def open_window(*_: Any) -> None:
@@ -238,8 +240,8 @@ def test_a_job_goes_on_while_its_visitor_has_another_window_open(desk: Desk) -> 
         stopping.append(errand.job.stopping())
 
     async def visit() -> None:
-        ears = Ears(open_window, desk.listeners, desk.window)  # type: ignore[arg-type]
-        await ears(scope, None, None)  # type: ignore[arg-type]
+        ears = Ears(open_window, desk.listeners, desk.window)
+        await ears(scope, nothing, nothing)
         # who closes the last one has a while to come back.
         for seconds in (0.5 * AWAY, AWAY):
             await asyncio.sleep(seconds)

@@ -132,13 +132,13 @@ def test_a_reload_brings_back_the_form_of_its_own_window(visit: Any, url: str) -
     new = visitor.page.context.new_page()
     new.goto(url)
     # a new window begins with what was kept last.
-    for page, prompt, seed in (
+    for page, prompt, held in (
         (visitor.page, "a red ball", "11"),
         (other.page, "a blue ring", "12"),
         (new, "a red ball", "11"),
     ):
         playwright.expect(page.locator("#prompt textarea")).to_have_value(prompt)
-        playwright.expect(page.get_by_label("Seed", exact=True)).to_have_value(seed)
+        playwright.expect(page.get_by_label("Seed", exact=True)).to_have_value(held)
     assert other.errors == []
 
 
