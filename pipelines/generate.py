@@ -275,7 +275,8 @@ def _memory_hint(
     assert request.frames is not None
     videos = f"{batch} videos of " if batch > 1 else ""
     what = f"{videos}{request.frames} frames of {request.width}x{request.height}"
-    half = loaded.defaults.frames_within(request.frames / 2)
+    # of the latent's frames, of which the first stands for fewer.
+    half = loaded.defaults.frames_within((request.frames + loaded.defaults.frame_rest) / 2)
     fewer = "a smaller batch, " if batch > 1 else ""
     shorter = f"{half} frames or " if half < request.frames else ""
     try:
