@@ -248,8 +248,12 @@ def digests(folder: Path, pattern: str) -> dict[str, str]:
 
 
 def hidden(folder: Path) -> list[str]:
-    """Names of hidden files below a folder, locks aside: what was left half written."""
-    return sorted(path.name for path in folder.rglob(".*") if not path.name.endswith(".lock"))
+    """Names of hidden files below a folder: what was left half written.
+
+    Locks are nothing of that kind, nor the empty files by which pages take a visitor's numbers.
+    """
+    found = (path for path in folder.rglob(".*") if not path.name.endswith(".lock"))
+    return sorted(path.name for path in found if not path.name[1:].isdigit() or path.stat().st_size)
 
 
 def until_left_alone(session: int) -> None:
