@@ -123,6 +123,8 @@ class GuidanceCache(AbstractContextManager["GuidanceCache"]):
         self._warmup = max(1, warmup)
         self._of_steps = whole
         self._whole: Collection[int] = ()
+        # whether there was a forward in the last run that might have been left out.
+        self._asked = False
         self._positions = Positions()
         # by step, forwards and those of them that were run.
         self._counts: dict[int, tuple[int, int]] = {}
@@ -149,6 +151,8 @@ class GuidanceCache(AbstractContextManager["GuidanceCache"]):
             return None
         if all(made == 1 for made, _ in self._counts.values()):
             return "the cache guidance left nothing out: the run had no guidance"
+        if not self._asked:
+            return "the cache guidance left nothing out: all steps were to run both branches"
         return "the cache guidance left nothing out: what guidance adds changed from step to step"
 
     def remove(self) -> None:
@@ -191,11 +195,14 @@ class GuidanceCache(AbstractContextManager["GuidanceCache"]):
         if at.begins:
             self._counts.clear()
             self._differences.clear()
+            self._asked = False
             self._whole = self._of_steps(at.steps)
         difference = self._differences.setdefault(id(module), _Difference())
         difference.enter(at.step)
-        always = at.step < self._warmup or at.step in self._whole
-        made = None if always else difference.unconditional(self.threshold)
+        made = None
+        if at.step >= self._warmup and at.step not in self._whole:
+            self._asked |= difference.forwards == 2
+            made = difference.unconditional(self.threshold)
         forwards, run = self._counts.get(at.step, (0, 0))
         self._counts[at.step] = forwards + 1, run + (made is None)
         return made

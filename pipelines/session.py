@@ -6,6 +6,8 @@ here, for all families alike.
 
 No class and no Python module of the host is changed: only this pipeline's transformers are, and
 removal takes all of it back. A session lives as long as the processors that point to it.
+
+The file has over 600 lines because where a forward stands is read, kept and let go of together.
 """
 
 from __future__ import annotations
@@ -234,9 +236,7 @@ class Session:
         # taken back before what deals tokens.
         self._watches += [halves.attach(one, self._guided_at) for one in self._living()]
         self._watches += [halves.share_plans(engine) for engine in self.engines]
-        for engine in self.engines:
-            # both halves of everyone.
-            engine.any_process = partial(any_process, group=None)
+        self._decide_together()
 
     def _guided_at(self) -> tuple[int, str] | None:
         """Step and branch of the forward that begins; None where the run has no guidance."""
@@ -510,8 +510,6 @@ class Session:
                 "a probe looks at whole calls, and in a ring a process has only some tokens. "
                 "Hint: probe in one process."
             )
-        if self.halves is None:
-            self.engines[part].any_process = partial(any_process, group=groups.all)
         dealt = None if self._balancer is None else self._balancer.deal(part, layer)
         if dealt is None:
             of_heads: dict[str, Any] = {"first_head": groups.first_head(q.shape[2])}
@@ -529,7 +527,17 @@ class Session:
         config = getattr(self._transformers[part](), "_parallel_config", None)
         if self._grouped[0] is not config:
             self._grouped = config, parallel_groups(config)
+            self._decide_together()
         return self._grouped[1]
+
+    def _decide_together(self) -> None:
+        """Have engines ask all processes of a run what all have to decide alike."""
+        groups = self._grouped[1]
+        alone = groups is None and self.halves is None
+        # both halves of everyone, where branches are apart.
+        group = None if groups is None or self.halves is not None else groups.all
+        for engine in self.engines:
+            engine.any_process = None if alone else partial(any_process, group=group)
 
     def attend_dense(
         self, q: Tensor, k: Tensor, v: Tensor, part: int, layer: int

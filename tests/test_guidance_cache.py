@@ -99,6 +99,8 @@ def test_the_unconditional_branch_runs_in_one_of_so_many_steps(
         shares = cached.blocks_run()
     assert [step for step, share in shares.items() if share < 1] == left_out
     assert set(shares.values()) <= {0.5, 1.0}
+    both = "the cache guidance left nothing out: all steps were to run both branches"
+    assert cached.note == (None if left_out else both)
     assert forwards.ran == 2 * STEPS - len(left_out)
     assert len(forwards.outputs) == 2 * STEPS
 
