@@ -24,7 +24,10 @@ from vidsparse.apps.studies.quality_study import AIM_TRIALS
 from vidsparse.apps.studies.quality_tables import total_of
 from vidsparse.methods import SPARSE_METHODS, make_method
 from vidsparse.methods.studied import Knob
+from vidsparse.pipelines.families import WAN
 from vidsparse.pipelines.models import MODELS, resolve_model
+from vidsparse.pipelines.speed import bundle_for
+from vidsparse.schedule import share_or_count
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,6 +93,32 @@ def test_ssim_of_other_frames_is_not_put_beside_rows(tiny_model: Path, tmp_path:
     assert "on every 4. frame, not" in done.stderr
     assert "Hint: give --ssim-every the number of those rows" in done.stderr
     assert (tmp_path / "q.json").read_bytes() == written
+
+
+def test_videos_of_another_guidance_are_not_put_beside_rows(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    given = ("--study", "bundles", "--prompts", "1", "--limit-rows", "1")
+    assert _quality(tiny_model, tmp_path, *given, "--guidance", "1").exit_code == 0
+    written = (tmp_path / "q.json").read_bytes()
+    done = _quality(tiny_model, tmp_path, *given)
+    assert done.exit_code == 2, done.output
+    assert "holds rows of guidance 1, not of 5. Hint: name another file" in done.stderr
+    assert (tmp_path / "q.json").read_bytes() == written
+    (row,) = _rows(tmp_path)
+    # as models without a card of their own run, in 50 steps.
+    assert (row["options"]["share"], row["options"]["dense_steps"]) == (0.11, 6)
+
+
+def test_the_first_bundles_of_the_study_are_those_of_models_without_a_card() -> None:
+    bundle = bundle_for("balanced", WAN.defaults, steps=50, device="cpu", dtype="fp32")
+    share = bundle.method_options["share"]
+    amounts = {
+        name: share_or_count(bundle.schedule[name], 50, name) for name in ("dense_steps", "refresh")
+    }
+    first, *_ = configurations(("bundles",))
+    assert first.options["share"] == share
+    assert {"dense_steps": first.dense_steps, "refresh": first.refresh} == amounts
 
 
 def test_the_total_of_earlier_rows_follows_from_their_fields() -> None:

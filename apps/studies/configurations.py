@@ -27,6 +27,8 @@ another number. The studies:
   that follow the slope of two refreshes.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
+- ``bundles``: what a model without a card of its own runs at ``balanced`` and ``fast``, and with
+  fewer steps that compute everything. For ``--steps 50``, with ``--guidance 1`` and without.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
   attention by our own kernels, for the time that each takes.
 - ``speeds``: the bundles of ``--speed`` as they run on the machine, each in decibels and seconds.
@@ -84,6 +86,7 @@ STUDIES: Final = (
     "fading",
     "guidance",
     "few-steps",
+    "bundles",
     "seconds",
     "speeds",
     "promises",
@@ -197,6 +200,20 @@ FEW_STEPS: Final[tuple[tuple[str, Mapping[str, Any], int, int], ...]] = (
     ("fg-attn", {"top_p": None, "topk": 0.3, "tile": "16x16"}, 1, 0),
 )
 """Methods, their options, dense steps and refreshes. The first refresh is the last dense step."""
+
+BUNDLED: Final[tuple[tuple[float, int, int], ...]] = (
+    (0.11, 6, 4),
+    (0.11, 4, 4),
+    (0.11, 5, 3),
+    (0.11, 4, 3),
+    (0.09, 4, 3),
+    (0.11, 3, 3),
+)
+"""Shares of ``foresight``, dense steps and refreshes; the first are those of ``pipelines.speed`` in
+50 steps."""
+
+# of models of tens of thousands of tokens, and what comes nearest to them in a short sequence.
+BUNDLED_TILES: Final = ("128x16", "32x16")
 
 PROMISED: Final[tuple[tuple[str, float], ...]] = (
     ("foresight", 32.0),
@@ -490,6 +507,17 @@ def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 refresh=refresh,
                 dense_steps=dense_steps,
             )
+    if "bundles" in studies:
+        for tile in BUNDLED_TILES:
+            for share, dense_steps, refresh in BUNDLED:
+                yield Configuration(
+                    study="bundles",
+                    method="foresight",
+                    options={"share": share, "tile": tile},
+                    order=None,
+                    refresh=refresh,
+                    dense_steps=dense_steps,
+                )
     if "promises" in studies:
         for method, psnr in PROMISED:
             yield Configuration(

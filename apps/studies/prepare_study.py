@@ -62,7 +62,8 @@ def prepare_study(
                 **{
                     name: options[name]
                     for name in (
-                        "model", "frames", "steps", "seed", "device", "dtype", "implementation",
+                        "model", "frames", "steps", "guidance", "seed", "device", "dtype",
+                        "implementation",
                     )
                 },
             ),

@@ -190,6 +190,12 @@ class QualityStudy:
             "prompts_hash": self._prompts_hash,
         }
         file.check_origin(origin, self._unsaid)
+        there = file.header.get("guidance", first.guidance)
+        if there != first.guidance:
+            raise OptionError(
+                f"{file.path} holds rows of guidance {there:g}, not of {first.guidance:g}. "
+                "Hint: name another file."
+            )
         # one header says of all rows how SSIM was taken; single calls have none.
         here = self._meanings["ssim"]
         there = file.header.get("metrics", {}).get("ssim", here)

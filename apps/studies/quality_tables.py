@@ -236,6 +236,11 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         "unconditional every": option_text("unconditional_every"),
         **_REFRESH_COLUMNS,
     },
+    "bundles": {
+        "steps": lambda row: str(row["steps"]),
+        "tile": option_text("tile"),
+        **_REFRESH_COLUMNS,
+    },
     "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
         "method": lambda row: str(row["method"]),

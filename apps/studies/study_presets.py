@@ -22,8 +22,8 @@ PROMISED_FACTS: Final = ("psnr", "psnr_worst", "total", "met", "prompts")
 
 # what a study settles for all its rows; everything else follows from the method or the preset.
 _OF_THE_STUDY: Final = (
-    "prompt", "model", "frames", "width", "height", "steps", "seed", "device", "dtype",
-    "implementation",
+    "prompt", "model", "frames", "width", "height", "steps", "guidance", "seed", "device",
+    "dtype", "implementation",
 )  # fmt: skip
 
 

@@ -23,6 +23,12 @@ _OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ...] = (
     click.option("--frames", type=int, metavar="N", help="Frames.  [default: the model's]"),
     click.option("--steps", type=int, metavar="N", help="Denoising steps.  [default: the model's]"),
     click.option(
+        "--guidance",
+        type=float,
+        metavar="SCALE",
+        help="Guidance scale of all videos; 1 is none.  [default: the model's]",
+    ),
+    click.option(
         "--seed",
         type=int,
         metavar="N",
