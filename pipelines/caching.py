@@ -422,6 +422,11 @@ class StepCache(AbstractContextManager["StepCache"]):
             found[step] = sum(one.run for one in own) / sum(one.blocks for one in own)
         return found
 
+    def share_left_out(self) -> float:
+        """Of all blocks of the last run, the share that was left out."""
+        blocks = sum(one.blocks for one in self._forwards)
+        return 1 - sum(one.run for one in self._forwards) / blocks if blocks else 0.0
+
     def remove(self) -> None:
         """Take the cache off the transformers. Harmless when repeated."""
         while self._undo:

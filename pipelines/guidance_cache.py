@@ -144,6 +144,11 @@ class GuidanceCache(AbstractContextManager["GuidanceCache"]):
         """By step of the last run, from 0: the share of all its blocks that were run."""
         return {step: run / made for step, (made, run) in self._counts.items()}
 
+    def share_left_out(self) -> float:
+        """Of all forwards of the last run, the share that was left out."""
+        made = sum(forwards for forwards, _ in self._counts.values())
+        return 1 - sum(run for _, run in self._counts.values()) / made if made else 0.0
+
     @property
     def note(self) -> str | None:
         """What the last run has to say of the cache beside counts, if anything."""

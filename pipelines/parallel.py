@@ -507,6 +507,7 @@ def gather_heads(trace: Trace, groups: Groups) -> bool:
     for cell in trace.cells:
         cell.pairs *= count
         cell.heads = None
+    trace.left_out *= count
     if loads[0, 1]:
         trace.balance = Balance(count, *(loads[:, 0] / loads[:, 1]).tolist())
     return True

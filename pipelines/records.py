@@ -36,7 +36,11 @@ def shared_record(
     ``handle`` is that of a sparse run, None for the stock pipeline; ``cache`` None without one.
     """
     summary = handle.summary() if handle is not None else None
-    work = Work.all_dense() if summary is None else summary.work
+    if summary is not None:
+        work = summary.work
+    else:
+        # no call of the stock pipeline is followed, but a cache counts what it leaves out.
+        work = Work.all_dense(0.0 if cache is None else cache.share_left_out())
     return {
         "negative_prompt": request.negative_prompt,
         "seed": request.seed,

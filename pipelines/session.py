@@ -325,6 +325,7 @@ class Session:
             window=window,
             guided=self._takes_turns() and self._spoken_of and says_guided(pipe),
         )
+        self.engines[part].trace.begin_forward()
         if self._layout is not None:
             self._texts += self._layout.new_texts(self._site.stacked, self._texts)
         if self.watcher is not None:
@@ -338,6 +339,9 @@ class Session:
         if self._site is not None:
             engine = self.engines[self._site.part]
             engine.end_forward(self._site)
+            # one that another process computes has left nothing out.
+            if self.halves is None or self.halves.computes(self._site.branch):
+                engine.trace.end_forward(self._site.part, self._site.branch)
             # by what the step before had, the last forward of all: a decoder that wants memory
             # follows. whoever watches may run it again.
             ends = self._site.step + 1 == engine.steps and self.watcher is None

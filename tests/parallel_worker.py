@@ -157,12 +157,16 @@ def cached(name: str, pipe: Any, handle: Any) -> dict[str, Any]:
     for name_of_cache, threshold in caches.items():
         with cache_of(pipe, name_of_cache, threshold) as cache:
             actual = latents(name, pipe, num_inference_steps=7)
+            handle.gather_trace()
             if not is_first():
                 continue
             expected, blocks = alone[name_of_cache]
+            work = handle.summary().work
+            assert work is not None
             found[name_of_cache] = {
                 "left_out": [step for step, share in cache.blocks_run().items() if share < 1],
                 "same": blocks == cache.blocks_run(),
+                "share_left_out": (work.left_out, cache.share_left_out()),
                 "error": float((actual - expected).abs().max()),
                 "largest": float(expected.abs().max()),
                 "lost": 0.0,

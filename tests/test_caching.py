@@ -25,7 +25,7 @@ from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import make_method
 from vidsparse.pipelines import is_sparse, restore, sparsify
-from vidsparse.pipelines.caching import CACHES, StepCache, cache_warmup
+from vidsparse.pipelines.caching import CACHES, StepCache, cache_warmup, open_cache
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.generate import generate
@@ -101,9 +101,15 @@ def test_what_a_cache_leaves_out_is_what_was_not_run(cache: str, name: str) -> N
             for step, row in enumerate(handle.trace.density_map())
             if any(value is not None for value in row)
         ]
-        shares = cached.blocks_run()
+        shares, left_out = cached.blocks_run(), cached.share_left_out()
+        work = handle.summary().work
         cached.remove()
     check_equal(name, ours, stock)
+    # all pairs of the others were computed, and the run's are those of all steps.
+    assert work is not None
+    assert work.left_out == pytest.approx(left_out)
+    assert left_out == pytest.approx(1 - sum(shares.values()) / STEPS)
+    assert work.total == pytest.approx(1 - left_out, rel=0.02)
     assert list(shares) == list(range(STEPS))
     assert [(step, share) for step, share in shares.items() if share] == called
     if cache == "first-block":
@@ -424,10 +430,40 @@ def test_a_record_says_what_every_step_was(folder: Path) -> None:
     ]
     assert record["options"]["cache"] == "first-block"
     assert record["oldest_plan"] == 1
+    # six of seven steps ran one block of three.
+    work = record["work"]
+    assert work["left_out"] == pytest.approx(6 / 7 * 2 / 3)
+    assert work["dense_steps"] == pytest.approx(1 / 7)
+    assert work["sparse"] == pytest.approx(6 / 7 / 3 * record["computed"])
+    assert record["total"] == pytest.approx(work["dense_steps"] + work["sparse"])
     plain = generate(loaded, a_request(folder, dense_steps=2)).record
     assert [step["kind"] for step in plain["steps"]] == ["dense"] * 2 + ["sparse"] * (STEPS - 2)
     assert {step["blocks"] for step in plain["steps"]} == {1.0}
     assert not loaded.pipe.transformer.is_cache_enabled
+
+
+# on a CPU a dense run is the stock pipeline, whose calls are not followed.
+@pytest.mark.parametrize("cache", [*THRESHOLDS, "guidance"])
+def test_a_dense_run_says_what_its_cache_left_out(folder: Path, cache: str) -> None:
+    loaded = load(folder, device="cpu")
+    most = THRESHOLDS.get(cache, 2)
+    request = a_request(folder, method="dense", cache=cache, cache_threshold=most)
+    record = generate(loaded, request).record
+    run = sum(step["blocks"] for step in record["steps"]) / STEPS
+    assert run < 1
+    work = record["work"]
+    assert (record["total"], work["dense_steps"]) == (pytest.approx(run), pytest.approx(run))
+    assert work["left_out"] == pytest.approx(1 - run)
+    # and as it is counted where calls are.
+    with (
+        sparsify(loaded.pipe, "dense") as handle,
+        open_cache(loaded.pipe, cache, threshold=most, dense_steps=1, steps=STEPS) as cached,
+    ):
+        latents("wan", loaded.pipe, num_inference_steps=STEPS)
+        followed = handle.summary().work
+    assert followed is not None
+    assert followed.left_out == pytest.approx(cached.share_left_out())
+    assert followed.left_out > 0
 
 
 def test_old_plans_are_told_of(folder: Path) -> None:
@@ -502,11 +538,16 @@ def test_compare_draws_the_steps_and_tells_of_old_plans(
     assert {step["kind"] for step in sides["dense"]["steps"]} == {"dense"}
     assert [step["kind"] for step in sides["sparse"]["steps"]].count("cached") == 2
     assert [note for note in report["notes"] if note.startswith("2 of the sparse side's 7 steps")]
+    work = report["summary"]["work"]
+    assert work["left_out"] == pytest.approx(2 / 7)
+    parts = ("dense_steps", "dense_layers", "dense_fallback", "refresh", "sparse")
+    assert report["summary"]["total"] == pytest.approx(sum(work[name] for name in parts))
     said = f"still served {oldest} steps after its own"
     assert [note for note in report["notes"] if said in note]
     page = file.with_suffix(".html").read_text(encoding="utf-8")
     assert drawn in page
     assert page.count('<rect class="cached"') == 2
+    assert "and 28.6% left out by the step cache" in page
 
 
 def test_a_command_refuses_a_cache_that_does_not_know_the_family(tmp_path: Path) -> None:

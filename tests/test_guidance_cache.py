@@ -365,6 +365,14 @@ def test_a_record_says_what_was_left_out(tmp_path: Path) -> None:
     assert [step["kind"] for step in record["steps"]][:4] == ["dense", "dense", "cached", "sparse"]
     assert record["options"]["cache"] == "guidance"
     assert record["options"]["cache_threshold"] == 2
+    # three of fourteen forwards.
+    work = record["work"]
+    assert work["left_out"] == pytest.approx(3 / 14)
+    assert work["dense_steps"] == pytest.approx(2 / 7)
+    assert record["total"] == pytest.approx(2 / 7 + (1 - 2 / 7 - 3 / 14) * record["computed"])
+    # shares of what was run, as ever: two dense steps of seven, four calls of eleven.
+    assert record["dense_step_share"] == pytest.approx(2 / 7)
+    assert record["dense_call_share"] == pytest.approx(4 / 11)
     alone = GenerateRequest(
         prompt="a red circle", model=str(folder), cache="guidance", guidance=1.0, **small
     )

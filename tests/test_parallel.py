@@ -357,6 +357,8 @@ def test_every_process_leaves_out_the_steps_of_one(
     one = found[case][cache]
     assert 0 < len(one["left_out"]) < 6
     assert one["same"]
+    counted, told = one["share_left_out"]
+    assert counted == pytest.approx(told)
     assert one["error"] <= budget(one)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,50 @@ def test_a_dense_run_computes_everything() -> None:
     )
 
 
+def of_steps(calls: Sequence[int], *, layers: int = 4, branch: str = "conditional") -> Trace:
+    """A run whose forwards made so many ``calls`` each, of a pair of steps' dense ones."""
+    trace = Trace()
+    for step, made in enumerate(calls):
+        trace.begin_forward()
+        trace.cells += [Cell(step, n, branch, "dense", "dense", 10 + n) for n in range(made)]
+        trace.end_forward(0, branch)
+    return trace
+
+
+def test_calls_that_a_cache_left_out_are_the_runs() -> None:
+    # 46 pairs a step; the second step made the first call alone, the third none.
+    work = of_steps([4, 1, 0, 4]).summary().work
+    assert work is not None
+    assert work.total == work.dense_steps == pytest.approx((46 + 10 + 46) / (4 * 46))
+    assert work.left_out == pytest.approx(1 - work.total)
+    assert work.split == "55.4% dense steps, and 44.6% left out by the step cache"
+    assert work.selection == 0
+    assert Work.from_json(json.loads(json.dumps(work.to_json()))) == work
+    assert Work.all_dense(work.left_out) == work
+
+
+def test_what_a_branch_never_called_was_not_left_out() -> None:
+    # a guider's own forward that skips a layer on purpose, and a branch that begins late.
+    trace = of_steps([4, 4])
+    for step in (1, 2):
+        trace.begin_forward()
+        trace.cells += [Cell(step, n, "skips", "dense", "dense", 10) for n in (0, 2)]
+        trace.end_forward(0, "skips")
+    assert trace.left_out == 0
+
+
+def test_a_forward_that_raised_and_is_repeated_counts_nothing_twice() -> None:
+    trace = Trace()
+    for raised in (True, False):
+        trace.begin_forward()
+        trace.cells += [Cell(0, n, "conditional", "dense", "dense", 10) for n in range(2)]
+        if not raised:
+            trace.end_forward(0, "conditional")
+    trace.begin_forward()
+    trace.end_forward(0, "conditional")
+    assert trace.left_out == 20
+
+
 def test_no_call_no_work() -> None:
     assert Trace().summary().work is None
 
@@ -139,15 +184,20 @@ def test_records_of_other_versions_are_read() -> None:
     # and after a part was added to the split: the total is what counts.
     later = {"total": 0.4, "dense_steps": 0.1, "sparse": 0.2, "something_new": 0.1}
     assert Work.from_json(later) == Work(total=0.4, dense_steps=0.1, sparse=0.2)
+    # nor did earlier ones count what a cache left out.
+    assert Work.from_json({"total": 0.4, "sparse": 0.4}) == Work(total=0.4, sparse=0.4)
 
 
 def test_the_mean_over_runs() -> None:
     known = Work(total=0.5, sparse=0.5, selection=0.1, selection_source="a")
-    other = Work(total=0.7, dense_steps=0.4, sparse=0.3, selection=0.3, selection_source="b")
+    other = Work(
+        total=0.7, dense_steps=0.4, sparse=0.3, left_out=0.2, selection=0.3, selection_source="b"
+    )
     mean = Work.mean([known, other])
     assert mean is not None
     assert mean.total == pytest.approx(0.6)
     assert mean.dense_steps == pytest.approx(0.2)
+    assert mean.left_out == pytest.approx(0.1)
     assert mean.selection == pytest.approx(0.2)
     assert mean.selection_source == "a; b"
     unknown = Work.mean([known, Work(total=0.7)])

@@ -59,11 +59,13 @@ CONVENTIONS: Mapping[str, str] = {
     "null where all are identical",
     "std": "sample standard deviation over prompts; null for fewer than two",
     "total": "share of the query-key pairs of all video self-attention calls of a run that were "
-    "computed: dense steps and dense layers count in full, sparse calls by their computed share; "
-    "speed follows this one",
+    "computed: dense steps and dense layers count in full, sparse calls by their computed share, "
+    "calls that a step cache left out as nothing computed; speed follows this one",
     "work": "where those pairs were computed: dense_steps, dense_layers, dense_fallback, refresh "
-    "(all pairs, and a plan's beside them) and sparse add up to total; selection is what choosing "
-    "them cost beside that, as a share of the run's dense attention, null where not measured",
+    "(all pairs, and a plan's beside them) and sparse add up to total; left_out are pairs of calls "
+    "that a step cache left out (a work without it is a share of the calls that were made); "
+    "selection is what choosing them cost beside that, as a share of the run's dense attention, "
+    "null where not measured",
     "selected": "share of tiles that the method chose, over the sparse calls only",
     "computed": "share of query-key pairs that the kernel multiplied, over the sparse calls only",
     "stages": "runs of the same seeds with the parts of the sparse side switched on one after the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,11 +76,13 @@ class TraceSummary:
     """A run in a few numbers.
 
     ``work``: the share of all the run's pairs that was computed, dense steps and layers included,
-    and its split; None if there was no call. Speed follows its ``total``.
+    and its split; None if there was no call. Speed follows its ``total``. Calls that a step cache
+    left out are among the run's, and nothing of them was computed.
 
-    The other densities are means over the sparse calls only, None if there were none.
-    ``selected``: share of pairs the method chose. ``computed``: share the kernel multiplied after
-    merging tiles into blocks of rows; a pair counts half if a gate skipped its product with V.
+    All else is of the calls that were made. The other densities are means over the sparse calls
+    only, None if there were none. ``selected``: share of pairs the method chose. ``computed``:
+    share the kernel multiplied after merging tiles into blocks of rows; a pair counts half if a
+    gate skipped its product with V.
     ``skipped``: share of such pairs, None if no call had a gate. ``dense_step_share``: share of
     steps without any sparse call. ``dense_call_share``: share of calls that were not sparse.
     """
@@ -138,12 +141,18 @@ class Balance:
 class Trace:
     """All calls of one run, in order.
 
-    ``balance`` is set once several processes have joined their traces.
+    ``balance`` is set once several processes have joined their traces. ``left_out`` counts the
+    pairs of the calls that forwards returned without.
     """
 
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     balance: Balance | None = None
+    left_out: int = 0
+    # of the forward that goes on, the place of its first cell; and the pairs of each layer in the
+    # last forward that called it, by transformer and branch.
+    _first: int = 0
+    _usual: dict[tuple[int, str], dict[int, int]] = field(default_factory=dict)
     _events: list[tuple[Cell, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     @contextmanager
@@ -162,6 +171,23 @@ class Trace:
             yield cell
             cell.seconds = time.perf_counter() - began
         self.cells.append(cell)
+
+    def begin_forward(self) -> None:
+        """Take in that a forward begins; what one before it did that never returned is dropped."""
+        self._first = len(self.cells)
+
+    def end_forward(self, part: int, branch: str) -> None:
+        """Take in that a forward of transformer ``part`` for ``branch`` has returned.
+
+        Calls that this branch made before, and not now, are those that a step cache left out: every
+        cache has to see a forward before it can stand in for one.
+        """
+        made: Counter[int] = Counter()
+        for cell in self.cells[self._first :]:
+            made[cell.layer] += cell.pairs
+        usual = self._usual.setdefault((part, branch), {})
+        self.left_out += sum(pairs for layer, pairs in usual.items() if layer not in made)
+        usual.update(made)
 
     def resolve(self) -> None:
         """Wait for what is still running, and bring times and densities to the host."""
@@ -214,9 +240,10 @@ class Trace:
         return max(ages, default=None)
 
     def _work(self) -> Work | None:
-        pairs = sum(c.pairs for c in self.cells)
-        if not pairs:
+        made = sum(c.pairs for c in self.cells)
+        if not made:
             return None
+        pairs = made + self.left_out
         # a step of which nothing was meant to be sparse is a dense one.
         whole = (Action.DENSE.value, Action.REFRESH.value)
         sparse_steps = {c.step for c in self.cells if c.action not in whole or c.whole < 1}
@@ -234,6 +261,7 @@ class Trace:
         selection, source = self._selection(pairs)
         return Work(
             total=sum(computed.values()) / pairs,
+            left_out=self.left_out / pairs,
             selection=selection,
             selection_source=source,
             **{part: count / pairs for part, count in computed.items()},

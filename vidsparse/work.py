@@ -32,8 +32,8 @@ class Work:
     """The attention work of one run, as shares of all its query-key pairs.
 
     The pairs are those of every video self-attention call of the run: all denoising steps, all
-    layers, both guidance branches. ``dense_steps``, ``dense_layers``, ``dense_fallback``,
-    ``refresh`` and ``sparse`` add up to ``total``.
+    layers, both guidance branches, calls that a step cache left out among them. ``dense_steps``,
+    ``dense_layers``, ``dense_fallback``, ``refresh`` and ``sparse`` add up to ``total``.
 
     Attributes:
         total: pairs computed in the whole run. A pair counts half where a gate skipped its product
@@ -44,6 +44,9 @@ class Work:
         refresh: pairs of calls that computed all and, beside them, those of a plan; where branches
             of guidance are in one batch, all of one branch may be all.
         sparse: pairs computed in the sparse calls.
+        left_out: pairs of calls that were not made, because a step cache left them out: no part of
+            ``total``. Versions that did not count them have shares of the calls that were made, and
+            0 here.
         selection: what choosing the pairs cost beside computing them (mask and plan; with SALE its
             4-bit estimates, with XAttention its sums), as a share of the run's dense attention.
             None where that was not measured for this method, tile, length and device.
@@ -56,13 +59,21 @@ class Work:
     dense_fallback: float = 0.0
     refresh: float = 0.0
     sparse: float = 0.0
+    left_out: float = 0.0
     selection: float | None = None
     selection_source: str = SELECTION_UNKNOWN
 
     @classmethod
-    def all_dense(cls) -> Self:
-        """The work of a run that computed every pair and chose none."""
-        return cls(total=1.0, dense_steps=1.0, selection=0.0, selection_source=NOTHING_SELECTED)
+    def all_dense(cls, left_out: float = 0.0) -> Self:
+        """The work of a run that chose no pairs and computed all but those ``left_out``."""
+        made = 1.0 - left_out
+        return cls(
+            total=made,
+            dense_steps=made,
+            left_out=left_out,
+            selection=0.0,
+            selection_source=NOTHING_SELECTED,
+        )
 
     @classmethod
     def of_schedule(cls, *, dense_steps: float, dense_layers: float, computed: float) -> Self:
@@ -96,8 +107,9 @@ class Work:
         def average(values: Sequence[float]) -> float:
             return math.fsum(values) / len(values)
 
+        shares = ("total", *PARTS, "left_out")
         return cls(
-            **{name: average([getattr(one, name) for one in works]) for name in ("total", *PARTS)},
+            **{name: average([getattr(one, name) for one in works]) for name in shares},
             selection=average([one.selection or 0.0 for one in works])
             if len(known) == len(works)
             else None,
@@ -122,7 +134,10 @@ class Work:
 
     @property
     def split(self) -> str:
-        """Where the pairs were computed, as ``25.0% dense steps, 18.2% sparse calls``."""
+        """Where the pairs were computed, as ``25.0% dense steps, 18.2% sparse calls``.
+
+        What a step cache left out is said behind that.
+        """
         parts = {
             "dense steps": self.dense_steps,
             "dense layers": self.dense_layers,
@@ -130,7 +145,10 @@ class Work:
             "refreshes": self.refresh,
             "sparse calls": self.sparse,
         }
-        return ", ".join(f"{share:.1%} {name}" for name, share in parts.items() if share)
+        told = [f"{share:.1%} {name}" for name, share in parts.items() if share]
+        if self.left_out:
+            told.append(f"and {self.left_out:.1%} left out by the step cache")
+        return ", ".join(told)
 
     @property
     def selection_text(self) -> str:

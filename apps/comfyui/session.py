@@ -175,10 +175,14 @@ class NodeSession:
         # a copy, so that no dictionary of others holds what is ours.
         given["transformer_options"] = {**options, OVERRIDE: self._override()}
         outer, self._forward = self._forward, forward
+        self.engine.trace.begin_forward()
         try:
-            return executor(*bound.args, **bound.kwargs)
+            out = executor(*bound.args, **bound.kwargs)
         finally:
             self._forward = outer
+        # nodes that cache steps leave calls out below this.
+        self.engine.trace.end_forward(forward.site.part, forward.site.branch)
+        return out
 
     def attend(self, stock: Attention, *args: Any, **kwargs: Any) -> Tensor:
         """The override: one attention call of the model, as ``stock(*args, **kwargs)`` has it.

@@ -295,8 +295,8 @@ def _cache_notes(records: Sequence[Mapping[str, Any]]) -> list[str]:
     if not cached:
         return []
     notes = [
-        f"{len(cached)} of the sparse side's {len(steps)} steps left blocks out by its step cache; "
-        "attention computed is a share of the calls that were made."
+        f"{len(cached)} of the sparse side's {len(steps)} steps left blocks out by its step cache: "
+        "of their attention nothing was computed."
     ]
     options = records[0]["options"]
     if options["refresh"] and options["method_options"].get("reach") is None:

@@ -34,7 +34,9 @@ def meanings(ssim_every: int, dense_steps: int | float | None) -> dict[str, str]
         "video_seconds": "of denoising, median over prompts; dense_video_seconds and "
         "speedup likewise",
         "total": "share of all query-key pairs of a run that were computed, dense steps "
-        "and layers included",
+        "and layers included; of calls that a step cache left out nothing was",
+        "left_out": "share of those pairs in calls that a step cache left out; in rows with a "
+        "cache and without it, total is a share of the calls that were made",
         "densities": f"means over the sparse calls; the first {dense} of all steps "
         "are dense unless a row's options say otherwise",
         "sim_q, sim_k, l1, sparsity": f"SpargeAttn's, over the calls of {RECORDED_STEPS} "
@@ -85,6 +87,7 @@ class PendingRow:
         facts = {
             "method": configuration.method,
             "total": spread_of([record["total"] for record in records]).mean,
+            "left_out": spread_of([record["work"]["left_out"] for record in records]).mean,
             "selected": spread_of([record["selected"] for record in records]).mean,
             "computed": spread_of([record["computed"] for record in records]).mean,
             "dense_step_share": records[0]["dense_step_share"],
