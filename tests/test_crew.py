@@ -391,6 +391,23 @@ def test_a_worker_killed_midway_costs_no_video_and_no_frame(
     )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_workers_do_not_import_what_lies_in_the_working_folder(tmp_path: Path, engine: str) -> None:
+    # a folder of outputs, say, that has the package's name.
+    other = tmp_path / "vidsparse"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise ImportError('not the package')\n", encoding="utf-8")
+    words = command(tmp_path, "--gpus", "2", "--engine", engine, prompts=1)
+    done = subprocess.run(
+        [words[0], "-P", *words[1:]],
+        cwd=tmp_path, env=ONE_THREAD, capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(videos(tmp_path)) == 1
+
+
 def worker_of(pid: int, engine: str) -> int:
     """A worker that has the model: the process of the run with most memory but itself."""
     name = b"multiprocessing.spawn" if engine == "local" else b"ray::Worker"

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from vidsparse.apps.runs.crew import Worker, WorkerDied
+from vidsparse.apps.runs import ray_actor
+from vidsparse.apps.runs.crew import WorkerDied
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 
 
@@ -24,12 +25,17 @@ class RayWorkers:
 
     def __init__(self, device: str, count: int) -> None:
         self.count = count
-        resource = {"num_gpus": 1} if device.startswith("cuda") else {"num_cpus": 1}
-        self._actor = _ray().remote(**resource)(Worker)
+        ray, resource = _ray(), {"num_gpus": 1} if device.startswith("cuda") else {"num_cpus": 1}
+        # its code travels: a name would be imported before the actor's path is put right.
+        ray.cloudpickle.register_pickle_by_value(ray_actor)
+        self._actor = ray.remote(**resource)(ray_actor.WorkerOfRay)
+        # where the command itself does look into it, so do they.
+        here = os.path.abspath(os.curdir)
+        self._hidden = None if here in map(os.path.abspath, sys.path) else here
 
     def start(self, place: int) -> RayWorker:
         """Start one wherever the cluster has room."""
-        return RayWorker(self._actor.remote())
+        return RayWorker(self._actor.remote(self._hidden))
 
     def meeting_host(self) -> str | None:
         """Workers of a group meet on the first one's machine, wherever that is."""
@@ -60,7 +66,7 @@ class RayWorker:
             else:
                 answer.set_result(done.result())
 
-        getattr(self._actor, name).remote(*arguments).future().add_done_callback(pass_on)
+        self._actor.call.remote(name, *arguments).future().add_done_callback(pass_on)
         return answer
 
     def kill(self) -> None:
