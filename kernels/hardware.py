@@ -61,7 +61,7 @@ def triton_reason(device: torch.device) -> str | None:
     try:
         import triton  # noqa: F401
     except ImportError:
-        return "the triton package is not installed"
+        return "needs the triton package, which is not installed"
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0 (Ampere) or newer"
     return None

@@ -25,6 +25,7 @@ from vidsparse.pipelines.placement import (
     check_device,
     check_device_name,
     check_dtype,
+    check_kernels,
     check_linear,
 )
 from vidsparse.pipelines.speed import SPEEDS, bundle_for, plain_linear
@@ -317,7 +318,8 @@ def resolve(
     that off. A size left open has the model's area, and the shape of the image if there is one.
 
     Raises:
-        OptionError: the model cannot make such frames or size, or the device does not exist.
+        OptionError: the model cannot make such frames or size, the device does not exist, or a
+            kernel that was asked for by name does not run on it.
         UnsupportedError: this machine cannot run linear layers in the format asked for.
     """
     from vidsparse.methods import make_method
@@ -358,6 +360,11 @@ def resolve(
     if values["refresh"] is None:
         values["refresh"] = method.refresh
     check_linear(values["linear"], device, dtype)
+    check_kernels(
+        "auto" if request.method == "dense" else request.implementation,
+        request.dense_kernel,
+        device,
+    )
     if request.cache_threshold is None:
         own = bundled["cache_threshold"]
         values["cache_threshold"] = CACHES.get(values["cache"]) if own is None else own

@@ -170,6 +170,24 @@ def test_bad_options(generate: Run, out: Path, options: str, words: str) -> None
     _assert_refused(generate(*options.split()), out, words)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--implementation triton", "implementation triton was asked for, and it runs on CUDA"),
+        ("--implementation gluon", "implementation gluon was asked for, and it runs on CUDA"),
+        ("--dense-kernel gluon", "dense_kernel gluon was asked for, and it runs on CUDA devices"),
+        ("--method dense --dense-kernel gluon", "dense_kernel gluon was asked for"),
+    ],
+)
+def test_kernels_that_do_not_run_on_the_device(
+    generate: Run, out: Path, options: str, words: str
+) -> None:
+    result = generate(*options.split(), "--device", "cpu")
+    _assert_refused(result, out, words)
+    # loading a model may take minutes.
+    assert "Loading" not in result.output
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("device", ["cuda", "cuda:3"])
 def test_cuda_asked_for_and_absent(generate: Run, out: Path, device: str) -> None:
