@@ -96,12 +96,18 @@ class Defaults:
         parts = int(most - self.frame_rest) // self.frame_factor
         return max(0, parts) * self.frame_factor + self.frame_rest
 
+    def frame_groups(self, frames: int) -> int:
+        """``k`` of a video of so many frames, and one for the rest: its tokens grow with that.
+
+        In families that ``generate`` runs these are the frames of its latent.
+        """
+        return (frames - self.frame_rest) // self.frame_factor + 1
+
     def tokens_beyond(self, other: Defaults) -> float:
         """Video tokens of this one's video, as a multiple of the ``other``'s."""
 
         def volume(own: Defaults) -> int:
-            frames = (own.frames - own.frame_rest) // own.frame_factor + 1
-            return frames * own.width * own.height
+            return own.frame_groups(own.frames) * own.width * own.height
 
         return volume(self) / volume(other)
 

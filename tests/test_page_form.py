@@ -27,7 +27,8 @@ from vidsparse.apps.page.host import Limits, read_presets
 from vidsparse.apps.page.visits import Visits
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
-from vidsparse.pipelines.family import SCHEDULED
+from vidsparse.pipelines.families import FAMILIES
+from vidsparse.pipelines.family import SCHEDULED, Family
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.pipelines.speed import SPEEDS
@@ -567,3 +568,16 @@ def test_named_sizes_fit_the_model_and_the_host(tmp_path: Path) -> None:
     lengths = lengths_of(shapes, Limits())
     assert lengths == {"usual": own.frames, "half": 17, "twice": 65}
     assert list(lengths_of(shapes, Limits(frames=own.frames))) == ["usual", "half"]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_named_lengths_are_those_that_the_family_makes(family: Family) -> None:
+    from vidsparse.apps.page.sizes import lengths_of
+
+    own = family.defaults
+    model = dataclasses.replace(resolve_model("shapes"), defaults=own)
+    lengths = lengths_of(model, Limits(frames=10**6))
+    assert lengths["usual"] == own.frames
+    assert lengths["half"] < own.frames < lengths["twice"]
+    for frames in lengths.values():
+        assert own.frames_within(frames) == frames

@@ -79,8 +79,8 @@ class _Kind:
     guided: bool
 
     def tokens(self, defaults: Defaults) -> float:
-        latent = (self.frames - 1) // defaults.frame_factor + 1
-        return latent * self.width * self.height / defaults.size_factor**2
+        groups = defaults.frame_groups(self.frames)
+        return groups * self.width * self.height / defaults.size_factor**2
 
     @classmethod
     def of(cls, request: GenerateRequest) -> _Kind:

@@ -44,8 +44,9 @@ def lengths_of(model: ModelRef, limits: Limits) -> dict[str, int]:
     asked = {"usual": 1.0, "half": 0.5, "twice": 2.0}
     found: dict[str, int] = {}
     for name, share in asked.items():
-        frames = round((own.frames - 1) * share / own.frame_factor) * own.frame_factor + 1
-        if 1 < frames <= limits.frames:
+        parts = round((own.frames - own.frame_rest) * share / own.frame_factor)
+        frames = parts * own.frame_factor + own.frame_rest
+        if parts > 0 and frames <= limits.frames:
             found[name] = frames
     return found
 
