@@ -229,6 +229,30 @@ def latent() -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
 
+class Sampler:
+    """As ``comfy.samplers.KSAMPLER``: what a node set is in ``extra_options``.
+
+    Its steps are Euler's; with ``middle`` each has a second forward between two sigmas, as those of
+    ``dpm_2`` have.
+    """
+
+    def __init__(self, *, middle: bool = False, **options: float) -> None:
+        self.extra_options, self._middle = options, middle
+
+    def sample(self, forward: Attention, x: Tensor, sigmas: Tensor) -> Tensor:
+        churn, steps = self.extra_options.get("s_churn", 0.0), len(sigmas) - 1
+        least, most = (self.extra_options.get(name) for name in ("s_tmin", "s_tmax"))
+        for sigma, after in itertools.pairwise(sigmas):
+            inside = (least or 0.0) <= sigma <= (math.inf if most is None else most)
+            raised = sigma * (1 + min(churn / steps, 2**0.5 - 1)) if inside else sigma
+            denoised = forward(x, raised)
+            if self._middle and after > 0:
+                between = (raised * after) ** 0.5
+                denoised = forward(denoised + (x - denoised) * (between / raised), between)
+            x = denoised + (x - denoised) * (after / raised)
+        return x
+
+
 def sample(
     model: ModelPatcher,
     *,
@@ -238,18 +262,22 @@ def sample(
     text: int = 11,
     x: Tensor | None = None,
     worker: str | None = None,
+    sigmas: Tensor | None = None,
+    sampler: Sampler | None = None,
     **conditions: Any,
 ) -> Tensor:
-    """A run of an Euler sampler with both guidance branches, ``together`` in one batch or apart.
+    """A run of a sampler with both guidance branches, ``together`` in one batch or apart.
 
-    ``worker`` is the device whose thread runs the forwards, where ComfyUI deals them to several.
+    ``sigmas`` are those of a scheduler, with the end. ``worker`` is the device whose thread runs
+    the forwards, where ComfyUI deals them to several.
     """
-    sigmas = torch.linspace(1, 0, steps + 1)
+    sigmas = torch.linspace(1, 0, steps + 1) if sigmas is None else sigmas
+    sampler = sampler or Sampler()
     context = torch.randn(1, text, HEADS * DIM, generator=torch.Generator().manual_seed(1))
     branches = ([[1, 0]] if together else [[1], [0]]) if guided else [[0]]
 
-    def run(x: Tensor) -> Tensor:
-        for sigma, after in itertools.pairwise(sigmas):
+    def run(x: Tensor, sampler: Sampler) -> Tensor:
+        def forward(x: Tensor, sigma: Tensor) -> Tensor:
             outs: dict[int, Tensor] = {}
             for kinds in branches:
                 # built anew for every forward, as ComfyUI does.
@@ -266,11 +294,11 @@ def sample(
                     transformer_options=options, **conditions,
                 )  # fmt: skip
                 outs |= dict(zip(kinds, out.chunk(len(kinds)), strict=True))
-            denoised = outs[0] if len(outs) < 2 else outs[1] + 3 * (outs[0] - outs[1])
-            x = denoised + (x - denoised) * (after / sigma)
-        return x
+            return outs[0] if len(outs) < 2 else outs[1] + 3 * (outs[0] - outs[1])
+
+        return sampler.sample(forward, x, sigmas)
 
     wrappers = model.wrappers.get("outer_sample", {})
     outer = Executor(run, model, [w for each in wrappers.values() for w in each])
-    result: Tensor = outer(latent() if x is None else x)
+    result: Tensor = outer(latent() if x is None else x, sampler)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -238,6 +239,42 @@ def test_steps_outside_the_window_are_dense_and_bit_for_bit_the_stock_ones() -> 
     text = report(ours)
     assert "step before start_percent 0.4" in text
     assert "step after end_percent 0.7" in text
+
+
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"s_churn": 4.0}, {"s_churn": 40.0}, {"s_churn": 40.0, "s_tmin": 0.2, "s_tmax": 0.7}],
+)
+def test_steps_are_counted_where_a_sampler_raises_sigma(
+    options: dict[str, float], middle: bool
+) -> None:
+    # by so much that in a schedule like this a step's sigma is above those before.
+    sigmas = torch.cat([torch.linspace(0, -2, 12).exp(), torch.zeros(1)])
+    ours = sparse(loaded(), start_percent=0.0)
+    host.sample(ours, sigmas=sigmas, guided=False, sampler=host.Sampler(middle=middle, **options))
+    firsts = [cell.step for cell in cells(ours) if cell.layer == 0]
+    if middle:
+        assert len(firsts) == 2 * 12 - 1
+        # what is between two steps is either's.
+        assert {b - a for a, b in zip(firsts[::2], firsts[1::2], strict=False)} <= {0, 1}
+        firsts = firsts[::2]
+    assert firsts == list(range(12))
+
+
+def test_steps_are_counted_where_sigmas_rise() -> None:
+    # as ComfyUI's FlipSigmas has them, to turn a video back into noise.
+    sigmas = torch.linspace(1, 0, 11).flip(0)
+    sigmas[0] = 1e-4
+    ours = sparse(loaded(), start_percent=0.4, end_percent=0.7)
+    host.sample(ours, sigmas=sigmas)
+    assert [c.step for c in cells(ours) if c.layer == 0] == list(range(10))
+    # from sigma 0.3 to 0.6, as where they fall.
+    assert {cell.step for cell in cells(ours) if cell.sparse} == {3, 4, 5, 6}
+    text = report(ours)
+    # three steps of two layers at either end.
+    for why in ("step after end_percent 0.7", "step before start_percent 0.4"):
+        assert re.search(rf"dense: 6 calls, [\d.]+ s: {why}", text)
 
 
 def test_with_a_four_step_lora_the_first_step_alone_is_dense() -> None:

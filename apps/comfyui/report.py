@@ -126,9 +126,12 @@ def _reason(session: NodeSession, cell: Cell) -> str:
     if cell.action != Action.DENSE.value:
         return cell.action.removeprefix("dense: ")
     percent = session.settings
-    if cell.step < session.window.start:
+    outside = (cell.step < session.window.start, cell.step >= session.window.stop)
+    # where sigmas rise, a run goes through the percents backwards.
+    before, after = reversed(outside) if session.rising else outside
+    if before:
         return f"step before start_percent {percent.start_percent:g}"
-    if cell.step >= session.window.stop:
+    if after:
         return f"step after end_percent {percent.end_percent:g}"
     return "a layer that the preset keeps dense"
 

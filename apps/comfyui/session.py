@@ -16,7 +16,7 @@ import inspect
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -112,6 +112,7 @@ class NodeSession:
         engine: what runs the attention calls; its trace is that of the last sampling.
         others: calls that are none of the video's self-attention, by what they are.
         window: the steps of the last sampling that may be sparse.
+        rising: whether its sigmas rose, as where a video is turned back into noise.
 
     Raises:
         OptionError: the method lacks calibrated numbers.
@@ -127,8 +128,13 @@ class NodeSession:
         )
         self.others: Counter[str] = Counter()
         self.window = range(0)
+        self.rising = False
         self._sigmas: Tensor | None = None
         self._values: list[float] = []
+        # what the sampler was given, and the sigma that it tells in each step, which may be raised.
+        self._churn: Mapping[str, Any] = {}
+        self._raised: list[float] = []
+        self._step = 0
         self._layers: dict[tuple[Any, Any, int], int] = {}
         self._seen: Counter[tuple[int, str]] = Counter()
         self._forward: _Forward | None = None
@@ -150,6 +156,7 @@ class NodeSession:
     def sample(self, executor: Attention, *args: Any, **kwargs: Any) -> Any:
         """The wrapper around one sampling: a new trace, and no plans kept after it."""
         self._sigmas = None
+        self._churn = _churn_of([*args, *kwargs.values()])
         self.others.clear()
         self.engine.begin_run(1)
         try:
@@ -251,10 +258,7 @@ class NodeSession:
             ):
                 self._begin_run(model, sigmas)
             self._sigmas = sigmas
-            now = float(sigma.flatten()[0])
-            # between two of them for samplers that look ahead.
-            reached = sum(value >= now * (1 - _SIGMA_SLACK) for value in self._values[:-1])
-            step = max(0, reached - 1)
+            step = self._step = self._step_at(float(sigma.flatten()[0]))
         branch = _branch(options)
         self._seen[step, branch] += 1
         number = self._seen[step, branch]
@@ -274,9 +278,27 @@ class NodeSession:
             before=options.get(OVERRIDE),
         )
 
+    def _step_at(self, now: float) -> int:
+        """The step of the forward that is told the sigma ``now``."""
+        own, least = self._values[:-1], 0
+        if self._raised != own:
+            # one that is raised may be higher than those of steps before.
+            least = self._step
+            for at in range(least, len(own)):
+                if math.isclose(self._raised[at], now, rel_tol=_SIGMA_SLACK):
+                    return at
+        # between two of them for samplers that look ahead.
+        if self.rising:
+            reached = sum(value <= now * (1 + _SIGMA_SLACK) for value in own)
+        else:
+            reached = sum(value >= now * (1 - _SIGMA_SLACK) for value in own)
+        return max(least, reached - 1)
+
     def _begin_run(self, model: Any, sigmas: Tensor) -> None:
         self._values = sigmas.tolist()
         steps = len(self._values) - 1
+        self.rising = self._values[0] < self._values[-1]
+        self._raised, self._step = _raised(self._values[:steps], **self._churn), 0
         sampling = model.model_sampling
         start, end = (
             float(sampling.percent_to_sigma(percent))
@@ -284,6 +306,8 @@ class NodeSession:
         )
         first = sum(value > start * (1 + _SIGMA_SLACK) for value in self._values[:steps])
         last = sum(value < end * (1 - _SIGMA_SLACK) for value in self._values[:steps])
+        if self.rising:
+            first, last = last, first
         self.engine.schedule = self._schedule(first, last)
         self.engine.layers = count_blocks(_transformer(model))
         self.engine.begin_run(steps)
@@ -345,6 +369,28 @@ def session_of(model: Any) -> NodeSession | None:
     """The session that ``install`` gave the model, or the one it was cloned from; None for none."""
     found = getattr(model, "attachments", {}).get(KEY)
     return found if isinstance(found, NodeSession) else None
+
+
+def _churn_of(given: Iterable[Any]) -> dict[str, float]:
+    """What the sampler among ``given`` was told of noise to add anew before each step."""
+    names = ("s_churn", "s_tmin", "s_tmax")
+    for one in given:
+        options = getattr(one, "extra_options", None)
+        if isinstance(options, Mapping):
+            return {name: float(options[name]) for name in names if name in options}
+    return {}
+
+
+def _raised(
+    sigmas: Sequence[float], *, s_churn: float = 0.0, s_tmin: float = 0.0, s_tmax: float = math.inf
+) -> list[float]:
+    """The sigma that each step's first forward is told, by Algorithm 2 of Karras et al. (2022).
+
+    That is what a sampler's noise raises its own to (``s_churn``, between ``s_tmin`` and
+    ``s_tmax``).
+    """
+    most = min(s_churn / len(sigmas), 2**0.5 - 1) if s_churn > 0 else 0.0
+    return [value * (1 + most) if s_tmin <= value <= s_tmax else value for value in sigmas]
 
 
 def _to_heads(x: Tensor, heads: int, split: bool) -> Tensor:
