@@ -262,6 +262,26 @@ def test_steps_are_counted_where_a_sampler_raises_sigma(
     assert firsts == list(range(12))
 
 
+def test_forwards_that_another_node_leaves_out_are_the_runs() -> None:
+    class Cached(host.WanModel):
+        """As under a node that caches steps: every second one does not run the model."""
+
+        forwards = 0
+
+        def __call__(self, x: Tensor, context: Tensor, transformer_options: Any) -> Tensor:
+            self.forwards += 1
+            left_out = self.forwards % 2 == 0
+            return x * 0.9 if left_out else super().__call__(x, context, transformer_options)
+
+    ours = sparse(loaded(Cached()), start_percent=1.0)
+    host.sample(ours, steps=5)
+    work = session(ours).engine.trace.summary().work
+    assert work is not None
+    assert work.total == pytest.approx(3 / 5)
+    assert work.left_out == pytest.approx(2 / 5)
+    assert "computed of all pairs, dense calls included: 60.0%" in report(ours)
+
+
 def test_steps_are_counted_where_sigmas_rise() -> None:
     # as ComfyUI's FlipSigmas has them, to turn a video back into noise.
     sigmas = torch.linspace(1, 0, 11).flip(0)
