@@ -127,16 +127,27 @@ def _connect_form(
         api_visibility="private",
     )
     for name, (upload, preview) in form.images.items():
+        place = json.dumps(name)
         taken = upload.change(
             image_taker(desk, name),
+            # whoever presses a button meanwhile is to have this picture in what is made.
+            js=f"(file) => vidsparseLooking({place}, file)",
             inputs=[upload],
             outputs=[preview],
             show_progress="hidden",
             api_name=name,
             api_description=f"Take a picture as this session's {IMAGES[name].lower()}.",
         )
+        taken.success(
+            None, js=f"() => {{ vidsparseLooked({place}, true); }}", api_visibility="private"
+        )
         # what was refused is not to stand there as if it were used.
-        taken.failure(None, js="() => null", outputs=[upload], api_visibility="private")
+        taken.failure(
+            None,
+            js=f"() => {{ vidsparseLooked({place}, false); return null; }}",
+            outputs=[upload],
+            api_visibility="private",
+        )
 
 
 def _connect_compare_this(

@@ -143,7 +143,7 @@ class CompareTab:
             *cell,
         ]  # fmt: skip
         pair = [self.status, self.stop, *shown]
-        compared = self.run.click(
+        compared = self._form.once_pictures_are_in(self.run).success(
             self.compare,
             inputs_kwargs={**self._form.controls, **self.sides},
             outputs=pair,

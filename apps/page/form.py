@@ -7,6 +7,7 @@ needs no line here.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -182,6 +183,21 @@ class Form:
                     for name, label in IMAGES.items()
                 }
         self.images = {name: (uploads[name], previews[name]) for name in IMAGES}
+
+    def once_pictures_are_in(self, button: gr.Button) -> Any:
+        """The event of a button whose job uses the pictures, for its ``success``.
+
+        It waits for those that are being uploaded or looked at; where one is refused, it fails.
+        """
+        uploads = {name: upload for name, (upload, _) in self.images.items()}
+        return button.click(
+            None,
+            # gradio gives the values of uploads once they have arrived.
+            js=f"(...files) => vidsparsePictures({json.dumps([*uploads])}, files)",
+            inputs=[*uploads.values()],
+            show_progress="hidden",
+            api_visibility="private",
+        )
 
     def _speed(self) -> None:
         self.speed = gr.Radio(

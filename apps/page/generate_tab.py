@@ -103,7 +103,7 @@ class GenerateTab:
             self.video, self.facts, self.actions, self.links, self.opening, self.told, self.record,
             self.named,
         ]  # fmt: skip
-        generated = self.run.click(
+        generated = self._form.once_pictures_are_in(self.run).success(
             self.generate,
             inputs_kwargs={**self._form.controls, "videos": self._form.videos},
             outputs=[self.status, self.stop, *result],

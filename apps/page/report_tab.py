@@ -93,7 +93,7 @@ class ReportTab:
     def connect(self, page: gr.Blocks) -> None:
         """Attach the events, once every control of the page is there."""
         shown = [self.status, self.stop, self.summary, self.curve, self.table, self.links]
-        self.run.click(
+        self._form.once_pictures_are_in(self.run).success(
             self.report,
             inputs_kwargs={**self._form.controls, **self.own},
             outputs=shown,

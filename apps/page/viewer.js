@@ -618,6 +618,55 @@ async function vidsparseRefused(now) {
   return behind.length ? askAgain(behind.at(-1)[1]) : askWaiting(now);
 }
 
+// what is made begins with the pictures that stood in the form when its button was pressed, also with
+// those that were on their way. Of each upload: the files that the server looks at, in order, and the
+// one that it took last; and how many it has refused.
+const looking = { image: [], last_image: [] }, taken = {};
+let refusals = 0;
+const uploadOf = (name) => document.getElementById(name.replace("_", "-"));
+function vidsparseLooking(name, file) {
+  looking[name].push(file?.path ?? "");
+  return file;
+}
+function vidsparseLooked(name, well) {
+  const path = looking[name].shift();
+  taken[name] = well ? path : "";
+  refusals += !well;
+}
+// how it stood when the last button was pressed: an upload that does not arrive leaves its field as if
+// nothing had been chosen there.
+let press = { sending: [], refusals };
+document.addEventListener("click", ({ target }) => {
+  const row = target.closest(".vs-run button.primary")?.closest(".vs-run");
+  if (!row) return;
+  const sending = Object.keys(looking).filter((name) => uploadOf(name)?.querySelector(".uploading"));
+  press = { sending, refusals };
+  if (sending.length || Object.values(looking).some((files) => files.length)) sayWaiting(row);
+}, true);
+function sayWaiting(row) {
+  const line = row.querySelector(".vs-waits") ?? document.createElement("p");
+  Object.assign(line, { className: "vs-waits vs-note", textContent: "Waiting for the picture" });
+  row.append(line);
+  document.getElementById("vs-live").textContent = line.textContent;
+}
+// milliseconds within which gradio tells the server of a file that has arrived.
+const TOLD = 1000;
+async function vidsparsePictures(names, files) {
+  const { sending, refusals: before } = press, until = performance.now() + TOLD;
+  const untold = (name, path) => uploadOf(name) && path !== (taken[name] ?? "") && performance.now() < until;
+  try {
+    for (const [place, name] of names.entries()) {
+      const path = files[place]?.path ?? "";
+      if (sending.includes(name) && !path) throw new Error("the picture did not arrive");
+      while (looking[name].length || untold(name, path)) await new Promise((passed) => setTimeout(passed, 50));
+    }
+    // the page says why; nothing is made without it.
+    if (refusals !== before) throw new Error("the picture was refused");
+  } finally {
+    document.querySelectorAll(".vs-waits").forEach((line) => line.remove());
+  }
+}
+
 // settings in the part of an address that no server is sent.
 const MARK = "#settings=";
 function vidsparseLink(values) {
@@ -643,14 +692,15 @@ function vidsparsePasted(held) {
   return linked ? vidsparseAsk("kept", held, beside(held, linked)) : undefined;
 }
 
-// leaving with a job that runs or waits asks first: it is given up unless the page is opened again.
-// just after a click the server may not have heard of it: while the browser asks, it does. Where the
+// leaving with a job that runs or waits, also for a picture, asks first: it is given up unless the page
+// is opened again. Just after a click the server may not have heard of it: while the browser asks, it
+// does. Where the
 // connection was lost, it is gradio that opens the page again, and a question that nobody sees would
 // keep the job from being followed in time.
 addEventListener("beforeunload", (event) => {
   if (lost) return;
   const heard = event.timeStamp - asked > 1000;
-  if (!heard || document.querySelector(".vs-status[data-state='running']")) event.preventDefault();
+  if (!heard || document.querySelector(".vs-status[data-state='running'], .vs-waits")) event.preventDefault();
 });
 
 // one press of Cancel stops one job. The second click of a double click, a tap just after another and a

@@ -1,0 +1,164 @@
+"""Pictures that a video begins with, in a real browser: a press while one is on its way."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the ui extra")
+pytest.importorskip("playwright", reason="playwright drives the browser")
+
+from page_browser import MARKS, commanded
+from page_visitor import Visitor
+from PIL import Image
+from playwright import sync_api as playwright
+from tiny_ltx import ltx
+
+pytest_plugins = ["page_browser"]
+pytestmark = MARKS
+
+FIRST = "#image input[type=file]"
+WAITS = "Waiting for the picture"
+UPLOAD = re.compile(r"/gradio_api/upload\?")
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """The page's server looks at pictures only while there is a file of that path."""
+
+    path: Path
+
+    def __call__(self) -> None:
+        """In the page's process, before it serves."""
+        from vidsparse.apps.page import build
+
+        rewrite = build.rewrite_image
+
+        def later(*arguments: Any, **named: Any) -> Any:
+            while not self.path.exists():
+                time.sleep(0.02)
+            return rewrite(*arguments, **named)
+
+        setattr(build, rewrite.__name__, later)
+
+
+@pytest.fixture(scope="module")
+def looks(tmp_path_factory: pytest.TempPathFactory) -> Slow:
+    return Slow(tmp_path_factory.mktemp("slow") / "looks")
+
+
+@pytest.fixture(scope="module")
+def url(out: Path, looks: Slow, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A page with a model that makes videos with a picture and without."""
+    folder = tmp_path_factory.mktemp("models") / "ltx"
+    ltx().save_pretrained(folder)
+    with commanded(out, "--model", str(folder), setup=looks) as address:
+        yield address
+
+
+@pytest.fixture
+def visitor(visit: Any, looks: Slow) -> Visitor:
+    looks.path.touch()
+    visitor: Visitor = visit(newcomer=True)
+    for label, value in {"Steps": 3, "Frames (8k+1)": 9, "Width": 64, "Height": 64}.items():
+        visitor.set(label, value)
+    visitor.prompt("a red ball")
+    return visitor
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    path = tmp_path / "first.png"
+    Image.new("RGB", (64, 64), "red").save(path)
+    return path
+
+
+def _images(out: Path) -> list[list[str]]:
+    """Of every video that was made, which pictures it begins or ends with."""
+    records = [json.loads(path.read_text()) for path in sorted(out.glob("page/*/*.json"))]
+    return [sorted(record["images"]) for record in records]
+
+
+@pytest.fixture
+def made(out: Path) -> Any:
+    """Which pictures the videos have that a test has made."""
+    before = len(_images(out))
+    return lambda: _images(out)[before:]
+
+
+def test_a_video_has_the_picture_that_was_still_being_sent(
+    visitor: Visitor, picture: Path, made: Any
+) -> None:
+    page, sends = visitor.page, []
+    page.route(UPLOAD, lambda route: sends.append(route))
+    page.set_input_files(FIRST, picture)
+    page.wait_for_selector("#image .uploading")
+    page.click("#generate")
+    visitor.see(".vs-waits", WAITS)
+    page.wait_for_timeout(500)
+    assert made() == []
+    sends[0].continue_()
+    visitor.see("#generate-status", "Your video is ready")
+    assert made() == [["image"]]
+    playwright.expect(page.locator(".vs-waits")).to_have_count(0)
+
+
+def test_a_video_has_the_picture_that_was_still_being_looked_at(
+    visitor: Visitor, picture: Path, looks: Slow, made: Any
+) -> None:
+    page = visitor.page
+    looks.path.unlink()
+    page.set_input_files(FIRST, picture)
+    playwright.expect(page.locator("#image")).to_contain_text("first")
+    page.click("#generate")
+    page.wait_for_timeout(1500)
+    assert made() == []
+    looks.path.touch()
+    visitor.see("#generate-status", "Your video is ready")
+    assert made() == [["image"]]
+    # taken away, it is in no video any more, however soon that is asked for.
+    page.locator("#image button[aria-label='Clear']").click()
+    page.click("#generate")
+    playwright.expect(page.locator("#history button.thumbnail-item")).to_have_count(2)
+    assert made() == [["image"], []]
+
+
+def test_nothing_is_made_with_a_picture_that_is_refused(
+    visitor: Visitor, picture: Path, looks: Slow, made: Any
+) -> None:
+    page = visitor.page
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n nothing")
+    looks.path.unlink()
+    page.set_input_files(FIRST, picture)
+    playwright.expect(page.locator("#image")).to_contain_text("first")
+    page.click("#generate")
+    page.wait_for_timeout(300)
+    looks.path.touch()
+    playwright.expect(page.locator(".toast-body")).to_contain_text("picture")
+    page.wait_for_timeout(1500)
+    assert made() == []
+    # the next press is about what stands there now.
+    page.click("#generate")
+    visitor.see("#generate-status", "Your video is ready")
+    assert made() == [[]]
+
+
+def test_nothing_is_made_with_a_picture_that_does_not_arrive(
+    visitor: Visitor, picture: Path, made: Any
+) -> None:
+    page, sends = visitor.page, []
+    page.route(UPLOAD, lambda route: sends.append(route))
+    page.set_input_files(FIRST, picture)
+    page.wait_for_selector("#image .uploading")
+    page.click("#generate")
+    sends[0].fulfill(status=413, body='{"detail": "the upload is too large"}')
+    playwright.expect(page.locator(".toast-body")).to_be_visible()
+    page.wait_for_timeout(1500)
+    assert made() == []
