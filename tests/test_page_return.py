@@ -168,6 +168,26 @@ def test_a_comparison_a_report_and_their_tabs_are_there_after_a_reload(visit: An
     playwright.expect(page.locator("#report-table tbody tr")).to_have_count(2)
 
 
+def test_a_report_that_is_cancelled_keeps_what_is_finished_also_over_a_reload(visit: Any) -> None:
+    visitor = visit()
+    page = visitor.page
+    visitor.tab("Report")
+    page.fill("#prompts textarea", "a red ball\na blue ring")
+    visitor.set("Steps", 60)
+    page.click("#report")
+    visitor.see("#report-status", "prompt 2 of 2")
+    page.click("#cancel-report")
+    visitor.see("#report-status", "Cancelled")
+    for reloads in (False, True):
+        if reloads:
+            _reload(visitor)
+        visitor.see("#report-status", "Cancelled")
+        visitor.see("#report-summary", "cancelled: 1 of 2 comparisons")
+        playwright.expect(page.locator("#report-table tbody tr")).to_have_count(1)
+        found = visitor.download(page.get_by_role("link", name="the report, one page"))
+        assert "The report was cancelled: 1 of 2" in found.read_text(encoding="utf-8")
+
+
 def test_a_reload_at_any_moment_loses_nothing(visit: Any, out: Path) -> None:
     visitor, chance = visit(), random.Random(24)
     page = visitor.page

@@ -177,3 +177,45 @@ def test_a_report_s_dense_video_is_of_the_same_job_for_every_setting(
     assert wait(queue.submit(again)).state == "done", again.error
     assert again.result.reports[0][1].speedup.why.startswith("dense kept from")
     queue.close()
+
+
+@pytest.mark.parametrize(("fails", "how"), [(False, "was cancelled"), (True, "ended by an error")])
+def test_a_report_that_ends_early_is_written_as_far_as_it_came(
+    bench: Any, tmp_path: Path, fails: bool, how: str
+) -> None:
+    from vidsparse.apps.page import tasks
+
+    queue = JobQueue([("cpu", bench)], waiting=4)
+    request = _tiny_request(bench)
+    settings = [
+        (f"top_p {value}", dataclasses.replace(request, method_options={"top_p": value}))
+        for value in (0.3, 0.9)
+    ]
+    said: list[str] = []
+    kept: list[tasks.ReportFiles] = []
+
+    def announce(label: str, found: Any) -> None:
+        said.append(label)
+        if len(said) == 3 and fails:
+            raise OptionError("no more")
+        if len(said) == 3:
+            job.cancel()
+
+    prompts = ["a red circle", "a blue circle"]
+    work = tasks.report(settings, prompts, tmp_path / "r", announce, kept.append)
+    job: Job[Any, Any] = Job(work, parts=12)
+    assert wait(queue.submit(job)).state == ("failed" if fails else "cancelled")
+    (files,) = kept
+    assert files.ended == f"The report {how}: 3 of 4 comparisons were made."
+    assert [len(report.comparisons) for _, report in files.reports] == [2, 1]
+    page = files.page.read_text(encoding="utf-8")
+    assert page.count("data:video/mp4;base64,") == 3
+    assert files.ended in page
+    assert files.archive.is_file()
+    # nothing is written of one that ends before its first comparison.
+    none = tasks.report(settings, prompts, tmp_path / "none", lambda *_: None, kept.append)
+    early: Job[Any, Any] = Job(lambda bench, job: (job.cancel(), none(bench, job)))
+    assert wait(queue.submit(early)).state == "cancelled"
+    assert len(kept) == 1
+    assert not (tmp_path / "none" / "report.html").exists()
+    queue.close()

@@ -166,7 +166,9 @@ class Desk:
             failed = error
         if failed is not None:
             mine = self._told(request, place.tab)
-            yield {place.area: alert(failed), place.stop: _cancel_update(mine)}
+            # what was finished before is not lost with what was not.
+            _, so_far = errand.so_far()
+            yield {place.area: alert(failed), place.stop: _cancel_update(mine), **so_far()}
             # what the next one says of itself takes the alert's place. The error itself is not
             # raised: it is kept, and would keep the frames of everyone who is told of it.
             raise toast(failed, shown=not mine)

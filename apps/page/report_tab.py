@@ -11,7 +11,7 @@ import gradio as gr
 
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.desk import Desk, cancel_button, toast
-from vidsparse.apps.page.errands import Errand, Place, Updates, and_keep
+from vidsparse.apps.page.errands import Errand, Place, Updates
 from vidsparse.apps.page.form import Form
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.tasks import ReportFiles, report
@@ -180,24 +180,29 @@ class ReportTab:
             settings = self.settings(values, vary, over, self._desk.images(request))
             about = draw.about_report(settings[0][1], len(prompts))
             rows: list[tuple[str, PromptComparison]] = []
+            written: list[ReportFiles] = []
+
+            def now() -> Updates:
+                if written:
+                    return self._shown(written[0], rows, about)
+                return self._rows(rows[:], about)
 
             def announce(label: str, found: list[PromptComparison]) -> None:
                 rows.extend((label, each) for each in found)
+                # from the first on: whatever becomes of it, what is finished is there.
+                visit.report = now
 
-            def keep(files: ReportFiles) -> None:
-                visit.report = lambda: self._shown(files, rows, about)
-
-            work = and_keep(report(settings, prompts, visit.next_stem("report"), announce), keep)
+            folder = visit.next_stem("report")
             return Errand(
                 place=self._place,
                 job=Job(
-                    work,
+                    report(settings, prompts, folder, announce, written.append),
                     parts=(len(prompts) + 1) * 2 * len(settings),
                     expected=self._desk.seconds(self.made_for(settings, len(prompts))),
                 ),
                 done="The report is ready",
-                show=lambda files: self._shown(files, rows, about),
-                so_far=lambda: (len(rows), lambda: self._rows(rows[:], about)),
+                show=lambda _: now(),
+                so_far=lambda: (len(rows), now),
             )
 
         async with aclosing(self._desk.run(request, self._place, ask)) as updates:
@@ -220,10 +225,12 @@ class ReportTab:
     def _shown(
         self, files: ReportFiles, rows: list[tuple[str, PromptComparison]], about: str
     ) -> Updates:
-        """The updates that show a finished report."""
+        """The updates that show a finished report, or how far it came and that it ended there."""
+        ended = draw.note(f"{files.ended} They stand here and in the files below.")
         return {
             **self._rows(rows, about),
-            self.summary: draw.report_summary(files.reports, about),
+            self.summary: (ended if files.ended else "")
+            + draw.report_summary(files.reports, about),
             self.links: draw.links(
                 [
                     ("Download the report, one page", files.page),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,19 +89,21 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportFiles:
-    """A finished report.
+    """A report, finished or as far as it came.
 
     Args:
         request: the first setting, as it ran.
         reports: every setting's name and numbers.
         page: one HTML page with the curve, all settings and all videos.
         archive: a zip of the page, and of each setting's tables and videos in a folder by its name.
+        ended: how it ended before all was made, in a sentence; empty for a whole one.
     """
 
     request: GenerateRequest
     reports: tuple[tuple[str, Report], ...]
     page: Path
     archive: Path
+    ended: str = ""
 
 
 def make_clip(request: GenerateRequest, stem: Path) -> Callable[[Workbench, Job], Clip]:
@@ -285,18 +287,20 @@ def report(
     prompts: Sequence[str],
     folder: Path,
     announce: Callable[[str, list[PromptComparison]], object],
+    keep: Callable[[ReportFiles], object] = lambda _: None,
 ) -> Callable[[Workbench, Job], ReportFiles]:
     """A job that reports on ``prompts`` with each of the settings, as ``vidsparse compare`` does.
 
     Every prompt is made dense and then with one setting after the other, so that all are timed
     beside the same dense run. ``announce`` is given the setting's name and each prompt's comparison
-    when it is there.
+    when it is there. A job that is cancelled or fails reports on those that it has made by then.
 
     Args:
         settings: names, each another, and what they stand for.
         prompts: texts.
         folder: for the page, the zip, and a folder for each setting.
         announce: told of every comparison.
+        keep: given the report, also one that ended early.
     """
 
     def work(bench: Workbench, job: Job) -> ReportFiles:
@@ -309,15 +313,28 @@ def report(
             for side in sides:
                 job.say("warming up")
                 side.warm_up()
-            for place in range(len(prompts)):
-                for number, side in enumerate(sides, 1):
-                    many = f", setting {number} of {len(sides)}" if len(sides) > 1 else ""
-                    job.at(f"prompt {place + 1} of {len(prompts)}{many}")
-                    announce(side.label, side.run(place))
-                    job.check()
+            try:
+                for place in range(len(prompts)):
+                    for number, side in enumerate(sides, 1):
+                        many = f", setting {number} of {len(sides)}" if len(sides) > 1 else ""
+                        job.at(f"prompt {place + 1} of {len(prompts)}{many}")
+                        announce(side.label, side.run(place))
+                        job.check()
+            except Exception as error:
+                made = [side for side in sides if side.made]
+                how = "was cancelled" if isinstance(error, Cancelled) else "ended by an error"
+                count = sum(side.made for side in made)
+                ended = f"The report {how}: {count} of {len(prompts) * len(sides)} comparisons"
+                # what ended the job is the news, and not that its folder cannot be written to.
+                with suppress(OutputError):
+                    if made:
+                        keep(_write_files(folder, made, f"{ended} were made."))
+                raise
             job.at("")
             job.say("writing the report")
-            return _write_files(folder, [(each, each.report()) for each in sides])
+            files = _write_files(folder, sides)
+            keep(files)
+            return files
 
     return work
 
@@ -334,7 +351,7 @@ class _Side:
         prompts: Sequence[str],
         folder: Path,
     ) -> None:
-        self.label, self.folder = label, folder
+        self.label, self.folder, self.made = label, folder, 0
         self.request = bench.fit(request)
         self._defaults = bench.load_for(request).defaults
 
@@ -360,16 +377,25 @@ class _Side:
         self._comparison.warm_up(self._prepared[:1], self._defaults)
 
     def run(self, place: int) -> list[PromptComparison]:
-        return self._comparison.run([self._prepared[place]])
+        found = self._comparison.run([self._prepared[place]])
+        self.made += len(found)
+        return found
 
-    def report(self) -> ReportedSetting:
-        made = self._comparison.report(self.request, 1)
-        return ReportedSetting(label=self.label, report=made, videos=self._comparison.videos)
+    def report(self, ended: str) -> ReportedSetting:
+        report = self._comparison.report(self.request, 1)
+        report = replace(report, notes=[*filter(None, [ended]), *report.notes])
+        # one that was not measured to the end has a video by then and no numbers.
+        videos = self._comparison.videos[: self.made]
+        return ReportedSetting(label=self.label, report=report, videos=videos)
 
 
-def _write_files(folder: Path, made: Sequence[tuple[_Side, ReportedSetting]]) -> ReportFiles:
-    """Write tables of every setting, one page of all, and a zip of everything."""
-    request, page = made[0][0].request, folder / "report.html"
+def _write_files(folder: Path, sides: Sequence[_Side], ended: str = "") -> ReportFiles:
+    """Write tables of every setting, one page of all, and a zip of everything.
+
+    ``ended`` is how a report ended before all was made.
+    """
+    made = [(side, side.report(ended)) for side in sides]
+    request, page = sides[0].request, folder / "report.html"
     write_page(page, [setting for _, setting in made], request)
     for side, setting in made:
         write_tables(side.folder, setting.report)
@@ -381,6 +407,7 @@ def _write_files(folder: Path, made: Sequence[tuple[_Side, ReportedSetting]]) ->
         reports=tuple((each.label, each.report) for _, each in made),
         page=page,
         archive=archive,
+        ended=ended,
     )
 
 

@@ -694,9 +694,8 @@ function vidsparsePasted(held) {
 
 // leaving with a job that runs or waits, also for a picture, asks first: it is given up unless the page
 // is opened again. Just after a click the server may not have heard of it: while the browser asks, it
-// does. Where the
-// connection was lost, it is gradio that opens the page again, and a question that nobody sees would
-// keep the job from being followed in time.
+// does. Where the connection was lost, it is gradio that opens the page again, and a question that
+// nobody sees would keep the job from being followed in time.
 addEventListener("beforeunload", (event) => {
   if (lost) return;
   const heard = event.timeStamp - asked > 1000;
