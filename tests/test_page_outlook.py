@@ -33,6 +33,7 @@ from vidsparse.apps.page.outlook import Outlook
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.visits import Visits
+from vidsparse.apps.runs.comparison import dense_side
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve
@@ -128,6 +129,74 @@ def test_new_measurements_move_the_mean_and_the_most_memory_stays() -> None:
     assert found is not None
     assert found.seconds == pytest.approx(20 * 1.5 + 2)
     assert found.memory == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor", "words"),
+    [
+        # guidance off is one forward a step instead of two.
+        ({"guidance": 1.0}, 0.5, "foresight, with guidance"),
+        ({"cache": "taylorseer", "cache_threshold": 3}, 1.0, "foresight, no step cache"),
+        ({"method_options": {"share": 0.9}}, 1.0, "33 frames of 256x256, foresight"),
+        ({"dense_steps": 0.9}, 1.0, "33 frames of 256x256, foresight"),
+        ({"refresh": 0}, 1.0, "33 frames of 256x256, foresight"),
+        ({"reuse": 5}, 1.0, "33 frames of 256x256, foresight"),
+        ({"order": "rowmajor"}, 1.0, "33 frames of 256x256, foresight"),
+    ],
+)
+def test_what_changes_the_time_of_a_step_makes_videos_of_another_kind(
+    changes: dict[str, Any], factor: float, words: str
+) -> None:
+    estimates = loaded()
+    estimates.add(asked(), took())
+    other = asked(**changes)
+    told = estimates.of([other], DEFAULTS)
+    assert told is not None
+    assert told.basis == "other"
+    assert told.seconds == pytest.approx(20 * factor + 2)
+    assert told.size.endswith(words)
+    # measured, it is told from its own, and does not change what the first is told from.
+    estimates.add(other, took(step=9.0))
+    assert seconds(estimates, other) == pytest.approx(20 * 9 + 2)
+    assert seconds(estimates, asked()) == pytest.approx(22)
+    first = estimates.of([asked()], DEFAULTS)
+    assert first is not None
+    assert first.basis == "alike"
+
+
+def test_a_cached_video_is_told_from_a_cached_one_and_says_where_it_is_not() -> None:
+    estimates = loaded()
+    cached = asked(cache="taylorseer", cache_threshold=3)
+    estimates.add(cached, took(step=0.5))
+    told = estimates.of([asked()], DEFAULTS)
+    assert told is not None
+    assert told.size == "33 frames of 256x256, foresight, cache taylorseer 3"
+    estimates.add(asked(method="dense"), took(step=4.0))
+    assert seconds(estimates, asked()) == pytest.approx(20 * 4 + 2)
+    # with a cache the method matters less than whether there is one.
+    assert seconds(estimates, replace(cached, method="dense", method_options={})) == (
+        pytest.approx(20 * 0.5 + 2)
+    )
+
+
+def test_a_dense_video_is_the_same_whatever_a_method_would_have_done() -> None:
+    estimates = loaded()
+    estimates.add(dense_side(asked(dense_steps=3, reuse=4)), took())
+    told = estimates.of([dense_side(asked(dense_steps=9, order="rowmajor"))], DEFAULTS)
+    assert told is not None
+    assert told.basis == "alike"
+
+
+def test_guidance_that_is_distilled_into_the_weights_makes_no_second_forward() -> None:
+    estimates = Estimates()
+    ref = resolve_model("shapes")
+    own = replace(
+        ref, transformers=tuple({**each, "guidance_embeds": True} for each in ref.transformers)
+    )
+    has = SimpleNamespace(ref=own, pipe=SimpleNamespace(transformer=None))
+    estimates.loaded(has, GIB, None)  # type: ignore[arg-type]
+    estimates.add(asked(), took())
+    assert seconds(estimates, asked(guidance=1.0)) == pytest.approx(22)
 
 
 def test_another_model_is_not_told_from_this_one() -> None:

@@ -1,12 +1,15 @@
 """How long a video will take and how much memory: told from those that were made here before.
 
 A device's benches note what every video took. A request is told from the one most like it: seconds
-of a step grow with its tokens and, by attention, with their square; what comes before and after the
-steps, and memory beside the model, grow with its tokens.
+of a step grow with its tokens and, by attention, with their square, and double where guidance runs
+a second branch; what comes before and after the steps, and memory beside the model, grow with its
+tokens. What a method's numbers, its schedule or a step cache change is measured, not told: videos
+that differ in them are of different kinds.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -16,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from vidsparse.schedule import share_or_count
 
 if TYPE_CHECKING:
     from vidsparse.pipelines.family import Defaults
@@ -69,7 +74,18 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kind:
-    """Videos that take the same: of one model, method and size."""
+    """Videos that take the same: of one model, size and method, and of the same settings.
+
+    Args:
+        model: its name.
+        method: its name.
+        frames: of the video.
+        width: pixels.
+        height: pixels.
+        guided: whether guidance is on.
+        cache: the step cache and its threshold.
+        settings: what else changes the time of a step, each as text.
+    """
 
     model: str
     method: str
@@ -77,10 +93,33 @@ class _Kind:
     width: int
     height: int
     guided: bool
+    cache: tuple[str, float | None]
+    settings: tuple[str, ...]
 
     def tokens(self, defaults: Defaults) -> float:
         groups = defaults.frame_groups(self.frames)
         return groups * self.width * self.height / defaults.size_factor**2
+
+    def unlike(self, other: _Kind) -> tuple[bool, bool, bool, int]:
+        """How far from another of its size, what changes the time most first."""
+        pairs = zip(self.settings, other.settings, strict=True)
+        return (
+            self.cache != other.cache,
+            self.method != other.method,
+            self.guided != other.guided,
+            sum(one != another for one, another in pairs),
+        )
+
+    def told(self, asked: _Kind) -> str:
+        """What it is, in words, beside what was asked for."""
+        text = f"{self.frames} frames of {self.width}x{self.height}, {self.method}"
+        if self.cache != asked.cache:
+            name, threshold = self.cache
+            number = "" if threshold is None else f" {threshold:g}"
+            text += ", no step cache" if name == "none" else f", cache {name}{number}"
+        if self.guided != asked.guided:
+            text += f", {'with' if self.guided else 'without'} guidance"
+        return text
 
     @classmethod
     def of(cls, request: GenerateRequest) -> _Kind:
@@ -94,7 +133,31 @@ class _Kind:
             width=request.width,
             height=request.height,
             guided=(request.guidance or 0) > 1,
+            cache=(request.cache or "none", request.cache_threshold),
+            settings=tuple(_settings(request)),
         )
+
+
+def _settings(request: GenerateRequest) -> list[str]:
+    """What of a request changes the time of a step, beside its size, guidance and cache."""
+    found = [
+        getattr(request, name) for name in ("linear", "compile", "offload", "lora", "dense_kernel")
+    ]
+    sparse = [
+        dict(request.method_options), request.preset, request.order, request.implementation,
+        request.reuse, request.dense_layers, request.dense_last_layers,
+        *(_share(request, name) for name in ("dense_steps", "dense_last_steps", "refresh")),
+    ]  # fmt: skip
+    # a dense video is the same whatever a method would have done.
+    found += [None] * len(sparse) if request.method == "dense" else sparse
+    return [json.dumps(each, sort_keys=True, default=str) for each in found]
+
+
+def _share(request: GenerateRequest, name: str) -> float:
+    """The share of the steps that an amount stands for, in tenths: 1 of 2 is not 1 of 40."""
+    assert request.steps is not None
+    amount = getattr(request, name)
+    return round(share_or_count(amount or 0, request.steps, name) / request.steps, 1)
 
 
 class Estimates:
@@ -103,9 +166,10 @@ class Estimates:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._took: OrderedDict[_Kind, tuple[Took, bool]] = OrderedDict()
-        # by model: tokens at which its attention takes as long as all else, and bytes of the model
-        # and of the device.
+        # by model: tokens at which its attention takes as long as all else, forwards of a step with
+        # guidance, and bytes of the model and of the device.
         self._even: dict[str, float] = {}
+        self._branches: dict[str, int] = {}
         self._held: dict[str, int | None] = {}
         self._room: int | None = None
 
@@ -119,6 +183,7 @@ class Estimates:
         """
         with self._lock:
             self._even[has.ref.name] = _even_tokens(has)
+            self._branches[has.ref.name] = _branches(has)
             self._held[has.ref.name], self._room = held, room
 
     def add(self, request: GenerateRequest, took: Took, *, warm_up: bool = False) -> None:
@@ -163,34 +228,34 @@ class Estimates:
             same = {kind: took for kind, took in self._took.items() if kind.model == asked.model}
             even = self._even.get(asked.model)
             held, room = self._held.get(asked.model), self._room
+            branches = self._branches.get(asked.model, 1)
         if not same or even is None:
             return None
         tokens = asked.tokens(defaults)
 
-        def unlike(kind: _Kind) -> tuple[bool, float, bool, bool]:
+        def unlike(kind: _Kind) -> tuple[bool, float, tuple[bool, bool, bool, int]]:
             ratio = kind.tokens(defaults) / tokens
-            return (
-                same[kind][1], max(ratio, 1 / ratio), kind.guided != asked.guided,
-                kind.method != asked.method,
-            )  # fmt: skip
+            return same[kind][1], max(ratio, 1 / ratio), kind.unlike(asked)
 
-        nearest = min(same, key=unlike)
+        # of those that are as far, the one that was made last.
+        nearest = min(reversed(same), key=unlike)
         took, warm_up = same[nearest]
         from_tokens = nearest.tokens(defaults)
         share = tokens / from_tokens
         step = took.step * share * (1 + tokens / even) / (1 + from_tokens / even)
+        if asked.guided != nearest.guided and branches > 1:
+            step *= branches if asked.guided else 1 / branches
         memory = None
         # what a process sets up first is more than a small video needs: the warm-up tells nothing.
         if took.memory is not None and held is not None and not warm_up:
             memory = round(held + max(0, took.memory - held) * share)
-        alike = share == 1 and (asked.method, asked.guided) == (nearest.method, nearest.guided)
         assert request.steps is not None
         return Estimate(
             seconds=step * request.steps + took.beside * share,
             memory=memory,
             room=room,
-            basis="warm-up" if warm_up else "alike" if alike else "other",
-            size=f"{nearest.frames} frames of {nearest.width}x{nearest.height}, {nearest.method}",
+            basis="warm-up" if warm_up else "alike" if nearest == asked else "other",
+            size=nearest.told(asked),
         )
 
 
@@ -201,6 +266,13 @@ def _mean(before: Took, now: Took) -> Took:
         beside=_NEW * now.beside + (1 - _NEW) * before.beside,
         memory=max(known, default=None),
     )
+
+
+def _branches(has: LoadedPipeline) -> int:
+    """Forwards of a step with guidance, by themselves or as one of so many videos."""
+    embedded = any(config.get("guidance_embeds") for config in has.ref.transformers)
+    # distilled into the weights it is a number that one forward is given.
+    return 1 if embedded else 2
 
 
 def _even_tokens(has: LoadedPipeline) -> float:

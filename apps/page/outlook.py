@@ -21,8 +21,8 @@ from vidsparse.pipelines.request import GenerateRequest
 # is when a job that was just asked for is in the line, or one that was called off has stopped.
 LOOK_AGAIN, LOOK_FIRST = 5, 1
 
-# what changes how much there is to compute.
-_COUNT = ("model", "method", "preset", "steps", "frames", "width", "height", "guidance", "cache")
+# what changes nothing of how much there is to compute.
+_NO_MATTER = ("prompt", "negative_prompt", "seed", "fps")
 
 
 class Outlook:
@@ -61,7 +61,8 @@ class Outlook:
     def connect(self, page: gr.Blocks) -> None:
         """Attach the events, once every control of the page is there."""
         generate, compare, report = self._tabs
-        controls = [self._form.controls[name] for name in _COUNT]
+        every = self._form.controls.items()
+        controls = [control for name, control in every if name not in _NO_MATTER]
         controls += [self._form.videos, *compare.sides.values(), *report.own.values()]
         gr.on(
             [
