@@ -379,6 +379,8 @@ FG = {"method": "fg-attn"}
         ({"steps": float("nan")}, "must be a number"),
         ({"steps": "5"}, "must be a number"),
         ({"seed": -1}, "seed must be"),
+        # what a browser makes of 2^53 + 1.
+        ({"seed": 2.0**53}, r"seed can be at most 9,007,199,254,740,991 .* Hint: `vidsparse gen"),
         ({"guidance": True}, "guidance must be a number"),
         ({"dense_steps": "some"}, "neither a count"),
         ({"dense_steps": "1.5"}, "dense_steps"),

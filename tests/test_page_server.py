@@ -153,6 +153,7 @@ def test_bad_input_is_a_sentence_for_clients_too(page: tuple[Any, str]) -> None:
         ({"steps": 2.7}, "steps must be a whole number, got 2.7"),
         ({"steps": [2]}, "steps must be a number, got [2]"),
         ({"fps": 1e-308}, "fps must lie between 1 and 240 on this page"),
+        ({"seed": 2**53 - 2, "videos": 3}, "seed can be at most 9,007,199,254,740,991"),
         ({"prompt": "a \ud800 ball"}, "prompt holds half of a character"),
     ],
 )

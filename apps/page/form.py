@@ -21,6 +21,7 @@ from vidsparse.apps.page.host import Host, HostPreset
 from vidsparse.apps.page.sizes import length_choices, size_choices
 from vidsparse.apps.page.values import (
     amount_text,
+    check_seed,
     check_texts,
     form_number,
     method_options,
@@ -450,6 +451,7 @@ class Form:
                     f"{name} must lie between {least} and {most} on this page, got {own[name]}"
                 )
         own["seed"] = own["seed"] or 0
+        check_seed(own["seed"])
         preset = name_of("preset", values.get("preset"))
         if preset is not None:
             own["preset"] = self._preset_path(preset, model, method)

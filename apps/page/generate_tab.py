@@ -18,7 +18,7 @@ from vidsparse.apps.page.gallery import MOST_SHOWN, Kept
 from vidsparse.apps.page.opening import opening
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.tasks import Clip, make_clips
-from vidsparse.apps.page.values import shown, whole
+from vidsparse.apps.page.values import check_seed, shown, whole
 from vidsparse.apps.page.visits import Visit
 from vidsparse.errors import OptionError
 
@@ -156,6 +156,7 @@ class GenerateTab:
         def ask(visit: Visit) -> Errand:
             first, warnings = self._form.request(values, self._desk.images(request))
             count = count_of(videos)
+            check_seed(first.seed + count - 1)
             asked = [
                 (replace(first, seed=first.seed + place), visit.next_stem(first.prompt))
                 for place in range(count)

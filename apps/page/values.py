@@ -12,8 +12,10 @@ from vidsparse.apps.terminal.options import amount, default_text
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS
 
-# of any number: what a seed can be.
+# of any number: what a seed can be where no browser is between.
 LARGEST = 2**63 - 1
+# browsers have numbers of 53 bits, and make another one of a longer seed without a word.
+LARGEST_SEED = 2**53 - 1
 
 
 def parameter(method: str, field: str) -> str:
@@ -84,6 +86,19 @@ def form_number(name: str, value: object) -> int | float | None:
     ):
         raise OptionError(f"{name.replace('_', ' ')} must be a number, got {shown(value)}")
     return int(value) if value == int(value) else value
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that a browser does not keep.
+
+    Raises:
+        OptionError: it is too large.
+    """
+    if seed > LARGEST_SEED:
+        raise OptionError(
+            f"seed can be at most {LARGEST_SEED:,} on this page, since browsers change longer "
+            "numbers. Hint: `vidsparse generate` takes longer ones."
+        )
 
 
 def check_text(name: str, text: str) -> None:
