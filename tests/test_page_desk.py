@@ -267,3 +267,25 @@ def test_a_job_that_nobody_listens_to_waits_for_those_who_can_come_back(
         return kept, errand.job.stopping()
 
     assert asyncio.run(visit()) == (key is not None, True)
+
+
+def test_a_window_that_is_loaded_again_has_its_own_pictures_by_their_names(
+    desk: Desk, tmp_path: Path
+) -> None:
+    window = _request(desk, "loaded again")
+    folder = desk.visit(window).folder
+    folder.mkdir()
+    for name in ("0001-first-frame", "0002-last-frame"):
+        (folder / f"{name}.png").touch()
+    (tmp_path / "secret.png").touch()
+    desk.keep_images(_request(desk, "other"), {"image": folder / "0002-last-frame.png"})
+    # also where the server has forgotten them.
+    own = {"image": "0001-first-frame", "last_image": "0002-last-frame"}
+    paths = {name: folder / f"{stem}.png" for name, stem in own.items()}
+    assert desk.last_images(window, own) == desk.images(window) == paths
+    # a window without any has none, whatever another one has; nor is there any of another folder.
+    for names in ({}, {"image": ""}, {"image": "../secret"}, {"image": ["0001-first-frame"]}):
+        assert desk.last_images(window, names) == {}
+    # a new one begins with those of the window that was used last.
+    desk.last_images(window, {"image": "0002-last-frame"})
+    assert desk.last_images(_request(desk, "new")) == {"image": folder / "0002-last-frame.png"}

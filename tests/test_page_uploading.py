@@ -162,3 +162,44 @@ def test_nothing_is_made_with_a_picture_that_does_not_arrive(
     playwright.expect(page.locator(".toast-body")).to_be_visible()
     page.wait_for_timeout(1500)
     assert made() == []
+
+
+def test_a_reload_brings_back_the_pictures_and_the_number_of_videos_of_its_own_window(
+    visitor: Visitor, url: str, tmp_path: Path
+) -> None:
+    context = visitor.page.context
+    others = [Visitor(context, url, newcomer=True) for _ in range(2)]
+    windows = [each.page for each in (visitor, *others)]
+    for place, (page, colour) in enumerate(zip(windows, ("red", "blue"), strict=False), 2):
+        path = tmp_path / f"{colour}.png"
+        Image.new("RGB", (64, 64), colour).save(path)
+        page.set_input_files(FIRST, path)
+        page.wait_for_function("sessionStorage.getItem('vidsparse-pictures')?.includes('frame')")
+        field = page.get_by_label("Videos", exact=True)
+        field.fill(str(place))
+        field.press("Tab")
+        page.wait_for_function(
+            "(count) => JSON.parse(sessionStorage.getItem('vidsparse-form'))?.videos === count",
+            arg=place,
+        )
+
+    def held(page: Any) -> tuple[str, str]:
+        page.reload()
+        page.wait_for_function("window.vidsparseRestored")
+        # what is put into an upload is looked at by the server.
+        page.wait_for_timeout(2000)
+        count = page.get_by_label("Videos", exact=True).input_value()
+        shown = page.locator("img[src*='first-frame']")
+        if not shown.count():
+            return count, ""
+        path = shown.get_attribute("src").partition("/file=")[2]
+        return count, str(Image.open(path).getpixel((0, 0)))
+
+    # the last one was open before any picture was chosen, and had none.
+    assert [held(page) for page in reversed(windows)] == [
+        ("1", ""), ("3", "(0, 0, 255)"), ("2", "(255, 0, 0)"),
+    ]  # fmt: skip
+    new = context.new_page()
+    new.goto(url)
+    playwright.expect(new.locator("img[src*='first-frame']")).to_be_visible()
+    assert [error for each in others for error in each.errors] == []

@@ -139,7 +139,10 @@ def _connect_form(
             api_description=f"Take a picture as this session's {IMAGES[name].lower()}.",
         )
         taken.success(
-            None, js=f"() => {{ vidsparseLooked({place}, true); }}", api_visibility="private"
+            None,
+            js=f"(shown) => {{ vidsparseLooked({place}, true, shown); }}",
+            inputs=[preview],
+            api_visibility="private",
         )
         # what was refused is not to stand there as if it were used.
         taken.failure(

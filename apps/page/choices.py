@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # what a preset settles beside the method and its options.
 _SETTLED = ("order", "frames", "width", "height")
 # what a visitor writes, whatever the model; the page's script has the same list.
-_WRITTEN = ("prompt", "negative_prompt", "seed", "prompt_lines")
+_WRITTEN = ("prompt", "negative_prompt", "seed", "videos", "prompt_lines")
 _NO_LINK = (
     "the link's settings do not fit this page: at most its prompts and its seed are taken. Hint: "
     "its host may offer other models or presets than the page that the link is from."
@@ -81,6 +81,7 @@ class Choices:
         # what a visitor can change while a choice is answered.
         self._fields: dict[str, Any] = {
             **form.controls,
+            "videos": form.videos,
             "size": form.size,
             "length": form.length,
             "speed": form.speed,
@@ -357,7 +358,7 @@ class Choices:
             page: asks for them.
             answered: events that end what a choice, or an opened page, has asked for.
         """
-        kept = {**self._form.controls, **self._report.own}
+        kept = {**self._form.controls, "videos": self._form.videos, **self._report.own}
         named, controls = _by_name(kept), list(kept.values())
         # no secret: what a visitor typed stays with the visitor.
         state = gr.BrowserState(None, storage_key="vidsparse-settings", secret="vidsparse")
@@ -417,12 +418,13 @@ class Choices:
             self._desk.keep_images(request, {})
             images: dict[str, str | None] = dict.fromkeys(self._form.images)
         else:
-            last = self._desk.last_images(request)
+            last = self._desk.last_images(request, stored.get("pictures"))
             images = {name: str(path) for name, path in last.items()}
         method = values["method"]
         return {
             **self.updates(model, method, made, values, speed),
             **self._report.restored(values, method, calibrated=made is not None),
+            **({self._form.videos: values["videos"]} if "videos" in values else {}),
             **self._pictures(model, **images),
             **self._introduced(model),
         }
@@ -438,7 +440,7 @@ class Choices:
         values = {
             name: value
             for name, value in stored.items()
-            if (name in self._form.controls or name in self._report.own)
+            if name in (*self._form.controls, *self._report.own, "videos")
             and isinstance(value, str | int | float | bool | None)
         }
         method = values.get("method")

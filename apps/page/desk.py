@@ -18,6 +18,7 @@ from gradio.context import LocalContext
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.errands import Errand, Place, Updates
 from vidsparse.apps.page.estimates import Estimate, Estimates
+from vidsparse.apps.page.fields import IMAGES
 from vidsparse.apps.page.host import Host
 from vidsparse.apps.page.listeners import Listeners
 from vidsparse.apps.page.queue import JobQueue, Snapshot
@@ -70,11 +71,21 @@ class Desk:
         """Remember pictures for the window that asks, and for the one that is opened next."""
         self.visit(request).images.put(_window(request), images)
 
-    def last_images(self, request: gr.Request) -> Mapping[str, Path]:
-        """As ``images``; a window that has just been opened begins with its visitor's last ones."""
-        images = self.visit(request).images
-        if images.get(_window(request)) is None:
-            self.keep_images(request, images.last or {})
+    def last_images(self, request: gr.Request, names: object = None) -> Mapping[str, Path]:
+        """As ``images``, of a window that has just been opened.
+
+        Args:
+            request: of the event.
+            names: of the pictures that the same window had before it was opened again, as the
+                browser kept them. A new one has none, and begins with its visitor's last ones.
+        """
+        visit = self.visit(request)
+        if isinstance(names, Mapping):
+            there = {path.stem: path for path in visit.folder.glob("*.png")}
+            own = {name: there.get(str(names.get(name))) for name in IMAGES}
+            self.keep_images(request, {name: path for name, path in own.items() if path})
+        elif visit.images.get(_window(request)) is None:
+            self.keep_images(request, visit.images.last or {})
         return self.images(request)
 
     @property

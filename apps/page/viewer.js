@@ -507,7 +507,7 @@ function vidsparseByHand(name, value, said) {
 }
 // what a link carries, or else the browser kept, is asked for as the page opens; `made` is what the
 // fields hold then where nobody writes into them.
-const WRITTEN = ["prompt", "negative_prompt", "seed", "prompt_lines"];
+const WRITTEN = ["prompt", "negative_prompt", "seed", "videos", "prompt_lines"];
 let answeredKept = false;
 // a link need not carry what a visitor writes, and what it does not name stays.
 function beside(held, linked) {
@@ -539,7 +539,8 @@ function vidsparseReturn(held, made) {
   const linked = vidsparseLinked(), typed = JSON.parse(sessionStorage.getItem(TYPED));
   const own = JSON.parse(sessionStorage.getItem(FORM)) ?? held;
   const kept = typed ? { ...(own ?? made), ...typed } : own;
-  const found = linked ? beside(kept, linked) : kept;
+  const pictures = JSON.parse(sessionStorage.getItem(PICTURES));
+  const found = linked ? beside(kept, linked) : kept && { ...kept, pictures };
   window.vidsparseRestored = found === null;
   Object.keys(standing).forEach((name) => { standing[name] = made[name]; });
   Object.assign(filled, made);
@@ -559,6 +560,8 @@ function vidsparseAnswered(answer, now, places) {
   if (!asked) return [];
   for (const each of due.keys()) if (each <= at) due.delete(each);
   answeredKept ||= asked.name === "kept";
+  // from now on another window's pictures are none of this one's.
+  if (asked.name === "kept") keepPicture();
   const written = (place) => place in now && !same(now[place], asked.held[place]);
   const settled = (place) => updates[place].visible === false;
   // a preset that comes with a method leaves a video to the visitor that it is not for, also one
@@ -628,10 +631,19 @@ function vidsparseLooking(name, file) {
   looking[name].push(file?.path ?? "");
   return file;
 }
-function vidsparseLooked(name, well) {
+function vidsparseLooked(name, well, shown) {
   const path = looking[name].shift();
   taken[name] = well ? path : "";
   refusals += !well;
+  keepPicture(name, shown?.path);
+}
+// the names of a window's own pictures, by which it finds them when it is loaded again.
+const PICTURES = "vidsparse-pictures";
+function keepPicture(name, path) {
+  const kept = JSON.parse(sessionStorage.getItem(PICTURES)) ?? {};
+  // the server shows the file as it keeps it, in a folder of gradio's.
+  if (name) kept[name] = path?.match(/([^/\\]+)\.png$/)?.[1] ?? "";
+  sessionStorage.setItem(PICTURES, JSON.stringify(kept));
 }
 // how it stood when the last button was pressed: an upload that does not arrive leaves its field as if
 // nothing had been chosen there.
