@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,16 @@ def test_two_pages_of_one_folder_never_give_a_visitor_s_videos_the_same_name(
     assert other.next_stem("b").name == "0005-b"
     # what keeps numbers is no video.
     assert len(one.gallery.find()) == 1
+
+
+def test_two_pages_that_meet_a_new_visitor_at_once_have_one_folder_for_it(tmp_path: Path) -> None:
+    one = Visits(tmp_path).of("a", KEY)
+    # by another clock, and before either of them has made anything.
+    time.sleep(1.1)
+    other = Visits(tmp_path).of("b", KEY)
+    stems = [each.next_stem("a ball") for each in (one, other, one)]
+    assert [stem.name[:4] for stem in stems] == ["0001", "0002", "0003"]
+    assert {stem.parent for stem in stems} == set(tmp_path.iterdir())
 
 
 def test_a_number_that_cannot_be_kept_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -262,9 +262,11 @@ class Visits:
             visit.cancel()
 
     def _folder(self, key: str | None) -> Path:
+        if key is None:
+            return self._out / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(8)}"
         # of a key comes a part of the name by which the folder is found again, and never the other
-        # way: who is sent the address of a file learns no key.
-        own = secrets.token_hex(8) if key is None else sha256(key.encode()).hexdigest()[:16]
-        found = self._out.glob(f"*-{own}") if key else ()
-        name = f"{datetime.now():%Y%m%d-%H%M%S}-{own}"
-        return min(found, default=self._out / name)
+        # way: who is sent the address of a file learns no key. Nothing else: several pages may
+        # write to one output folder, and meet the same new visitor before any has made a folder.
+        own = sha256(key.encode()).hexdigest()[:16]
+        # older versions put a date before it.
+        return min(self._out.glob(f"*-{own}"), default=self._out / f"visitor-{own}")
