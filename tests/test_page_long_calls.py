@@ -242,3 +242,45 @@ def test_calls_that_nobody_meant(page: tuple[Any, str], out: Path, tmp_path: Pat
 def _inputs(caller: Caller, function: int, whole: bool = False) -> list[Any]:
     found = [caller.components[number] for number in caller.functions[function]["inputs"]]
     return found if whole else [each["props"] for each in found]
+
+
+def test_a_window_whose_session_gave_way_to_others_is_told_to_reload(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vidsparse.apps.page import build
+
+    monkeypatch.setattr(build, "MOST_SESSIONS", 2)
+    with served((str(tiny_model),), tmp_path / "out", **MOST) as (_, url):
+        window = Caller(url, "window")
+        window.ends({window.ask_for_a_video().json()["event_id"]})
+        compare = window.functions[window.function("compare")]
+        # gradio's own name of the video, as the window offers it once it has asked.
+        (offer,) = {
+            fn["id"]
+            for fn in window.functions.values()
+            if fn["inputs"] == fn["outputs"] == compare["inputs"][-2:]
+            and fn["trigger_after"] is not None
+        }
+        window.ends({window.start(offer, ["dense", "form"]).json()["event_id"]})
+        names = [each["parameter_name"] for each in window.parameters("/compare")]
+        data = dict(zip(names, window.defaults(compare["id"]), strict=True))
+        data |= {"prompt": "a red circle", **TINY, "side_a": "0001-a-red-circle", "side_b": "form"}
+
+        def asked() -> dict[str, Any]:
+            event = window.start(compare["id"], list(data.values())).json()["event_id"]
+            (message,) = window.ends({event}).values()
+            return message
+
+        assert asked()["success"]
+        for number in range(2):
+            other = Caller(url, f"other {number}")
+            other.ends({other.start(offer, ["dense", "form"]).json()["event_id"]})
+        message = asked()
+        assert not message["success"]
+        assert message["output"]["error"] == (
+            "'0001-a-red-circle' is none of the choices that this page knows of this window. "
+            "Hint: reload the page; your videos, settings and jobs are kept."
+        )
+        # the page as it is loaded again offers it.
+        window.ends({window.start(offer, ["dense", "form"]).json()["event_id"]})
+        assert asked()["success"]

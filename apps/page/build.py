@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,7 @@ from vidsparse.apps.page.returns import Returns
 from vidsparse.apps.page.speeds import first_speed, speed_text
 from vidsparse.apps.page.start import THIS_MACHINE
 from vidsparse.apps.page.uploads import CLEAN_AFTER, CLEAN_EVERY, kept_picture, rewrite_image
+from vidsparse.apps.page.values import shown
 from vidsparse.errors import OptionError, UnsupportedError, VidsparseError
 from vidsparse.logs import logger
 
@@ -39,6 +42,11 @@ SHARED_FROM = "https://gradio.s3-us-west-2.amazonaws.com"
 # gradio keeps all controls of a session, half a megabyte, until so many others have come after it;
 # ten thousand by its own default. A session that comes back later begins with fresh ones.
 MOST_SESSIONS = 200
+# what gradio says of a value that its session has no choice for: of a window whose session gave way
+# to others it knows only what a new one is offered.
+_NO_CHOICE = re.compile(
+    r"Value:? (.*?) (?:\(.*\) )?is (?:not in the list of|[a-z]+ than m)", re.DOTALL
+)
 _SYSTEM_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 
@@ -51,8 +59,15 @@ class Blocks(gr.Blocks):  # type: ignore[misc]
         try:
             return await super().preprocess_data(*args, **kwargs)
         except Exception as error:
-            known = isinstance(error, gr.Error)
-            text = str(error) if known else "the values do not fit what this page asks for"
+            text = "the values do not fit what this page asks for"
+            if isinstance(error, gr.Error):
+                text = error.message
+            if value := _NO_CHOICE.match(text):
+                text = (
+                    f"{html.escape(shown(value[1]), quote=False)} is none of the choices that this "
+                    "page knows of this window. Hint: reload the page; your videos, settings and "
+                    "jobs are kept."
+                )
             line = " ".join(str(error).split())[:200]
             logger.info("values were not understood: %s: %s", type(error).__name__, line)
             raise gr.Error(text, print_exception=False) from None
