@@ -214,7 +214,12 @@ def test_a_report_that_ends_early_is_written_as_far_as_it_came(
     assert files.archive.is_file()
     # nothing is written of one that ends before its first comparison.
     none = tasks.report(settings, prompts, tmp_path / "none", lambda *_: None, kept.append)
-    early: Job[Any, Any] = Job(lambda bench, job: (job.cancel(), none(bench, job)))
+
+    def at_once(bench: Any, job: Job[Any, Any]) -> Any:
+        job.cancel()
+        return none(bench, job)
+
+    early: Job[Any, Any] = Job(at_once)
     assert wait(queue.submit(early)).state == "cancelled"
     assert len(kept) == 1
     assert not (tmp_path / "none" / "report.html").exists()
