@@ -16,7 +16,7 @@ pytest.importorskip("playwright", reason="playwright drives the browser")
 from page_browser import MARKS, commanded, held
 from playwright import sync_api as playwright
 
-from vidsparse.apps.page.form import titled
+from vidsparse.apps.page.offers import titled
 from vidsparse.apps.page.values import amount_text
 from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.models import resolve_model

@@ -20,12 +20,13 @@ from vidsparse.apps.page.choices import Choices
 from vidsparse.apps.page.compare_tab import DENSE, FORM, CompareTab
 from vidsparse.apps.page.desk import Desk, toast
 from vidsparse.apps.page.fields import IMAGES
-from vidsparse.apps.page.form import Form, examples_of, takes
+from vidsparse.apps.page.form import Form
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.headers import PageHeaders
 from vidsparse.apps.page.listeners import Ears
 from vidsparse.apps.page.logins import SlowLogins
+from vidsparse.apps.page.offers import examples_of, takes
 from vidsparse.apps.page.outlook import Outlook
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.returns import Returns

@@ -2,6 +2,8 @@
 
 A preset settles its method, most of its options, the token order and the size of the video: what
 it leaves open is all that is shown beside it.
+
+The file has over 600 lines because every choice changes what the others show.
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ import gradio as gr
 
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.desk import Desk, toast
-from vidsparse.apps.page.form import (
+from vidsparse.apps.page.form import Form
+from vidsparse.apps.page.offers import (
     BY_HAND,
     BY_HAND_CHOICE,
-    Form,
     among,
     examples_of,
     first_method,
+    first_preset,
     needs_preset,
     offered,
     preset_choices,
+    settles,
     takes,
     titled,
 )
@@ -286,7 +290,7 @@ class Choices:
         made = self._made(preset, model)
         # a dropdown that is merely left says so as well, and should change nothing.
         if made is None or made.preset.method != method:
-            made = self._first_preset(model, method, beside)
+            made = first_preset(self._host.presets_of(model), model, method, beside)
         return self._chosen(model, method, made, beside)
 
     def choose_preset(
@@ -529,7 +533,7 @@ class Choices:
         facts["preset"] = {
             "choices": preset_choices(presets),
             "value": BY_HAND if preset is None else preset.name,
-            "info": "numbers calibrated for this model" if preset is None else _settles(preset),
+            "info": "numbers calibrated for this model" if preset is None else settles(preset),
             "visible": bool(presets),
         }
         for name in _SETTLED:
@@ -602,25 +606,6 @@ class Choices:
         except OptionError as error:
             raise toast(error) from error
 
-    def _first_preset(
-        self, model: ModelRef, method: str, beside: Mapping[str, Any]
-    ) -> HostPreset | None:
-        """The preset to begin with: the model's own, where it is for the video that is asked for.
-
-        For methods that do nothing without, any.
-        """
-        fitting = [one for one in self._host.presets_of(model) if one.preset.method == method]
-        if not needs_preset(method):
-            own = model.defaults.presets.get(method)
-            fitting = [
-                one
-                for one in fitting
-                if one.path == own
-                and all(beside.get(name) in (None, "", n) for name, n in one.preset.video.items())
-            ]
-        # those that the host offers stand before the models' own.
-        return next(iter(fitting), None)
-
     def _values(self, preset: HostPreset | None) -> dict[str, Any]:
         return {} if preset is None else self._form.values_of_preset(preset)
 
@@ -628,16 +613,3 @@ class Choices:
 def _by_name(controls: Iterable[str]) -> str:
     """A script's ``values``, one of each of the controls, by their names."""
     return f"Object.fromEntries({json.dumps([*controls])}.map((name, i) => [name, values[i]]))"
-
-
-def _settles(preset: HostPreset) -> str:
-    """What a preset leaves nobody to choose, in one line."""
-    made = preset.preset
-    free = METHODS[made.method].free_options
-    own = [
-        f"{name} {'by head' if name in made.tables else value}"
-        for name, value in made.options.items()
-        if name not in free and value is not None
-    ]
-    video = "{frames} frames of {width}x{height}".format(**made.video)
-    return f"settles {', '.join([*own, f'{made.order} order', video])}"

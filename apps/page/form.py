@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,19 @@ import gradio as gr
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.fields import IMAGES, control_for, holds, number_field, upload
 from vidsparse.apps.page.host import Host, HostPreset
+from vidsparse.apps.page.offers import (
+    BY_HAND,
+    BY_HAND_CHOICE,
+    among,
+    examples_of,
+    first_method,
+    needs_image,
+    needs_preset,
+    offered,
+    preset_choices,
+    takes,
+    titled,
+)
 from vidsparse.apps.page.sizes import length_choices, size_choices
 from vidsparse.apps.page.values import (
     amount_text,
@@ -33,7 +46,7 @@ from vidsparse.apps.page.values import (
 )
 from vidsparse.errors import OptionError
 from vidsparse.kernels import IMPLEMENTATIONS
-from vidsparse.methods import METHODS, Method, SparseMethod, make_method
+from vidsparse.methods import METHODS, Method, make_method
 from vidsparse.order import ORDERS
 from vidsparse.pipelines.caching import CACHES
 from vidsparse.pipelines.family import SCHEDULED
@@ -41,26 +54,6 @@ from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.pipelines.speed import SPEEDS
 from vidsparse.presets import preset_files
-
-
-def offered(presets: Sequence[HostPreset] = ()) -> dict[str, type[Method]]:
-    """The methods that a visitor can choose: those that work by themselves or by a preset."""
-    calibrated = {each.preset.method for each in presets}
-    return {
-        name: cls for name, cls in METHODS.items() if name in calibrated or not needs_preset(name)
-    }
-
-
-def needs_preset(method: str) -> bool:
-    """Whether the method works by calibrated numbers only."""
-    cls = METHODS[method]
-    return issubclass(cls, SparseMethod) and cls.needs_numbers
-
-
-BY_HAND = ""
-"""The choice of no preset, of no speed, and of no named size."""
-
-BY_HAND_CHOICE = ("by hand", BY_HAND)
 
 OWN_ORDER = ""
 """The choice of no token order."""
@@ -76,32 +69,11 @@ _SELDOM = (
 _FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps")
 
 
-def first_method(model: ModelRef) -> str:
-    """What the page shows first of a model: its own method, where that needs no preset."""
-    own = model.defaults.method
-    return own if own in offered() else next(iter(offered()))
-
-
 def schedule_values(schedule: Mapping[str, int | float | None]) -> dict[str, Any]:
     """Dense steps and the like as their controls hold them: a number of steps, else amounts."""
     return {
         name: value if name == "reuse" else amount_text(value) for name, value in schedule.items()
     }
-
-
-def takes(model: ModelRef) -> dict[str, bool]:
-    """Which pictures the model can use: for the first frame, and for the last one."""
-    return {"image": model.image_class is not None, "last_image": model.takes_last_image}
-
-
-def needs_image(model: ModelRef) -> bool:
-    """Whether the model makes nothing without a picture."""
-    return model.text_class is None
-
-
-def examples_of(model: ModelRef) -> list[list[str]]:
-    """Prompts to try, as Gradio lists samples."""
-    return [[prompt] for prompt in model.example_prompts[:4]]
 
 
 class Form:
@@ -620,19 +592,3 @@ def _pictures_for(model: ModelRef, images: Mapping[str, Path]) -> dict[str, str]
     if "last_image" not in own and model.needs_last_image:
         raise OptionError(f"{model.name} ends with a picture. Hint: upload its last frame.")
     return own
-
-
-def titled(method: str) -> tuple[str, str]:
-    """A method as a choice: what is shown, and its name."""
-    return f"{METHODS[method].title} ({method})", method
-
-
-def among(choices: Sequence[tuple[str, str]], value: str) -> str:
-    """The value, where it is one of the choices."""
-    return value if any(value == each for _, each in choices) else BY_HAND
-
-
-def preset_choices(presets: Sequence[HostPreset]) -> list[tuple[str, str]]:
-    """Presets as choices, and none of them first."""
-    named = [(f"{each.name} ({each.preset.method})", each.name) for each in presets]
-    return [("none: numbers by hand", BY_HAND), *named]

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from vidsparse.apps.page.form import BY_HAND, Form, first_method, schedule_values
+from vidsparse.apps.page.form import Form, schedule_values
+from vidsparse.apps.page.offers import BY_HAND, first_method
 from vidsparse.apps.page.values import amount_text
 from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS

@@ -183,7 +183,7 @@ def make_folder(out: Path) -> Path:
 
 def load_first(desk: Desk) -> None:
     """Load the first model before anybody asks, on every device."""
-    from vidsparse.apps.page.form import needs_image
+    from vidsparse.apps.page.offers import needs_image
     from vidsparse.apps.page.queue import Job
 
     model = desk.host.models[0]
