@@ -80,28 +80,6 @@ def check_linear(linear: str, device: str, dtype: str) -> None:
         raise wrong(f"linear {linear} needs {reason}")
 
 
-def check_kernels(implementation: str, dense_kernel: str, device: str) -> None:
-    """Raise an ``OptionError`` where a kernel that is asked for by name runs nothing on ``device``.
-
-    What else a kernel needs, of dtype and head dim, is said once a model's calls come.
-    """
-    import torch
-
-    from vidsparse.kernels import support
-
-    asked = [("implementation", implementation)] if implementation != "auto" else []
-    if dense_kernel not in ("auto", "stock"):
-        asked.append(("dense_kernel", dense_kernel))
-    for name, kernel in asked:
-        # a dtype and a head dim that all of them take.
-        reason = support(kernel, device, torch.bfloat16, 64)
-        if reason is not None:
-            raise OptionError(
-                f"{name} {kernel} was asked for, and it {reason}. "
-                "Hint: auto takes the fastest that can run."
-            )
-
-
 def linear_fp8_reason(device: str, dtype: str) -> str | None:
     """What linear layers in fp8 need and do not have here, None where they can run."""
     gpu = "an NVIDIA GPU of compute capability 8.9 or higher, and"

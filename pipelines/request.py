@@ -25,7 +25,6 @@ from vidsparse.pipelines.placement import (
     check_device,
     check_device_name,
     check_dtype,
-    check_kernels,
     check_linear,
 )
 from vidsparse.pipelines.speed import SPEEDS, bundle_for, plain_linear
@@ -282,6 +281,32 @@ def check_ready(request: GenerateRequest, defaults: Defaults) -> None:
         )
 
 
+def check_kernels(request: GenerateRequest) -> None:
+    """Raise an ``OptionError`` where a kernel asked for by name runs nothing on the device.
+
+    ``request`` is one that was resolved. What else a kernel needs, of dtype and head dim, is said
+    once a model's calls come.
+    """
+    import torch
+
+    from vidsparse.kernels import support
+
+    assert request.device is not None
+    asked = {"dense_kernel": request.dense_kernel}
+    if request.method != "dense":
+        asked["implementation"] = request.implementation
+    for name, kernel in asked.items():
+        if kernel in ("auto", "stock"):
+            continue
+        # a dtype and a head dim that all of them take.
+        reason = support(kernel, request.device, torch.bfloat16, 64)
+        if reason is not None:
+            raise OptionError(
+                f"{name} {kernel} was asked for, and it {reason}. "
+                "Hint: auto takes the fastest that can run."
+            )
+
+
 def _own_preset(request: GenerateRequest, defaults: Defaults) -> str | None:
     """The preset that comes with the model if it fits the request, else None.
 
@@ -318,8 +343,7 @@ def resolve(
     that off. A size left open has the model's area, and the shape of the image if there is one.
 
     Raises:
-        OptionError: the model cannot make such frames or size, the device does not exist, or a
-            kernel that was asked for by name does not run on it.
+        OptionError: the model cannot make such frames or size, or the device does not exist.
         UnsupportedError: this machine cannot run linear layers in the format asked for.
     """
     from vidsparse.methods import make_method
@@ -360,11 +384,6 @@ def resolve(
     if values["refresh"] is None:
         values["refresh"] = method.refresh
     check_linear(values["linear"], device, dtype)
-    check_kernels(
-        "auto" if request.method == "dense" else request.implementation,
-        request.dense_kernel,
-        device,
-    )
     if request.cache_threshold is None:
         own = bundled["cache_threshold"]
         values["cache_threshold"] = CACHES.get(values["cache"]) if own is None else own

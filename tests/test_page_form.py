@@ -388,6 +388,7 @@ FG = {"method": "fg-attn"}
         ({"order": "spiral"}, "unknown token order"),
         ({"order": ["hilbert"]}, "unknown token order"),
         ({"implementation": "magic"}, "unknown implementation"),
+        ({**FG, "implementation": "triton"}, "triton was asked for, and it runs on CUDA devices"),
     ],
 )
 def test_bad_input_is_one_clear_sentence(form: Any, changes: Any, words: str) -> None:

@@ -51,7 +51,7 @@ from vidsparse.order import ORDERS
 from vidsparse.pipelines.caching import CACHES
 from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.models import ModelRef, unknown_words
-from vidsparse.pipelines.request import GenerateRequest, resolve
+from vidsparse.pipelines.request import GenerateRequest, check_kernels, resolve
 from vidsparse.pipelines.speed import SPEEDS
 from vidsparse.presets import preset_files
 
@@ -459,6 +459,7 @@ class Form:
             # what no limit lowers stays open, and takes the picture's shape.
             filled = {name: value for name, value in filled.items() if name not in sides}
         request = resolve(dataclasses.replace(request, **filled), model.defaults)
+        check_kernels(request)
         # that shape may be longer than what is allowed.
         self.host.limits.check(request)
         return request

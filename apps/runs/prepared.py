@@ -103,6 +103,7 @@ def prepare(
     from vidsparse.pipelines.caching import check_family
     from vidsparse.pipelines.models import check_takes, resolve_model, unknown_words
     from vidsparse.pipelines.request import (
+        check_kernels,
         check_ready,
         resolve,
         runs_as_calibrated,
@@ -129,6 +130,7 @@ def prepare(
                 "another transformer. Hint: calibrate for this model."
             )
     settled = resolve(first, model.defaults, own_presets=ready)
+    check_kernels(settled)
     if ready:
         check_ready(settled, model.defaults)
     _say_what_a_cpu_makes(model, first, settled, terminal)
