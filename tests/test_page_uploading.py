@@ -186,12 +186,13 @@ def test_a_reload_brings_back_the_pictures_and_the_number_of_videos_of_its_own_w
     def held(page: Any) -> tuple[str, str]:
         page.reload()
         page.wait_for_function("window.vidsparseRestored")
-        # what is put into an upload is looked at by the server.
-        page.wait_for_timeout(2000)
         count = page.get_by_label("Videos", exact=True).input_value()
         shown = page.locator("img[src*='first-frame']")
-        if not shown.count():
-            return count, ""
+        if page is windows[-1]:
+            # what is put into an upload is looked at by the server first.
+            page.wait_for_timeout(2000)
+            return count, "one" if shown.count() else ""
+        playwright.expect(shown).to_be_visible()
         path = shown.get_attribute("src").partition("/file=")[2]
         return count, str(Image.open(path).getpixel((0, 0)))
 

@@ -662,7 +662,7 @@ function sayWaiting(row) {
   document.getElementById("vs-live").textContent = line.textContent;
 }
 // milliseconds within which gradio tells the server of a file that has arrived.
-const TOLD = 1000;
+const TOLD = 3000;
 async function vidsparsePictures(names, files) {
   const { sending, refusals: before } = press, until = performance.now() + TOLD;
   const untold = (name, path) => uploadOf(name) && path !== (taken[name] ?? "") && performance.now() < until;
