@@ -137,13 +137,22 @@ def _colours(video: Tensor) -> Tensor:
 
 def _largest_piece(mask: Tensor) -> Tensor:
     """The connected piece of a mask [H, W] that holds its densest place."""
+    whole = torch.zeros_like(mask)
+    if not mask.any():
+        return whole
+    # a body is a small part of a frame: all else is looked at no more
+    rows, columns = (mask.any(across).nonzero() for across in (1, 0))
+    box = tuple(slice(int(places[0]), int(places[-1]) + 1) for places in (rows, columns))
+    mask = mask[box]
     dense = F.avg_pool2d(mask[None, None].float(), 7, 1, 3)[0, 0] * mask
     piece = torch.zeros_like(mask)
     piece.view(-1)[int(dense.argmax())] = True
     while True:
-        grown = (F.max_pool2d(piece[None, None].float(), 5, 1, 2)[0, 0] > 0) & mask
+        wide = F.max_pool2d(piece[None, None].float(), (5, 1), 1, (2, 0))
+        grown = (F.max_pool2d(wide, (1, 5), 1, (0, 2))[0, 0] > 0) & mask
         if torch.equal(grown, piece):
-            return piece
+            whole[box] = piece
+            return whole
         piece = grown
 
 
@@ -191,8 +200,13 @@ def _is_double(masks: Tensor) -> bool:
 def _ground_detail(video: Tensor) -> Tensor:
     """Relative brightness [T, 1, H, W] less its broad course, so that light does not count."""
     grey = (video.mean(1, keepdim=True) + 0.03).log()
-    fine = F.avg_pool2d(grey, 3, 1, 1, count_include_pad=False)
-    return fine - F.avg_pool2d(grey, 25, 1, 12, count_include_pad=False)
+    return _mean_around(grey, 3) - _mean_around(grey, 25)
+
+
+def _mean_around(pictures: Tensor, side: int) -> Tensor:
+    """Each pixel's mean of a square of ``side`` around it: down first, then across."""
+    down = F.avg_pool2d(pictures, (side, 1), 1, (side // 2, 0), count_include_pad=False)
+    return F.avg_pool2d(down, (1, side), 1, (0, side // 2), count_include_pad=False)
 
 
 def _fit(
@@ -227,9 +241,11 @@ def _fit(
         valid = keep * inside
         noise = 1.5 * error.abs()[valid > 0].median().clamp_min(1e-4)
         weight = valid / (1 + (error / noise) ** 2) ** 2
-        normal = torch.einsum("hwi,hwj,hw->ij", design, design, weight)
-        right = torch.einsum("hwi,hw,hw->i", design, error, weight)
-        step = torch.linalg.solve(normal + 1e-9 * normal.trace() * torch.eye(3), right).numpy()
+        design, weighted = design.flatten(0, 1), (design * weight.unsqueeze(-1)).flatten(0, 1)
+        normal, right = weighted.T @ design, weighted.T @ error.flatten()
+        # ground without any detail, plain grey, tells of no step
+        least = 1e-9 * normal.trace().clamp_min(1e-9) * torch.eye(3)
+        step = torch.linalg.solve(normal + least, right).numpy()
         moved = moved + step
         if np.abs(step).max() < 1e-4:
             break
@@ -246,7 +262,7 @@ def _camera(video: Tensor, covered: Tensor) -> str:
     places = (axis_x.expand(height, -1).double(), axis_y.view(-1, 1).expand(-1, width).double())
     # a body's rim and shadow go with it
     near = F.max_pool2d(covered[:, None].float(), 9, 1, 4)[:, 0]
-    broad = F.avg_pool2d(detail, 9, 1, 4, count_include_pad=False)
+    broad = _mean_around(detail, 9)
     steps = []
     for i in range(len(video) - 1):
         keep = (1 - near[i + 1]).double()
