@@ -35,15 +35,18 @@ def words(folder: Path, *more: str) -> list[str]:
 
 
 def run(
-    folder: Path, *more: str, python: Sequence[str] = (sys.executable,)
+    folder: Path,
+    *more: str,
+    python: Sequence[str] = (sys.executable,),
+    where: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """The command, given to ``python`` in the working folder ``folder``."""
+    """The command, given to ``python`` in the working folder ``where``, or in ``folder``."""
     (folder / "p.txt").write_text(f"{PROMPT}\n", encoding="utf-8")
     return subprocess.run(
         [*python, *words(folder, *more)[1:]],
         capture_output=True,
         text=True,
-        cwd=folder,
+        cwd=where or folder,
         timeout=200,
         check=False,
     )
@@ -55,8 +58,17 @@ def files(folder: Path, suffix: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder whose video two processes have made, and what they said.
+
+    They were started where a package of our name stands, as a checkout's core does, beside which
+    the package's other floors are: only the first is kept from importing it, by ``-P``.
+    """
     folder = tmp_path_factory.mktemp("together")
-    return folder, run(folder, "--gpus", "2")
+    stray = folder / "started" / "vidsparse"
+    stray.mkdir(parents=True)
+    (stray / "__init__.py").write_text("raise ImportError('of the folder')", encoding="utf-8")
+    python = (sys.executable, "-P")
+    return folder, run(folder, "--gpus", "2", python=python, where=stray.parent)
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +121,12 @@ def test_what_cannot_be_done_is_said_once_under_torchrun(tmp_path: Path) -> None
 
 
 def test_processes_import_what_the_first_one_did_whatever_the_working_folder_holds(
-    tmp_path: Path,
+    together: tuple[Path, Any],
 ) -> None:
-    # such as a checkout's core, beside which the package's other floors stand.
-    (tmp_path / "vidsparse").mkdir()
-    (tmp_path / "vidsparse" / "__init__.py").write_text("raise ImportError('of the folder')")
-    done = run(tmp_path, "--gpus", "2", python=(sys.executable, "-P"))
+    folder, done = together
+    assert (folder / "started" / "vidsparse" / "__init__.py").is_file()
     assert done.returncode == 0, done.stderr
-    assert len(files(tmp_path, ".mp4")) == 1
+    assert len(files(folder, ".mp4")) == 1
 
 
 def test_one_process_prints_and_writes(together: tuple[Path, Any]) -> None:
