@@ -212,8 +212,8 @@ BUNDLED: Final[tuple[tuple[float, int, int], ...]] = (
 """Shares of ``foresight``, dense steps and refreshes; the first are those of ``pipelines.speed`` in
 50 steps."""
 
-# of models of tens of thousands of tokens, and what comes nearest to them in a short sequence.
-BUNDLED_TILES: Final = ("128x16", "32x16")
+# what comes nearest, in a short sequence, to the tiles of models of tens of thousands of tokens.
+BUNDLED_TILES: Final = ("32x16", "128x16")
 
 PROMISED: Final[tuple[tuple[str, float], ...]] = (
     ("foresight", 32.0),
