@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ pytest.importorskip("gradio", reason="the page needs the ui extra")
 pytest.importorskip("playwright", reason="playwright drives the browser")
 
 from page_browser import MARKS, commanded
+from page_slow import Slow
 from page_visitor import Visitor
 from PIL import Image
 from playwright import sync_api as playwright
@@ -27,26 +26,6 @@ pytestmark = MARKS
 FIRST = "#image input[type=file]"
 WAITS = "Waiting for the picture"
 UPLOAD = re.compile(r"/gradio_api/upload\?")
-
-
-@dataclass(frozen=True, slots=True)
-class Slow:
-    """The page's server looks at pictures only while there is a file of that path."""
-
-    path: Path
-
-    def __call__(self) -> None:
-        """In the page's process, before it serves."""
-        from vidsparse.apps.page import build
-
-        rewrite = build.rewrite_image
-
-        def later(*arguments: Any, **named: Any) -> Any:
-            while not self.path.exists():
-                time.sleep(0.02)
-            return rewrite(*arguments, **named)
-
-        setattr(build, rewrite.__name__, later)
 
 
 @pytest.fixture(scope="module")
