@@ -6,6 +6,7 @@ The browser is VIDSPARSE_CHROMIUM, or the first of ``chromium`` and ``google-chr
 from __future__ import annotations
 
 import os
+import pkgutil
 import shutil
 import signal
 import time
@@ -54,30 +55,36 @@ def log_of(out: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Latch:
-    """Keeps a page's models from loading until it is lifted: a fast machine shows no waiting.
+    """Keeps a page's process from one thing until it is lifted: a fast machine shows no waiting.
 
     Args:
-        path: of a file that is there once it is lifted.
+        path: of a file that is there while it is lifted.
+        holds: full name of the function that waits; the one that loads models.
     """
 
     path: Path
+    holds: str = "vidsparse.apps.page.workbench.Workbench.load"
 
     def __call__(self) -> None:
         """In the page's process, before it serves."""
-        from vidsparse.apps.page.workbench import Workbench
-
-        load = Workbench.load
+        place, _, name = self.holds.rpartition(".")
+        owner = pkgutil.resolve_name(place)
+        held = getattr(owner, name)
 
         def later(*arguments: Any, **named: Any) -> Any:
             while not self.path.exists():
                 time.sleep(0.02)
-            return load(*arguments, **named)
+            return held(*arguments, **named)
 
-        setattr(Workbench, load.__name__, later)
+        setattr(owner, name, later)
 
     def lift(self) -> None:
-        """Let models load."""
+        """Let it go on."""
         self.path.touch()
+
+    def close(self) -> None:
+        """Have it wait again."""
+        self.path.unlink()
 
 
 @contextmanager

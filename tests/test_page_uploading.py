@@ -13,8 +13,7 @@ import pytest
 pytest.importorskip("gradio", reason="the page needs the ui extra")
 pytest.importorskip("playwright", reason="playwright drives the browser")
 
-from page_browser import MARKS, commanded
-from page_slow import Slow
+from page_browser import MARKS, Latch, commanded
 from page_visitor import Visitor
 from PIL import Image
 from playwright import sync_api as playwright
@@ -29,12 +28,14 @@ UPLOAD = re.compile(r"/gradio_api/upload\?")
 
 
 @pytest.fixture(scope="module")
-def looks(tmp_path_factory: pytest.TempPathFactory) -> Slow:
-    return Slow(tmp_path_factory.mktemp("slow") / "looks")
+def looks(tmp_path_factory: pytest.TempPathFactory) -> Latch:
+    """The page's server looks at pictures only while it is lifted."""
+    path = tmp_path_factory.mktemp("slow") / "looks"
+    return Latch(path, holds="vidsparse.apps.page.build.rewrite_image")
 
 
 @pytest.fixture(scope="module")
-def url(out: Path, looks: Slow, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(out: Path, looks: Latch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A page with a model that makes videos with a picture and without."""
     folder = tmp_path_factory.mktemp("models") / "ltx"
     ltx().save_pretrained(folder)
@@ -43,8 +44,8 @@ def url(out: Path, looks: Slow, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
-def visitor(visit: Any, looks: Slow) -> Visitor:
-    looks.path.touch()
+def visitor(visit: Any, looks: Latch) -> Visitor:
+    looks.lift()
     visitor: Visitor = visit(newcomer=True)
     for label, value in {"Steps": 3, "Frames (8k+1)": 9, "Width": 64, "Height": 64}.items():
         visitor.set(label, value)
@@ -72,34 +73,41 @@ def made(out: Path) -> Any:
     return lambda: _images(out)[before:]
 
 
-def test_a_video_has_the_picture_that_was_still_being_sent(
-    visitor: Visitor, picture: Path, made: Any
-) -> None:
-    page, sends = visitor.page, []
+def pressed_while_sent(page: playwright.Page, picture: Path) -> playwright.Route:
+    """Press Generate while the browser sends the picture; what it sends waits to be let go."""
+    sends: list[playwright.Route] = []
     page.route(UPLOAD, lambda route: sends.append(route))
     page.set_input_files(FIRST, picture)
     page.wait_for_selector("#image .uploading")
     page.click("#generate")
+    return sends[0]
+
+
+def test_a_video_has_the_picture_that_was_still_being_sent(
+    visitor: Visitor, picture: Path, made: Any
+) -> None:
+    page = visitor.page
+    upload = pressed_while_sent(page, picture)
     visitor.see(".vs-waits", WAITS)
     page.wait_for_timeout(500)
     assert made() == []
-    sends[0].continue_()
+    upload.continue_()
     visitor.see("#generate-status", "Your video is ready")
     assert made() == [["image"]]
     playwright.expect(page.locator(".vs-waits")).to_have_count(0)
 
 
 def test_a_video_has_the_picture_that_was_still_being_looked_at(
-    visitor: Visitor, picture: Path, looks: Slow, made: Any
+    visitor: Visitor, picture: Path, looks: Latch, made: Any
 ) -> None:
     page = visitor.page
-    looks.path.unlink()
+    looks.close()
     page.set_input_files(FIRST, picture)
     playwright.expect(page.locator("#image")).to_contain_text("first")
     page.click("#generate")
     page.wait_for_timeout(1500)
     assert made() == []
-    looks.path.touch()
+    looks.lift()
     visitor.see("#generate-status", "Your video is ready")
     assert made() == [["image"]]
     # taken away, it is in no video any more, however soon that is asked for.
@@ -110,16 +118,16 @@ def test_a_video_has_the_picture_that_was_still_being_looked_at(
 
 
 def test_nothing_is_made_with_a_picture_that_is_refused(
-    visitor: Visitor, picture: Path, looks: Slow, made: Any
+    visitor: Visitor, picture: Path, looks: Latch, made: Any
 ) -> None:
     page = visitor.page
     picture.write_bytes(b"\x89PNG\r\n\x1a\n nothing")
-    looks.path.unlink()
+    looks.close()
     page.set_input_files(FIRST, picture)
     playwright.expect(page.locator("#image")).to_contain_text("first")
     page.click("#generate")
     page.wait_for_timeout(300)
-    looks.path.touch()
+    looks.lift()
     playwright.expect(page.locator(".toast-body")).to_contain_text("picture")
     page.wait_for_timeout(1500)
     assert made() == []
@@ -132,12 +140,9 @@ def test_nothing_is_made_with_a_picture_that_is_refused(
 def test_nothing_is_made_with_a_picture_that_does_not_arrive(
     visitor: Visitor, picture: Path, made: Any
 ) -> None:
-    page, sends = visitor.page, []
-    page.route(UPLOAD, lambda route: sends.append(route))
-    page.set_input_files(FIRST, picture)
-    page.wait_for_selector("#image .uploading")
-    page.click("#generate")
-    sends[0].fulfill(status=413, body='{"detail": "the upload is too large"}')
+    page = visitor.page
+    upload = pressed_while_sent(page, picture)
+    upload.fulfill(status=413, body='{"detail": "the upload is too large"}')
     playwright.expect(page.locator(".toast-body")).to_be_visible()
     page.wait_for_timeout(1500)
     assert made() == []

@@ -27,8 +27,8 @@ another number. The studies:
   that follow the slope of two refreshes.
 - ``few-steps``: what a run of four to eight steps bears: how many of them are dense, whether the
   rest adds what it lacks, at what share. For ``--steps 4`` and ``--steps 8``.
-- ``bundles``: what a model without a card of its own runs at ``balanced`` and ``fast``, and with
-  fewer steps that compute everything. For ``--steps 50``, with ``--guidance 1`` and without.
+- ``bundles``: the attention of ``balanced`` and ``fast`` on a model without a card of its own, and
+  with fewer steps that compute everything. For ``--steps 50``, with ``--guidance 1`` and without.
 - ``seconds``: every method as it runs where nobody asks for more than a density, and dense
   attention by our own kernels, for the time that each takes.
 - ``speeds``: the bundles of ``--speed`` as they run on the machine, each in decibels and seconds.
