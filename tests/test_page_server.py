@@ -536,6 +536,48 @@ def test_a_job_that_nobody_listens_to_is_given_up(
     assert not visit.gallery.find()
 
 
+def _messages(caller: Caller) -> Iterator[dict[str, Any]]:
+    """What the page's server says to one session until it ends the connection."""
+    with caller.http.stream(
+        "GET", "gradio_api/queue/data", params={"session_hash": caller.session}, timeout=8
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data:"):
+                yield json.loads(line[5:])
+
+
+def test_a_connection_that_has_no_answer_left_to_bring_is_let_go(
+    page: tuple[Any, str],
+) -> None:
+    # a browser makes six to one host, for all of its windows together.
+    caller = Caller(page[1], "owed nothing")
+    event = caller.ask_for_a_video().json()["event_id"]
+    caller.ends({event})
+    said = [message["msg"] for message in _messages(caller)]
+    assert said == ["process_completed", "close_stream"]
+
+
+def test_a_connection_stays_for_a_call_that_begins_while_nothing_is_owed(
+    page: tuple[Any, str],
+) -> None:
+    from vidsparse.apps.page.queue import Job
+
+    desk, url = page
+    caller = Caller(url, "owed late")
+    caller.ends({caller.ask_for_a_video().json()["event_id"]})
+    gate = threading.Event()
+    desk.queue.submit(Job(lambda bench, job: gate.wait(60)))
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(lambda: list(_messages(caller)))
+        time.sleep(0.4)
+        event = caller.ask_for_a_video().json()["event_id"]
+        time.sleep(2.5)
+        gate.set()
+        completed = [each for each in heard.result() if each["msg"] == "process_completed"]
+    assert [each["event_id"] for each in completed] == [event]
+    assert completed[0]["success"]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"steps": 0}, {"prompt": ""}, {"method": "magic"}, {"order": ["a"]}, {"model": {"a": 1}}],

@@ -60,17 +60,21 @@ def picture(tmp_path: Path) -> Path:
     return path
 
 
-def _images(out: Path) -> list[list[str]]:
-    """Of every video that was made, which pictures it begins or ends with."""
-    records = [json.loads(path.read_text()) for path in sorted(out.glob("page/*/*.json"))]
-    return [sorted(record["images"]) for record in records]
-
-
 @pytest.fixture
 def made(out: Path) -> Any:
-    """Which pictures the videos have that a test has made."""
-    before = len(_images(out))
-    return lambda: _images(out)[before:]
+    """Which pictures the videos begin or end with that a test has made, in their order."""
+
+    def records() -> set[Path]:
+        return set(out.glob("page/*/*.json"))
+
+    before = records()
+
+    def images() -> list[list[str]]:
+        # by when they were written: a visitor's folder has a random name.
+        new = sorted(records() - before, key=lambda path: path.stat().st_mtime_ns)
+        return [sorted(json.loads(path.read_text())["images"]) for path in new]
+
+    return images
 
 
 def pressed_while_sent(page: playwright.Page, picture: Path) -> playwright.Route:

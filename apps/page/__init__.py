@@ -14,5 +14,5 @@ From the inside out, each file with one job:
 - ``desk``: between events and queue. ``generate_tab``, ``compare_tab``, ``report_tab``, ``build``:
   the page. ``command``: the command.
 
-Only ``form``, ``choices``, ``desk``, the tabs and ``build`` import gradio.
+Only ``form``, ``choices``, ``desk``, ``listeners``, the tabs and ``build`` import gradio.
 """

@@ -24,7 +24,7 @@ from vidsparse.apps.page.form import Form
 from vidsparse.apps.page.generate_tab import GenerateTab
 from vidsparse.apps.page.guard import Guard
 from vidsparse.apps.page.headers import PageHeaders
-from vidsparse.apps.page.listeners import Ears
+from vidsparse.apps.page.listeners import Ears, LettingGo
 from vidsparse.apps.page.logins import SlowLogins
 from vidsparse.apps.page.offers import examples_of, takes
 from vidsparse.apps.page.outlook import Outlook
@@ -314,6 +314,7 @@ def _middleware(
         Middleware(SlowLogins),
         Middleware(Returns, name=desk.cookie),
         Middleware(Ears, listeners=desk.listeners, window=desk.window),
+        Middleware(LettingGo),
     ]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 from urllib.parse import parse_qs
 
+from gradio.server_messages import ProcessCompletedMessage
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,6 +18,9 @@ from vidsparse.apps.page.guard import API
 
 # of sessions and events: far more than visits are remembered.
 MOST_HEARD = 10_000
+
+# seconds in which nothing may be owed to a connection before it is let go.
+OWED_NOTHING = 1.0
 
 
 class Listeners:
@@ -58,8 +65,7 @@ class Ears:
         if scope["type"] == "http" and scope["method"] == "GET":
             path = scope["path"].partition(API)[2].rstrip("/")
             if path == "queue/data":
-                asked = parse_qs(scope.get("query_string", b"").decode("latin-1"))
-                for session in asked.get("session_hash", []):
+                for session in _sessions(scope):
                     self._listeners.come(session)
             elif path.startswith("call/"):
                 self._listeners.come(path.rpartition("/")[2])
@@ -70,3 +76,50 @@ class Ears:
                     await self._app(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class LettingGo:
+    """ASGI middleware that ends the connections of answers that have nothing left to bring.
+
+    Gradio's page opens one when it learns of a call whose answer an earlier connection may have
+    brought already. Gradio ends a connection with the last answer that it owes, so that such a one
+    stays open, one or more for each window, and a browser makes no more than six to one host: with
+    three or four windows open none of them hears anything any more.
+
+    Args:
+        app: what it stands before.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the call on."""
+        watches = []
+        if scope["type"] == "http" and scope["path"].partition(API)[2].rstrip("/") == "queue/data":
+            queue = scope["app"].get_blocks()._queue
+            watches = [asyncio.create_task(_let_go(queue, each)) for each in _sessions(scope)]
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+
+async def _let_go(queue: Any, session: str) -> None:
+    """Owe a connection one last answer, of no call, once it has been owed none for a while."""
+    owed_nothing = 0
+    while owed_nothing < 2:
+        await asyncio.sleep(OWED_NOTHING / 2)
+        owed_nothing = 0 if queue.pending_event_ids_session.get(session) else owed_nothing + 1
+    messages = queue.pending_messages_per_session.get(session)
+    if messages is not None:
+        # as Gradio does it itself, which does not end it where a call has begun meanwhile.
+        name = secrets.token_hex(16)
+        queue.pending_event_ids_session.setdefault(session, set()).add(name)
+        messages.put_nowait(ProcessCompletedMessage(event_id=name, output={}, success=True))
+
+
+def _sessions(scope: Scope) -> list[str]:
+    """The sessions whose answers a call asks for."""
+    return parse_qs(scope.get("query_string", b"").decode("latin-1")).get("session_hash", [])
