@@ -44,6 +44,9 @@ FLAGS = [
     "NetworkTimeServiceQuerying,PreconnectToSearch",
 ]
 
+# from so many steps on a video is there to be seen while it is made; seconds that each rests then.
+LONG, PAUSE = 8, 0.4
+
 # by address, the process that serves there.
 _SERVING: dict[str, int] = {}
 
@@ -87,6 +90,34 @@ class Latch:
         self.path.unlink()
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a page's process does before it serves: the steps of long videos take their time asleep.
+
+    A long one is there to be seen at work, to be waited behind or called off. It lasts as long on
+    any machine then, and keeps no core from what is tested meanwhile.
+
+    Args:
+        setup: what it does besides.
+    """
+
+    setup: Callable[[], object] | None
+
+    def __call__(self) -> None:
+        from vidsparse.apps.page.queue import Job
+
+        advance = Job.advance
+
+        def slowly(job: Any, step: int, steps: int, seconds: float) -> None:
+            if steps >= LONG:
+                time.sleep(PAUSE)
+            advance(job, step, steps, seconds)
+
+        Job.advance = slowly  # type: ignore[method-assign]
+        if self.setup is not None:
+            self.setup()
+
+
 @contextmanager
 def commanded(out: Path, *options: str, setup: Callable[[], object] | None = None) -> Iterator[str]:
     """The address of a page as the command serves it while the block runs.
@@ -96,7 +127,7 @@ def commanded(out: Path, *options: str, setup: Callable[[], object] | None = Non
     command = ["-v", "ui", "--port", str(free_port()), "--out", str(out)]
     command += ["--max-steps", "400", "--away", "10", *options]
     process, address = Commands(out.parent).serve(
-        command, out.with_suffix(".txt"), log_of(out), setup
+        command, out.with_suffix(".txt"), log_of(out), Begun(setup)
     )
     assert process.pid is not None
     _SERVING[address] = process.pid

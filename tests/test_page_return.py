@@ -62,13 +62,13 @@ def test_a_job_goes_on_over_a_reload_and_nothing_is_lost(visit: Any, url: str) -
     visitor, other = visit(), visit()
     page = visitor.page
     # longer than a reload takes, however busy the machine.
-    visitor.set("Steps", 30)
+    visitor.set("Steps", 15)
     visitor.prompt("a small blue ring that orbits")
     page.click("#generate")
     visitor.see("#generate-status", "step")
     # leaving asks; the job goes on meanwhile, and its progress is told again.
     assert _reload(visitor) == ["beforeunload"]
-    visitor.see("#generate-status", "/ 30")
+    visitor.see("#generate-status", "/ 15")
     playwright.expect(page.locator("#cancel-generate")).to_be_enabled()
     visitor.see("#generate-status", "Your video is ready")
     playwright.expect(page.locator(TILES)).to_have_count(1)
@@ -149,7 +149,7 @@ def test_a_comparison_a_report_and_their_tabs_are_there_after_a_reload(visit: An
     page.fill("#prompts textarea", "a red ball\na blue ring")
     visitor.tab("Compare")
     # long enough to be seen at work, however busy the machine.
-    visitor.set("Steps", 16)
+    visitor.set("Steps", 10)
     page.click("#compare")
     visitor.see("#compare-status", "step")
     _reload(visitor)
@@ -173,7 +173,7 @@ def test_a_report_that_is_cancelled_keeps_what_is_finished_also_over_a_reload(vi
     page = visitor.page
     visitor.tab("Report")
     page.fill("#prompts textarea", "a red ball\na blue ring")
-    visitor.set("Steps", 60)
+    visitor.set("Steps", 12)
     page.click("#report")
     visitor.see("#report-status", "prompt 2 of 2")
     page.click("#cancel-report")
@@ -413,7 +413,7 @@ def test_what_is_done_with_a_video_or_a_comparison_is_done_with_the_one_that_is_
     page.get_by_role("option", name="dense, made beside B").click()
     other.tab("Compare")
     # long enough for a window to be opened while it is timed.
-    visitor.set("Steps", 24)
+    visitor.set("Steps", 10)
     other.set("Steps", 2)
     for each in (visitor, other):
         each.page.click("#compare")
@@ -421,7 +421,7 @@ def test_what_is_done_with_a_video_or_a_comparison_is_done_with_the_one_that_is_
     psnr = page.locator("#compare-facts .vs-tiles div", has_text="PSNR").first
     before = psnr.inner_text()
     # the second one has no such step.
-    for each, step, layer in ((visitor, 24, 3), (other, 2, 2)):
+    for each, step, layer in ((visitor, 10, 3), (other, 2, 2)):
         place = f"[data-step='{step - 1}'][data-layer='{layer - 1}']"
         each.page.locator(f"#heat vs-heat rect{place}").click()
         each.page.click("#record-cell")
@@ -448,7 +448,7 @@ def test_what_is_done_with_a_video_or_a_comparison_is_done_with_the_one_that_is_
     ).get_attribute("data-key")
     # what was chosen in the viewer and in the map stays as it was.
     playwright.expect(frame).to_have_value("4")
-    visitor.see("#heat .heads", "step 24, layer 3")
+    visitor.see("#heat .heads", "step 10, layer 3")
     # what is gone is said, and nothing else stands in for it.
     # of all visits' first videos the one that was made last is this visitor's.
     first = (out / "page").glob("*/0001-*.json")
