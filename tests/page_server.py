@@ -121,7 +121,9 @@ def client_of(url: str) -> Any:
     """Gradio's own client of the page."""
     from gradio_client import Client
 
-    return Client(url, verbose=False, download_files=False)
+    # its own patience is five seconds, in which a busy machine may answer nothing.
+    patience = {"timeout": 120}
+    return Client(url, verbose=False, download_files=False, httpx_kwargs=patience)
 
 
 def record_of(answer: Any) -> dict[str, Any]:
