@@ -106,14 +106,15 @@ class Begun:
     def __call__(self) -> None:
         from vidsparse.apps.page.queue import Job
 
-        advance = Job.advance
+        jobs: Any = Job
+        advance = jobs.advance
 
         def slowly(job: Any, step: int, steps: int, seconds: float) -> None:
             if steps >= LONG:
                 time.sleep(PAUSE)
             advance(job, step, steps, seconds)
 
-        Job.advance = slowly  # type: ignore[method-assign]
+        jobs.advance = slowly
         if self.setup is not None:
             self.setup()
 
