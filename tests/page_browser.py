@@ -91,7 +91,7 @@ class Latch:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class Unhurried:
     """What a page's process does before it serves: the steps of long videos take their time asleep.
 
     A long one is there to be seen at work, to be waited behind or called off. It lasts as long on
@@ -128,7 +128,7 @@ def commanded(out: Path, *options: str, setup: Callable[[], object] | None = Non
     command = ["-v", "ui", "--port", str(free_port()), "--out", str(out)]
     command += ["--max-steps", "400", "--away", "10", *options]
     process, address = Commands(out.parent).serve(
-        command, out.with_suffix(".txt"), log_of(out), Begun(setup)
+        command, out.with_suffix(".txt"), log_of(out), Unhurried(setup)
     )
     assert process.pid is not None
     _SERVING[address] = process.pid

@@ -68,7 +68,6 @@ class Visitor:
         self.page.set_default_timeout(PATIENCE)
         self.asked: list[str] = []
         self.errors: list[str] = []
-        self._seen: set[str] = set()
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", self._hear)
@@ -103,10 +102,8 @@ class Visitor:
 
     def tab(self, name: str) -> None:
         self.page.get_by_role("tab", name=name).click()
-        if name not in self._seen:
-            # as with a fold: its fields are filled once more when it is first seen.
-            self._seen.add(name)
-            self.page.wait_for_timeout(300)
+        # as with a fold: when it is first seen, its fields are filled once more.
+        self.page.wait_for_timeout(300)
 
     def see(self, area: str, text: str) -> None:
         playwright.expect(self.page.locator(area)).to_contain_text(text)

@@ -1,4 +1,7 @@
-"""Who is there: a job that nobody ever asks after is not worth its time, nor is one of who left."""
+"""Who is there, and connections to them that have nothing left to bring.
+
+A job that nobody ever asks after is not worth its time, nor is one of who left.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,9 @@ from vidsparse.apps.page.guard import API
 
 # of sessions and events: far more than visits are remembered.
 MOST_HEARD = 10_000
+
+# where Gradio brings the answers of a session's calls.
+ANSWERS = "queue/data"
 
 # seconds in which nothing may be owed to a connection before it is let go.
 OWED_NOTHING = 1.0
@@ -62,19 +68,18 @@ class Ears:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on."""
-        if scope["type"] == "http" and scope["method"] == "GET":
-            path = scope["path"].partition(API)[2].rstrip("/")
-            if path == "queue/data":
-                for session in _sessions(scope):
-                    self._listeners.come(session)
-            elif path.startswith("call/"):
-                self._listeners.come(path.rpartition("/")[2])
-            elif path.startswith("heartbeat/"):
-                # gradio's page holds this call for as long as it is open.
-                session, cookies = path.rpartition("/")[2], Headers(scope=scope).get("cookie", "")
-                with self._window(session, cookies):
-                    await self._app(scope, receive, send)
-                return
+        path = _asked(scope)
+        if path == ANSWERS:
+            for session in _sessions(scope):
+                self._listeners.come(session)
+        elif path.startswith("call/"):
+            self._listeners.come(path.rpartition("/")[2])
+        elif path.startswith("heartbeat/"):
+            # gradio's page holds this call for as long as it is open.
+            session, cookies = path.rpartition("/")[2], Headers(scope=scope).get("cookie", "")
+            with self._window(session, cookies):
+                await self._app(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 
@@ -96,7 +101,7 @@ class LettingGo:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on."""
         watches = []
-        if scope["type"] == "http" and scope["path"].partition(API)[2].rstrip("/") == "queue/data":
+        if _asked(scope) == ANSWERS:
             queue = scope["app"].get_blocks()._queue
             watches = [asyncio.create_task(_let_go(queue, each)) for each in _sessions(scope)]
         try:
@@ -118,6 +123,13 @@ async def _let_go(queue: Any, session: str) -> None:
         name = secrets.token_hex(16)
         queue.pending_event_ids_session.setdefault(session, set()).add(name)
         messages.put_nowait(ProcessCompletedMessage(event_id=name, output={}, success=True))
+
+
+def _asked(scope: Scope) -> str:
+    """What of Gradio's interface a call reads; empty where it reads nothing there."""
+    if scope["type"] != "http" or scope["method"] != "GET":
+        return ""
+    return str(scope["path"]).partition(API)[2].rstrip("/")
 
 
 def _sessions(scope: Scope) -> list[str]:
