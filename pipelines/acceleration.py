@@ -8,6 +8,7 @@ from typing import Any
 
 from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, check_flag
+from vidsparse.pipelines.adapter import transformers_of
 from vidsparse.pipelines.caching import AnyCache, check_cache, check_family, open_cache
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.handle import SparseHandle, sparsify
@@ -98,12 +99,15 @@ def accelerate(
             f"method must be the name of one, got {method!r}. "
             "Hint: sparsify() takes methods that are built already."
         )
-    family = find_adapter(pipe).family
+    adapter = find_adapter(pipe)
+    family = adapter.family
     steps = family.defaults.steps if steps is None else steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps must be a whole number from 1, got {steps!r}")
     device, dtype = str(pipe.device), dtype_name(pipe.dtype)
-    own = bundle_for(speed, family.defaults, steps=steps, device=device, dtype=dtype, method=method)
+    config: Any = transformers_of(pipe, adapter)[0].config
+    defaults = family.defaults.for_transformer(config)
+    own = bundle_for(speed, defaults, steps=steps, device=device, dtype=dtype, method=method)
     asked = {"dense_steps": dense_steps, "refresh": refresh}
     given = {name: value for name, value in asked.items() if value is not None}
     bundle = replace(

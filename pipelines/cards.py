@@ -13,6 +13,7 @@ from vidsparse.errors import ModelError, listed
 from vidsparse.files import parse_json
 from vidsparse.pipelines.families import WAN
 from vidsparse.pipelines.family import DEFAULT_METHOD, SCHEDULED, Defaults, Family
+from vidsparse.pipelines.placement import LINEARS
 from vidsparse.pipelines.speed import SPEEDS, speed_method
 
 CARD: Final = "vidsparse.json"
@@ -44,6 +45,7 @@ _IN_A_SPEED: Final = (
     "schedule",
     "cache",
     "cache_threshold",
+    "linear",
     "psnr",
     "prompts",
 )
@@ -149,6 +151,8 @@ def _check_methods(defaults: Defaults, folder: Path) -> None:
             value = speed.get(number, 0)
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise ModelError(f"{number} of {name} in {folder} must be a number")
+        if speed.get("linear", "none") not in LINEARS:
+            raise ModelError(f"linear of {name} in {folder} must be one of {listed(LINEARS)}")
         if ("psnr" in speed) != ("prompts" in speed):
             raise ModelError(
                 f"speed {name} in {folder} must have both psnr and prompts, or neither"
@@ -180,7 +184,7 @@ def _read_defaults(
         values["frame_factor"] = vae.get("scale_factor_temporal", 4)
         # the pipeline's own check wants its unit too, whatever the configuration.
         values["size_factor"] = math.lcm(pixels, family.defaults.size_factor)
-    return dataclasses.replace(family.defaults, **values)
+    return dataclasses.replace(family.defaults.for_transformer(transformer), **values)
 
 
 def _video(folder: Path, said: Mapping[str, Any]) -> dict[str, Any]:

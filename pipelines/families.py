@@ -122,6 +122,7 @@ HUNYUAN_VIDEO: Final = Family(
         height=720,
         steps=50,
         guidance=6.0,
+        embedded=True,
         fps=24,
         frame_factor=4,
         size_factor=16,

@@ -30,6 +30,8 @@ class Defaults:
         height: pixels.
         steps: denoising steps.
         guidance: classifier-free guidance scale; 1 or less turns guidance off.
+        embedded: whether that scale is an input of the transformer, which learnt its effect, so
+            that a step is one forward.
         fps: frames per second of the written video.
         frame_factor: valid frame counts are ``frame_factor * k + frame_rest``.
         frame_rest: see ``frame_factor``.
@@ -47,7 +49,8 @@ class Defaults:
             ``dense_steps``, ``dense_layers``, ``dense_last_layers``, ``reuse`` and ``refresh``.
         speeds: by the name of ``--speed``, what this model's bundles change (``method_options``,
             ``schedule``, ``cache``, ``cache_threshold``) and the quality measured with them:
-            ``psnr``, the mean in dB against the dense run, over ``prompts`` prompts.
+            ``psnr``, the mean in dB against the dense run, over ``prompts`` prompts, with layers in
+            the format ``linear`` if that is not the model's.
         presets: by method, files of calibrated numbers that come with the model.
         on_cpu: ``frames``, ``width`` and ``height`` without a GPU, if those above would take hours
             there.
@@ -60,6 +63,7 @@ class Defaults:
     height: int
     steps: int
     guidance: float
+    embedded: bool = False
     fps: int
     frame_factor: int
     size_factor: int
@@ -77,6 +81,15 @@ class Defaults:
     presets: Mapping[str, str] = field(default_factory=dict)
     on_cpu: Mapping[str, Any] = field(default_factory=dict)
     source: str
+
+    @property
+    def one_forward(self) -> bool:
+        """Whether a step of this model is one forward, rather than one for each guidance branch."""
+        return self.embedded or self.guidance <= 1
+
+    def for_transformer(self, config: Mapping[str, Any]) -> Defaults:
+        """These defaults for a transformer of that configuration."""
+        return replace(self, embedded=bool(config.get("guidance_embeds", self.embedded)))
 
     def with_method(self, method: str) -> Defaults:
         """These defaults with this model's schedule for ``method``."""

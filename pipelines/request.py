@@ -27,7 +27,7 @@ from vidsparse.pipelines.placement import (
     check_dtype,
     check_linear,
 )
-from vidsparse.pipelines.speed import SPEEDS, bundle_for, plain_linear
+from vidsparse.pipelines.speed import SPEEDS, bundle_for, runs_as_high
 from vidsparse.pipelines.weights import files_stamp, lora_hash, lora_stamp
 
 if TYPE_CHECKING:
@@ -457,16 +457,22 @@ def _bundled(
         "linear": "none", "compile": False, "cache": "none", "cache_threshold": None,
         "schedule": {}, "method_options": {},
     }  # fmt: skip
-    if request.speed is None:
-        found["linear"] = plain_linear(request.method, defaults, device=device, dtype=dtype)
-    else:
-        bundle = bundle_for(
-            request.speed, defaults, steps=steps, device=device, dtype=dtype, method=request.method
-        )
+    machine: dict[str, Any] = {"steps": steps, "device": device, "dtype": dtype}
+    if request.speed is not None:
+        bundle = bundle_for(request.speed, defaults, method=request.method, **machine)
         found = {name: getattr(bundle, name) for name in found}
         if "topk" in request.method_options:
             # the bundle's share of the mass and a share of tiles exclude each other.
             found["method_options"] = {}
+    elif runs_as_high(request.method, defaults):
+        bundle = bundle_for("high", defaults, **machine)
+        found["linear"] = bundle.linear
+        if request.preset is None:
+            # what a preset promises was measured without one.
+            found |= {"cache": bundle.cache, "cache_threshold": bundle.cache_threshold}
+    guidance = defaults.guidance if request.guidance is None else request.guidance
+    if found["cache"] == "guidance" and guidance <= 1:
+        found |= {"cache": "none", "cache_threshold": None}
     if request.cache is not None:
         # the threshold is that of the bundle's own cache.
         found["cache_threshold"] = None

@@ -38,6 +38,15 @@ _SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
 }
 """Its numbers there. What is absent is the method's own."""
 
+_ONE_FORWARD_SHARES: Final[Mapping[str, float]] = {"balanced": 0.11, "fast": 0.09}
+_ONE_FORWARD_SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
+    "high": {"dense_steps": 0.12},
+    "balanced": {"dense_steps": 0.08, "refresh": 0.08},
+    "fast": {"dense_steps": 0.08, "refresh": 0.06},
+}
+"""Its numbers where a step is one forward. Guidance makes errors larger than they are in either
+branch; without it, less work comes as near to the dense run (``BENCHMARKS.md``)."""
+
 _FEW_SHARE: Final = 0.3
 _FEW_SCHEDULE: Final[Mapping[str, int]] = {"refresh": 1}
 """Its numbers in few steps, which are far apart: what the dense one leaves is worth most there."""
@@ -105,10 +114,13 @@ def bundle_for(
     if method == own_method != "dense":
         own = defaults.speeds.get(speed, {})
         if own_method != defaults.method:
-            share = _FEW_SHARE if few else _SHARES.get(speed)
+            shares, schedules = _SHARES, _SCHEDULES
+            if defaults.one_forward:
+                shares, schedules = _ONE_FORWARD_SHARES, _ONE_FORWARD_SCHEDULES
+            share = _FEW_SHARE if few else shares.get(speed)
             own = {
                 "method_options": {} if share is None else {"share": share},
-                "schedule": _FEW_SCHEDULE if few else _SCHEDULES[speed],
+                "schedule": _FEW_SCHEDULE if few else schedules[speed],
             }
     options = dict(own.get("method_options", {}))
     if quick and method == DEFAULT_METHOD and "method_options" not in own:
@@ -132,16 +144,12 @@ def bundle_for(
     )
 
 
-def plain_linear(method: str, defaults: Defaults, *, device: str, dtype: str) -> str:
-    """The number format of linear layers where no speed is asked for.
+def runs_as_high(method: str, defaults: Defaults) -> bool:
+    """Whether ``method`` on a model with ``defaults`` is at ``high`` where no speed is asked for.
 
-    On a CPU a model whose card chose what ``high`` runs is at that speed already, these included.
-    Elsewhere they stay as they are.
+    It is where the model's card chose what that runs; its blocks are compiled at a speed alone.
     """
-    own = speed_method("high", defaults.method, defaults.speeds)
-    if device != "cpu" or not method == defaults.method == own != "dense":
-        return "none"
-    return _linear("high", device, dtype)
+    return method == defaults.method == speed_method("high", method, defaults.speeds) != "dense"
 
 
 def measured(
@@ -164,9 +172,12 @@ def measured(
             f"{known['psnr']:.1f} dB on {model}, mean of {known['prompts']} prompts at its default "
             "size"
         )
-        if linear == "bf16":
-            # cards tell of runs that were measured without it.
-            told += " before linear layers were in bf16"
+        if linear != (own := known.get("linear", "none")):
+            told += (
+                f" before linear layers were in {linear}"
+                if own == "none"
+                else f" with linear layers in {own}"
+            )
     else:
         return "its quality was not measured on this model; `vidsparse compare` does"
     if changed:

@@ -43,6 +43,7 @@ def save_preset(path: Path, method: str = "spargeattn", layers: int | None = Non
     fractions = torch.tensor([0.3, 0.6]).expand(1, config["num_layers"], 4, 2)
     tables = {
         "spargeattn": {"tau": torch.full((1, config["num_layers"], 4), 0.7)},
+        "foresight": {"share": torch.full((1, config["num_layers"], 4), 0.2)},
         "bsfa": {
             "fraction": fractions,
             "threshold": torch.zeros(1, config["num_layers"], 4, 1, 2, 9),

@@ -113,7 +113,7 @@ def _typing(visitor: Visitor) -> Iterator[tuple[str, str]]:
     page = visitor.page
     visitor.prompt("a cat that chases a large red ball")
     playwright.expect(page.locator("#model-card mark")).to_have_text(["cat", "chases"])
-    page.locator("#target :is(input, textarea)").fill("38 dB")
+    page.locator("#target :is(input, textarea)").fill("35 dB")
     playwright.expect(page.get_by_label("fast", exact=True)).to_be_checked()
     yield "unknown words, and a speed by its quality", "#form"
     for fold in ("By hand", "More of Foresight", "More settings"):

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from vidsparse.apps.cli import main
+from vidsparse.apps.terminal.options import without_own_cache
 from vidsparse.methods import METHODS
 from vidsparse.pipelines import models as modelling
 
@@ -59,6 +60,7 @@ def test_no_more_processes_are_started_than_a_machine_has_room_for(
         ([], "an even number of GPUs for each video, got 1"),
         (["--gpus", "4", "--gpus-per-video", "2"], "leave --gpus-per-video and --engine out"),
         (["--gpus", "2", "--cache", "taylorseer"], "does not work with the step cache taylorseer"),
+        (["--gpus", "2", "--speed", "high"], "does not work with the step cache guidance"),
     ],
 )
 def test_what_guidance_branches_apart_cannot_do_is_said(
@@ -70,6 +72,18 @@ def test_what_guidance_branches_apart_cannot_do_is_said(
     assert done.exit_code == 2
     assert said in done.output
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "cache"),
+    [({}, "none"), ({"cache": "guidance"}, "guidance"), ({"speed": "high"}, None)],
+)
+def test_a_model_s_own_cache_stays_off_where_none_can_be(
+    given: dict[str, str], cache: str | None
+) -> None:
+    options = {"cache": None, "speed": None, **given}
+    without_own_cache(options)
+    assert options["cache"] == cache
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_the_page_is_understood_before_anything_runs(visit: Any) -> None:
 
     # one control for quality and speed, in the command line's words; the numbers follow it.
     visitor.see("#speed-facts", "high: foresight (share 0.08)")
-    visitor.see("#speed-facts", "43.3 dB on shapes")
+    visitor.see("#speed-facts", "43.4 dB on shapes")
     share = page.get_by_label("share", exact=True)
     playwright.expect(share).to_be_hidden()
     page.get_by_label("balanced", exact=True).check()

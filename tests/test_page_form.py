@@ -18,6 +18,7 @@ from page_host import (
     form_of,
     host_of,
     once_chosen,
+    save_preset,
     values_of,
 )
 from page_jobs import queue_of
@@ -78,7 +79,8 @@ def test_a_method_chosen_makes_the_command_line_s_request(
     chosen: tuple[Any, Any], method: str
 ) -> None:
     form, choices = chosen
-    held = {name: form.controls[name].value for name in SCHEDULED}
+    beside = (*SCHEDULED, "cache", "cache_threshold")
+    held = {name: form.controls[name].value for name in beside}
     updates = choices.choose_method("shapes", method, "", held)
     put = _put(form, updates)
     request, warnings = form.request(values_of(form, **{"method": method, **put}))
@@ -117,6 +119,26 @@ def _put(form: Any, updates: dict[Any, Any]) -> dict[str, Any]:
         for name, control in form.controls.items()
         if "value" in updates.get(control, {})
     }
+
+
+def test_a_preset_runs_without_the_model_s_step_cache(tmp_path: Path) -> None:
+    host = host_of(tmp_path, frames=49, side=512)
+    save_preset(tmp_path / "own.json", "foresight")
+    presets = read_presets([str(tmp_path / "own.json")], host.models, host.limits)
+    (own,) = (each.name for each in presets if each.preset.method == "foresight")
+    built = choices_of(dataclasses.replace(host, presets=presets))
+    beside = (*SCHEDULED, "cache", "cache_threshold")
+    held = {name: built.form.controls[name].value for name in beside}
+    assert held["cache"] == "guidance"
+    choose = built.choices.choose_preset
+    with_it = _put(built.form, choose("shapes", "foresight", own, held))
+    assert with_it["cache"] == "none"
+    # without it again it is the model's; what was chosen by hand stays.
+    back = _put(built.form, choose("shapes", "foresight", "", {**held, **with_it}))
+    by_hand = {**held, "cache": "first-block"}
+    kept = _put(built.form, choose("shapes", "foresight", own, by_hand))
+    built.desk.queue.close()
+    assert (back["cache"], kept.get("cache")) == ("guidance", None)
 
 
 @pytest.mark.parametrize("method", ["fg-attn", "foresight"])
@@ -518,10 +540,11 @@ def test_what_a_speed_stands_for_is_said_without_what_the_page_leaves_out(form: 
     from vidsparse.apps.page.speeds import speed_text
 
     text = speed_text(form, form.host.models[0], "fast")
-    assert "foresight (share 0.08, unconditional_every 10), refresh 0.15" in text
-    assert "step cache first-block" in text
-    assert "38.7 dB on shapes, mean of 24 prompts" in text
-    assert "step cache" not in speed_text(form, form.host.models[0], "balanced")
+    assert "foresight (share 0.08, unconditional_every 10), refresh 0.1" in text
+    assert "step cache guidance 3" in text
+    assert "36.7 dB on shapes, mean of 24 prompts" in text
+    assert "step cache guidance" in speed_text(form, form.host.models[0], "balanced")
+    assert "step cache" not in speed_text(form, form.host.models[0], "exact")
 
 
 def test_a_line_of_settings_leaves_out_what_is_nothing(form: Any) -> None:

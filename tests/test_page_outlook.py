@@ -52,7 +52,8 @@ DEFAULTS = resolve_model("shapes").defaults
 
 
 def asked(**changes: Any) -> GenerateRequest:
-    given = {"frames": 33, "width": 256, "height": 256, "steps": 20, "device": "cpu", **changes}
+    own = {"frames": 33, "width": 256, "height": 256, "steps": 20, "device": "cpu"}
+    given = {**own, "cache": "none", **changes}
     return resolve(GenerateRequest(prompt="", model="shapes", **given), DEFAULTS)
 
 
@@ -190,9 +191,7 @@ def test_a_dense_video_is_the_same_whatever_a_method_would_have_done() -> None:
 def test_guidance_that_is_distilled_into_the_weights_makes_no_second_forward() -> None:
     estimates = Estimates()
     ref = resolve_model("shapes")
-    own = replace(
-        ref, transformers=tuple({**each, "guidance_embeds": True} for each in ref.transformers)
-    )
+    own = replace(ref, defaults=replace(ref.defaults, embedded=True))
     has = SimpleNamespace(ref=own, pipe=SimpleNamespace(transformer=None))
     estimates.loaded(has, GIB, None)  # type: ignore[arg-type]
     estimates.add(asked(), took())

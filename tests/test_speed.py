@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from page_host import save_preset
+from tiny_hunyuan import hunyuan_image_to_video
 from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.pipelines import accelerate, is_sparse
-from vidsparse.pipelines.families import FAMILIES, WAN
+from vidsparse.pipelines.families import FAMILIES, HUNYUAN_VIDEO, WAN
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve, runs_as_measured, settings_hash
 from vidsparse.pipelines.speed import SPEEDS, bundle_for, described, measured, speed_reaching
@@ -51,6 +53,36 @@ def test_high_is_the_default_where_the_card_chose_the_method(
     assert len(hashes) == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "cache", "threshold"),
+    [
+        ({}, "guidance", 2),
+        ({"cache": "none"}, "none", None),
+        ({"cache": "first-block"}, "first-block", 0.05),
+        ({"guidance": 1.0}, "none", None),
+        ({"method": "fg-attn"}, "none", None),
+        ({"method": "dense"}, "none", None),
+        ({"speed": "balanced", "guidance": 1.0}, "none", None),
+        ({"speed": "balanced", "guidance": 1.0, "cache": "guidance"}, "guidance", 2),
+    ],
+)
+def test_a_card_s_cache_is_on_where_its_method_and_guidance_are(
+    changes: dict[str, Any], cache: str, threshold: float | None
+) -> None:
+    own: dict[str, Any] = {"prompt": "", "device": "cpu", "model": "shapes", "method": "foresight"}
+    defaults = resolve_model("shapes").defaults
+    one = resolve(GenerateRequest(**{**own, **changes}), defaults)
+    assert (one.cache, one.cache_threshold) == (cache, threshold)
+    assert resolve(one, defaults) == one
+
+
+def test_a_preset_s_promise_is_kept_by_leaving_the_card_s_cache_out(tmp_path: Path) -> None:
+    preset = tmp_path / "p.json"
+    save_preset(preset, "foresight")
+    request = GenerateRequest(prompt="", device="cpu", model="shapes", preset=str(preset))
+    assert resolve(request, resolve_model("shapes").defaults).cache == "none"
+
+
 @pytest.mark.usefixtures("bf16_cpu")
 def test_without_a_speed_a_family_keeps_the_settings_of_its_source() -> None:
     plain = settled(None)
@@ -62,13 +94,29 @@ def test_without_a_speed_a_family_keeps_the_settings_of_its_source() -> None:
 def test_faster_speeds_keep_less_and_only_fast_has_a_cache(family: Any) -> None:
     made = {speed: bundle_for(speed, family.defaults, steps=50, **CPU) for speed in SPEEDS}
     assert [made[s].method for s in SPEEDS] == ["dense", *["foresight"] * 3]
-    assert [made[s].method_options.get("share") for s in SPEEDS] == [None, None, 0.11, 0.11]
-    dense = {"dense_steps": 0.12}
-    quick = {**dense, "refresh": 0.08}
-    assert [made[s].schedule for s in SPEEDS] == [{}, dense, quick, quick]
+    one = family.name in ("HunyuanVideo", "AnyFlow", "MiniMax-H3")
+    shares = [None, None, 0.11, 0.09 if one else 0.11]
+    assert [made[s].method_options.get("share") for s in SPEEDS] == shares
+    quick, fast = ((0.08, 0.08), (0.08, 0.06)) if one else ((0.12, 0.08),) * 2
+    schedules = [dict(zip(("dense_steps", "refresh"), each, strict=True)) for each in (quick, fast)]
+    assert [made[s].schedule for s in SPEEDS] == [{}, {"dense_steps": 0.12}, *schedules]
     caches = {speed: made[speed].cache for speed in SPEEDS}
     expected = "taylorseer" if "taylorseer" in family.caches and not family.sound else "none"
     assert caches == {"exact": "none", "high": "none", "balanced": "none", "fast": expected}
+
+
+@pytest.mark.parametrize("guidance", ["distilled", "two forwards", "none"])
+def test_what_a_step_s_forwards_are_is_read_from_the_model(guidance: str) -> None:
+    family = HUNYUAN_VIDEO if guidance == "distilled" else WAN
+    defaults = family.defaults
+    if guidance == "two forwards":
+        # HunyuanVideo's transformer without an input for the scale, as SkyReels V1 has it.
+        defaults = HUNYUAN_VIDEO.defaults.for_transformer({"guidance_embeds": False})
+    elif guidance == "none":
+        defaults = replace(defaults, guidance=1.0)
+    assert defaults.one_forward == (guidance != "two forwards")
+    made = bundle_for("balanced", defaults, steps=50, **CPU)
+    assert made.schedule["dense_steps"] == (0.12 if guidance == "two forwards" else 0.08)
 
 
 def test_fg_attn_asked_for_keeps_less_at_the_faster_speeds() -> None:
@@ -244,8 +292,14 @@ def test_what_is_measured_is_said_and_what_is_not() -> None:
     assert "36.0 dB on shapes, mean of 24 prompts" in measured("shapes", "high", own)
     assert measured("shapes", "high", own, changed=True).startswith("by itself 36.0 dB on shapes")
     assert "not measured with these settings" in measured("shapes", "high", own, changed=True)
-    rounded = measured("shapes", "high", own, linear="bf16")
-    assert rounded.endswith("24 prompts at its default size before linear layers were in bf16")
+    for linear in ("bf16", "fp8"):
+        rounded = measured("shapes", "high", own, linear=linear)
+        assert rounded.endswith(f"at its default size before linear layers were in {linear}")
+    own = replace(own, speeds={"high": {**own.speeds["high"], "linear": "bf16"}})
+    assert measured("shapes", "high", own, linear="bf16").endswith("at its default size")
+    for linear in ("none", "fp8"):
+        told = measured("shapes", "high", own, linear=linear)
+        assert told.endswith("at its default size with linear layers in bf16")
     one = settled("fast").options()
     assert described(one).startswith("foresight (share 0.11")
     assert described(one).endswith("dense steps 0.12, refresh 0.08, step cache taylorseer")
@@ -319,6 +373,16 @@ def test_accelerate_runs_the_bundle_and_takes_off_what_can_be() -> None:
         assert str(fast).startswith("speed fast: foresight (share 0.11), dense steps 0.12")
     assert fast.linear is None
     assert torch.equal(latents_of(pipe, num_inference_steps=9), expected)
+
+
+@pytest.mark.parametrize(
+    ("condition", "dense_steps"), [("token_replace", 0.08), ("latent_concat", 0.12)]
+)
+def test_accelerate_reads_from_the_transformer_whether_guidance_is_in_it(
+    condition: str, dense_steps: float
+) -> None:
+    with accelerate(hunyuan_image_to_video(condition), "balanced") as fast:
+        assert fast.bundle.schedule["dense_steps"] == dense_steps
 
 
 def test_accelerate_exact_is_the_stock_video() -> None:

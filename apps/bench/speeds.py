@@ -133,7 +133,7 @@ class SpeedBench:
         family = next(each for each in FAMILIES if setting.model.pipeline in each.pipelines)
         bundle = bundle_for(
             speed,
-            family.defaults,
+            family.defaults.for_transformer(setting.model.config),
             steps=setting.steps,
             device=str(self.device),
             dtype=dtype_name(self.dtype),

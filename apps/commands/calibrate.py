@@ -16,7 +16,12 @@ from vidsparse.apps.results.held_file import held_file
 from vidsparse.apps.runs.prepared import prepare
 from vidsparse.apps.runs.prompts import PromptFile, read_prompts
 from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
-from vidsparse.apps.terminal.options import RequestCommand, batch_option, request_options
+from vidsparse.apps.terminal.options import (
+    RequestCommand,
+    batch_option,
+    request_options,
+    without_own_cache,
+)
 from vidsparse.apps.terminal.progress import plain_bar
 from vidsparse.apps.terminal.tables import INDENT, print_pairs
 from vidsparse.calibration import CALIBRATORS
@@ -145,6 +150,7 @@ def calibrate(
     terminal.interrupted = "Interrupted; the same command goes on from the last finished prompt."
     if options["preset"] is not None:
         raise OptionError("calibrate makes a preset and takes none. Hint: leave --preset out.")
+    without_own_cache(options)
     if options["method"] is None:
         raise OptionError(f"say what to calibrate: --method {' or '.join(CALIBRATORS)}")
     given = {name: options.pop(name) for name in list(options) if name.startswith(_PREFIX)}

@@ -45,6 +45,7 @@ from vidsparse.apps.terminal.options import (
     batch_option,
     gpus_options,
     request_options,
+    without_own_cache,
 )
 from vidsparse.apps.terminal.progress import short
 from vidsparse.apps.terminal.tables import print_pairs, print_table
@@ -127,6 +128,8 @@ def compare(
     from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; the same command goes on from the last measured prompt."
+    if apart:
+        without_own_cache(options)
     crew = crew_options(gpus, gpus_per_video, engine, address, ring, apart)
     team = join_team(terminal, gpus, ring, apart)
     several = crew is None and (team is not None or gpus not in (None, 1))

@@ -30,7 +30,12 @@ from vidsparse.apps.runs.team import (
     silent,
 )
 from vidsparse.apps.terminal.console import FAILED, Terminal, json_option, verbosity_options
-from vidsparse.apps.terminal.options import RequestCommand, gpus_options, request_options
+from vidsparse.apps.terminal.options import (
+    RequestCommand,
+    gpus_options,
+    request_options,
+    without_own_cache,
+)
 from vidsparse.apps.terminal.progress import plain_bar, short
 from vidsparse.errors import FolderError, OutputError, VidsparseError
 from vidsparse.wording import format_share
@@ -103,6 +108,8 @@ def generate(
     from vidsparse.pipelines.video import require_encoder
 
     terminal.interrupted = "Interrupted; finished videos are kept."
+    if apart:
+        without_own_cache(options)
     crew = crew_options(gpus, gpus_per_video, engine, address, ring, apart)
     team = join_team(terminal, gpus, ring, apart)
     alone = crew is not None or (team is None and gpus in (None, 1))

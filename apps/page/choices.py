@@ -18,7 +18,7 @@ import gradio as gr
 
 from vidsparse.apps.page import draw
 from vidsparse.apps.page.desk import Desk, toast
-from vidsparse.apps.page.form import Form
+from vidsparse.apps.page.form import CACHED, Form
 from vidsparse.apps.page.offers import (
     BY_HAND,
     BY_HAND_CHOICE,
@@ -460,7 +460,7 @@ class Choices:
         return {
             **{name: value for name, value in own.items() if name not in _WRITTEN},
             **self._form.defaults_of(model),
-            **self._form.schedule_of(model, method),
+            **self._beside(model, method, made),
             **self._values(made),
             **values,
             "preset": BY_HAND if made is None else made.name,
@@ -497,19 +497,28 @@ class Choices:
         made: HostPreset | None,
         beside: Mapping[str, Any],
     ) -> dict[Any, Any]:
-        """The updates once a method or preset was chosen, with the schedule that goes with it."""
-        own = {one: self._form.schedule_of(model, one) for one in self._form.groups}
-        schedule = {one: beside[one] for one in SCHEDULED if one in beside}
-        # numbers that belong to no method were written by hand.
-        values = own[method] if schedule in own.values() else {}
+        """The updates once a method or preset was chosen, and what goes with it."""
+        own = {one: self._form.beside(model, one) for one in self._form.groups}
+        wanted = self._beside(model, method, made)
+        values: dict[str, Any] = {}
+        for names in (SCHEDULED, CACHED):
+            held = {one: beside[one] for one in names if one in beside}
+            # what belongs to no method was chosen by hand.
+            if held in [{one: each[one] for one in names} for each in own.values()]:
+                values |= {one: wanted[one] for one in names}
         return self.updates(model, method, made, {**values, **self._values(made)})
+
+    def _beside(self, model: ModelRef, method: str, made: HostPreset | None) -> dict[str, Any]:
+        """What goes with a method; a preset's promise was measured without a step cache."""
+        own = self._form.beside(model, method)
+        return own if made is None else {**own, "cache": "none", "cache_threshold": ""}
 
     def _by_hand(self) -> list[str]:
         """The controls that a speed fills."""
         own = [
             name for method in self._form.groups for name in self._form.options_of(method).values()
         ]
-        return [*own, "method", "preset", "cache", *SCHEDULED]
+        return [*own, "method", "preset", *SCHEDULED, *CACHED]
 
     def updates(
         self,

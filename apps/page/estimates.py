@@ -270,9 +270,7 @@ def _mean(before: Took, now: Took) -> Took:
 
 def _branches(has: LoadedPipeline) -> int:
     """Forwards of a step with guidance, by themselves or as one of so many videos."""
-    embedded = any(config.get("guidance_embeds") for config in has.ref.transformers)
-    # distilled into the weights it is a number that one forward is given.
-    return 1 if embedded else 2
+    return 1 if has.ref.defaults.embedded else 2
 
 
 def _even_tokens(has: LoadedPipeline) -> float:

@@ -52,7 +52,7 @@ from vidsparse.pipelines.caching import CACHES
 from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, check_kernels, resolve
-from vidsparse.pipelines.speed import SPEEDS
+from vidsparse.pipelines.speed import SPEEDS, bundle_for, runs_as_high
 from vidsparse.presets import preset_files
 
 OWN_ORDER = ""
@@ -66,6 +66,9 @@ _SELDOM = (
     "guidance", "fps", "negative_prompt", *_AMOUNTS, "order", "reuse", "cache", "cache_threshold",
     "implementation",
 )  # fmt: skip
+CACHED = ("cache", "cache_threshold")
+"""The controls of a step cache, which goes with the method as the schedule does."""
+
 _FROM_MODEL = ("frames", "width", "height", "steps", "guidance", "fps")
 
 
@@ -351,7 +354,7 @@ class Form:
                 "cache",
                 gr.Dropdown(
                     list(CACHES),
-                    value="none",
+                    value=first["cache"],
                     label="Step cache",
                     info="leaves out blocks, or a branch of guidance, that change little",
                 ),
@@ -359,7 +362,7 @@ class Form:
             self._add(
                 "cache_threshold",
                 gr.Textbox(
-                    value="",
+                    value=first["cache_threshold"],
                     label="Its threshold",
                     info="first-block: a change; the others: run one of so many",
                     placeholder="its own",
@@ -507,12 +510,7 @@ class Form:
         """The controls' values that the model brings, as far as the host allows."""
         values: dict[str, Any] = {name: getattr(model.defaults, name) for name in _FROM_MODEL}
         values |= self._within_limits(model)
-        values |= {
-            "order": OWN_ORDER,
-            "cache": "none",
-            "cache_threshold": "",
-            **self.schedule_of(model, first_method(model)),
-        }
+        values |= {"order": OWN_ORDER, **self.beside(model, first_method(model))}
         for method in self.groups:
             values |= self.values_of_options(model, method, {})
         return values
@@ -546,7 +544,7 @@ class Form:
 
     def blanks(self, model: ModelRef, method: str) -> dict[str, str]:
         """What each written number will be where it is left blank, by the names of controls."""
-        values = {**self.defaults_of(model), **self.schedule_of(model, method)}
+        values = {**self.defaults_of(model), **self.beside(model, method)}
         return {
             name: typed(value)
             for name, value in values.items()
@@ -554,10 +552,20 @@ class Form:
             if isinstance(self.controls.get(name), gr.Number | gr.Textbox) and name != "refresh"
         }
 
-    def schedule_of(self, model: ModelRef, method: str) -> dict[str, Any]:
-        """The controls' values for the schedule that the model has for a method."""
+    def beside(self, model: ModelRef, method: str) -> dict[str, Any]:
+        """The controls' values for the schedule and the step cache the model has for a method."""
         settings = model.defaults.with_method(method)
-        return schedule_values({name: getattr(settings, name) for name in SCHEDULED})
+        cache, threshold = "none", None
+        if runs_as_high(method, settings):
+            high = bundle_for(
+                "high", settings, steps=settings.steps, device=self.host.devices[0], dtype="fp32"
+            )
+            cache, threshold = high.cache, high.cache_threshold
+        return {
+            **schedule_values({name: getattr(settings, name) for name in SCHEDULED}),
+            "cache": cache,
+            "cache_threshold": amount_text(threshold),
+        }
 
     def options_of(self, method: str) -> dict[str, str]:
         """A method's own options, and the names of their controls."""

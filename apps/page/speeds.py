@@ -34,9 +34,9 @@ def values_of_speed(form: Form, model: ModelRef, speed: str) -> dict[str, Any]:
     return {
         "method": bundle.method,
         "preset": BY_HAND,
+        **form.beside(model, bundle.method),
         "cache": bundle.cache,
         "cache_threshold": amount_text(bundle.cache_threshold),
-        **form.schedule_of(model, bundle.method),
         **schedule_values(bundle.schedule),
         **{control: own[control] for control in names.values()},
         **{names[option]: value for option, value in bundle.method_options.items()},

@@ -105,20 +105,24 @@ class Wan(SmallModel):
         },
         method="foresight",
         speeds={
-            "high": {"psnr": 43.3, "prompts": 24},
+            "high": {"psnr": 43.4, "prompts": 24, "linear": "bf16", "cache": "guidance"},
             "balanced": {
-                "psnr": 38.9,
+                "psnr": 38.7,
                 "prompts": 24,
+                "linear": "bf16",
+                "cache": "guidance",
                 "method_options": {"unconditional_every": 10},
                 "schedule": {"refresh": 0.15},
             },
-            # where its steps alternate, taylorseer and guidance are far off (docs/speed.md).
+            # where its steps alternate, taylorseer is far off (docs/speed.md).
             "fast": {
-                "psnr": 38.7,
+                "psnr": 36.7,
                 "prompts": 24,
-                "cache": "first-block",
+                "linear": "bf16",
+                "cache": "guidance",
+                "cache_threshold": 3,
                 "method_options": {"unconditional_every": 10},
-                "schedule": {"refresh": 0.15},
+                "schedule": {"refresh": 0.1},
             },
         },
     )

@@ -469,6 +469,12 @@ def _keyframes(given: Sequence[tuple[int, str]]) -> dict[int, str]:
     return found
 
 
+def without_own_cache(options: dict[str, Any]) -> None:
+    """Take the model's own step cache off, unless a cache or a speed was asked for by name."""
+    if options["cache"] is None and options["speed"] is None:
+        options["cache"] = "none"
+
+
 def _named_speed(asked: str | None, model: str) -> str | None:
     """The name of a speed, where one was asked for by name or by the quality it is to have."""
     from vidsparse.pipelines.models import resolve_model
