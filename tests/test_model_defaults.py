@@ -12,7 +12,7 @@ import pytest
 from saved_families import Opened, a_request
 from tiny_families import TINY, cogvideox, wan_per_token_timesteps
 
-from vidsparse.errors import OptionError
+from vidsparse.errors import ModelError, OptionError
 from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.family import Family
@@ -54,6 +54,21 @@ def test_a_card_may_bring_sparse_settings(folders: Callable[[str], Path], tmp_pa
     (tmp_path / "vidsparse.json").write_text(json.dumps(card))
     request = resolve(a_request(), resolve_model(tmp_path).defaults)
     assert {name: getattr(request, name) for name in card} == card
+
+
+def test_whether_guidance_is_in_the_weights_is_read_from_the_files(
+    folders: Callable[[str], Path],
+) -> None:
+    found = {name: resolve_model(folders(name)).defaults.embedded for name in ("hunyuan", "wan")}
+    assert found == {"hunyuan": True, "wan": False}
+
+
+def test_a_card_names_a_format_of_linear_layers_that_there_is(tmp_path: Path) -> None:
+    TINY["wan"].build().save_pretrained(tmp_path)
+    card = {"speeds": {"high": {"psnr": 40.0, "prompts": 24, "linear": "fp9"}}}
+    (tmp_path / "vidsparse.json").write_text(json.dumps(card))
+    with pytest.raises(ModelError, match=r"linear of high in .* one of none, fp8, int8 and bf16"):
+        resolve_model(tmp_path)
 
 
 def test_the_method_of_a_request_is_the_card_s_or_the_one_whose_options_are_given(

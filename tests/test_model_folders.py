@@ -124,6 +124,7 @@ ODD: tuple[Any, ...] = (
     *({"fg-attn": 1}, {"fg-attn": {"tile": []}}, {"fg-attn": {"merge": []}}, [1, 0, 0]),
     *({"fg-attn": {"dense_steps": "x"}}, {"fast": {"schedule": 1}}, {"high": {"psnr": "x"}}),
     *({"fast": {"schedule": {"refresh": []}}}, {"fast": {"cache": 1}}, {"slow": {}}),
+    {"fast": {"linear": ["bf16"]}},
 )
 
 

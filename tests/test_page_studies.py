@@ -68,6 +68,8 @@ def _linked(link: str | None) -> dict[str, Any]:
 )
 def test_a_row_s_link_makes_the_row_s_run(form: Any, settings: dict[str, Any]) -> None:
     values = _linked(settings_link(form, settings, {"shapes"}))
+    # as its row was measured, whatever the model's own step cache.
+    assert values["cache"] == "none"
     request, _ = form.request(values_of(form, **values))
     wanted = GenerateRequest(prompt="a red ball", **settings)
     for field in dataclasses.fields(GenerateRequest):

@@ -167,6 +167,8 @@ def settings_link(form: Form, settings: Mapping[str, Any] | None, models: set[st
     if settings is None or settings["model"] not in models:
         return None
     try:
+        # rows are of runs without a step cache, which the model's own may have.
+        settings = {"cache": "none", "cache_threshold": None, **settings}
         request = GenerateRequest(prompt="", **settings)
         form.host.limits.check(request)
         made = form.values_of(request)
