@@ -401,7 +401,7 @@ def test_what_was_measured_is_printed_in_words_a_try_a_line(
         ),
         (
             ("--method", "foresight", "--speed", "fast"),
-            "takes no step cache, got first-block with --speed fast. Hint: --cache none",
+            "takes no step cache, got guidance with --speed fast. Hint: --cache none",
         ),
         (
             ("--method", "foresight", "--seed", str(2**63 - 2)),
