@@ -151,14 +151,16 @@ class SpeedBench:
 
     def check(self, speed: str) -> None:
         """Raise an ``OptionError`` unless the run has the steps that are measured."""
-        steps, (warmup, _) = self.setting.steps, self.asked(speed).steps(self.setting.steps)
-        sparse = steps - warmup
+        steps = self.setting.steps
+        warmup, refreshes = self.asked(speed).steps(steps)
+        # the first refresh is the last dense step.
+        dense, sparse = max(0, warmup - bool(refreshes)), steps - warmup
         # what is timed comes after the first, or after a refresh, and has one after it.
-        if warmup < 1 or sparse < 3:
+        if dense < 1 or sparse < 3:
             raise OptionError(
-                f"{self.setting.family}: {steps} steps of which {warmup} stay dense have {sparse} "
-                "sparse ones; a speed is measured on one dense and three sparse steps. "
-                "Hint: --steps 50."
+                f"{self.setting.family}: {steps} steps have {dense} that stay dense and are no "
+                f"refresh, and {sparse} after them; a speed is measured on one dense and three "
+                "sparse steps. Hint: --steps 50."
             )
 
     def rows(self, speeds: Sequence[str]) -> Iterator[SpeedRow]:
