@@ -110,7 +110,7 @@ def test_what_a_step_s_forwards_are_is_read_from_the_model(guidance: str) -> Non
     family = HUNYUAN_VIDEO if guidance == "distilled" else WAN
     defaults = family.defaults
     if guidance == "two forwards":
-        # HunyuanVideo's transformer without an input for the scale, as SkyReels V1 has it.
+        # such a transformer without an input for the scale.
         defaults = HUNYUAN_VIDEO.defaults.for_transformer({"guidance_embeds": False})
     elif guidance == "none":
         defaults = replace(defaults, guidance=1.0)
