@@ -9,6 +9,7 @@ from typing import Any
 from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, check_flag
 from vidsparse.pipelines.adapter import transformers_of
+from vidsparse.pipelines.branches import has_one_branch
 from vidsparse.pipelines.caching import AnyCache, check_cache, check_family, open_cache
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.handle import SparseHandle, sparsify
@@ -105,9 +106,12 @@ def accelerate(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps must be a whole number from 1, got {steps!r}")
     device, dtype = str(pipe.device), dtype_name(pipe.dtype)
-    config: Any = transformers_of(pipe, adapter)[0].config
-    defaults = family.defaults.for_transformer(config)
+    transformer: Any = transformers_of(pipe, adapter)[0]
+    defaults = family.defaults.for_transformer(transformer.config)
     own = bundle_for(speed, defaults, steps=steps, device=device, dtype=dtype, method=method)
+    if cache is None and has_one_branch(transformer):
+        # no cache can be there, and nobody asked for one by name.
+        cache = "none"
     asked = {"dense_steps": dense_steps, "refresh": refresh}
     given = {name: value for name, value in asked.items() if value is not None}
     bundle = replace(

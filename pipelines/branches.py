@@ -79,10 +79,15 @@ def check_apart(transformers: Iterable[Any], known: tuple[str, ...]) -> None:
             raise UnsupportedError(_CACHED)
 
 
+def has_one_branch(transformer: Any) -> bool:
+    """Whether a transformer computes one guidance branch while another process has the other."""
+    registry = getattr(transformer, "_diffusers_hook", None)
+    return registry is not None and HOOK in registry.hooks
+
+
 def check_both_branches(transformer: Any) -> None:
     """Raise an ``UnsupportedError`` if a transformer that is to get a cache has one branch only."""
-    registry = getattr(transformer, "_diffusers_hook", None)
-    if registry is not None and HOOK in registry.hooks:
+    if has_one_branch(transformer):
         raise UnsupportedError(_CACHED)
 
 

@@ -32,6 +32,7 @@ class Defaults:
         guidance: classifier-free guidance scale; 1 or less turns guidance off.
         embedded: whether that scale is an input of the transformer, which learnt its effect, so
             that a step is one forward.
+        features: of a token in the transformer; None where its configuration does not tell.
         fps: frames per second of the written video.
         frame_factor: valid frame counts are ``frame_factor * k + frame_rest``.
         frame_rest: see ``frame_factor``.
@@ -64,6 +65,7 @@ class Defaults:
     steps: int
     guidance: float
     embedded: bool = False
+    features: int | None = None
     fps: int
     frame_factor: int
     size_factor: int
@@ -89,7 +91,12 @@ class Defaults:
 
     def for_transformer(self, config: Mapping[str, Any]) -> Defaults:
         """These defaults for a transformer of that configuration."""
-        return replace(self, embedded=bool(config.get("guidance_embeds", self.embedded)))
+        heads, each = config.get("num_attention_heads"), config.get("attention_head_dim")
+        features = config.get("model_dim")
+        if isinstance(heads, int) and isinstance(each, int):
+            features = heads * each
+        embedded = bool(config.get("guidance_embeds", self.embedded))
+        return replace(self, embedded=embedded, features=features)
 
     def with_method(self, method: str) -> Defaults:
         """These defaults with this model's schedule for ``method``."""

@@ -458,6 +458,9 @@ def _bundled(
         "schedule": {}, "method_options": {},
     }  # fmt: skip
     machine: dict[str, Any] = {"steps": steps, "device": device, "dtype": dtype}
+    if request.guidance is not None:
+        # what a step's forwards are depends on it.
+        defaults = replace(defaults, guidance=request.guidance)
     if request.speed is not None:
         bundle = bundle_for(request.speed, defaults, method=request.method, **machine)
         found = {name: getattr(bundle, name) for name in found}
@@ -470,8 +473,7 @@ def _bundled(
         if request.preset is None:
             # what a preset promises was measured without one.
             found |= {"cache": bundle.cache, "cache_threshold": bundle.cache_threshold}
-    guidance = defaults.guidance if request.guidance is None else request.guidance
-    if found["cache"] == "guidance" and guidance <= 1:
+    if found["cache"] == "guidance" and defaults.guidance <= 1:
         found |= {"cache": "none", "cache_threshold": None}
     if request.cache is not None:
         # the threshold is that of the bundle's own cache.

@@ -47,9 +47,17 @@ _ONE_FORWARD_SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
 """Its numbers where a step is one forward. Guidance makes errors larger than they are in either
 branch; without it, less work comes as near to the dense run (``BENCHMARKS.md``)."""
 
+_FAST_EVERY: Final = 3
+"""Of so many steps ``fast`` runs the unconditional branch in one, ``balanced`` in every second."""
+
 _FEW_SHARE: Final = 0.3
 _FEW_SCHEDULE: Final[Mapping[str, int]] = {"refresh": 1}
 """Its numbers in few steps, which are far apart: what the dense one leaves is worth most there."""
+
+_WIDE: Final = 3072
+"""Features from which 8-bit layers are worth what they err by: on an H200 blocks' layers in fp8
+take 0.63 of bf16's time with 5,120 features and 0.69 to 0.74 with 3,072, and with 2,048 or fewer
+0.86, where the error is the same (docs/speed.md)."""
 
 _LESS: Final = 0.1
 """How much less of the pooled attention the faster bundles of fg-attn keep than the model's own."""
@@ -126,9 +134,13 @@ def bundle_for(
     if quick and method == DEFAULT_METHOD and "method_options" not in own:
         top_p = defaults.method_options.get(method, {}).get("top_p", _default_top_p())
         options["top_p"] = round(top_p - _LESS, 4)
-    family = next(family for family in FAMILIES if family.name == defaults.family)
-    # nobody has heard what is left of a sound whose steps were left out.
-    cached = speed == "fast" and not few and "taylorseer" in family.caches and not family.sound
+    cache, threshold = "none", None
+    if "cache" in own:
+        cache, threshold = own["cache"], own.get("cache_threshold")
+    elif not few:
+        # a card's quality was measured with the cache that it names, or without one for guidance.
+        carded = method == defaults.method and speed in defaults.speeds
+        cache, threshold = _cache(speed, defaults, guidance=not carded)
     schedule = dict(own.get("schedule", {}))
     if few and speed != "exact":
         schedule["dense_steps"] = 1
@@ -137,10 +149,10 @@ def bundle_for(
         method=method,
         method_options=options,
         schedule=schedule,
-        linear=_linear(speed, device, dtype),
+        linear=_linear(speed, defaults, device, dtype),
         compile=device != "cpu",
-        cache=own.get("cache", "taylorseer" if cached else "none"),
-        cache_threshold=own.get("cache_threshold"),
+        cache=cache,
+        cache_threshold=threshold,
     )
 
 
@@ -225,6 +237,7 @@ def described(values: Mapping[str, Any]) -> str:
         f"{name} {value}" for name, value in values["method_options"].items() if value is not None
     )
     scheduled = [] if values["method"] == "dense" else ["dense_steps", "refresh"]
+    cache = cache_text(values["cache"], values.get("cache_threshold"))
     parts = [
         values["method"] + (f" ({options})" if options else ""),
         *(
@@ -234,15 +247,29 @@ def described(values: Mapping[str, Any]) -> str:
         ),
         *([f"linear layers in {values['linear']}"] if values["linear"] != "none" else []),
         *(["compiled blocks"] if values["compile"] else []),
-        *([_cache_text(values)] if values["cache"] != "none" else []),
+        *([f"step cache {cache}"] if cache != "none" else []),
     ]
     return ", ".join(parts)
 
 
-def _cache_text(values: Mapping[str, Any]) -> str:
-    cache, threshold = values["cache"], values.get("cache_threshold")
-    own = threshold is None or threshold == CACHES[cache]
-    return f"step cache {cache}" + ("" if own else f" {threshold:g}")
+def cache_text(cache: str, threshold: float | None) -> str:
+    """A step cache's name, and its threshold where that is not its own."""
+    own = cache == "none" or threshold in (None, CACHES[cache])
+    return cache if own else f"{cache} {threshold:g}"
+
+
+def _cache(speed: str, defaults: Defaults, *, guidance: bool) -> tuple[str, float | None]:
+    """The step cache of ``speed`` and its threshold, where a model's card names none.
+
+    ``guidance`` says whether it may be that one.
+    """
+    family = next(family for family in FAMILIES if family.name == defaults.family)
+    # nobody has heard what is left of a sound whose steps were left out.
+    if speed == "exact" or family.sound:
+        return "none", None
+    if guidance and "guidance" in family.caches and not defaults.one_forward:
+        return "guidance", _FAST_EVERY if speed == "fast" else None
+    return ("taylorseer" if speed == "fast" and "taylorseer" in family.caches else "none"), None
 
 
 def _default_top_p() -> float:
@@ -252,7 +279,7 @@ def _default_top_p() -> float:
     return top_p
 
 
-def _linear(speed: str, device: str, dtype: str) -> str:
+def _linear(speed: str, defaults: Defaults, device: str, dtype: str) -> str:
     """The format that gains on ``device`` at ``speed``.
 
     On a CPU that is bf16, whose error the video hardly shows; int8 products are slow there.
@@ -263,4 +290,10 @@ def _linear(speed: str, device: str, dtype: str) -> str:
         return "none" if linear_bf16_reason(device, dtype) else "bf16"
     if speed == "high" or importlib.util.find_spec("torchao") is None:
         return "none"
-    return "int8" if linear_fp8_reason(device, dtype) else "fp8"
+    if defaults.features is not None and defaults.features < _WIDE:
+        return "none"
+    reason = linear_fp8_reason(device, dtype)
+    if reason is None:
+        return "fp8"
+    # a GPU with fp8 units gains nothing by int8: on an H200 it takes 0.88 to 1.3 of bf16's time.
+    return "none" if reason.startswith("dtype") else "int8"

@@ -57,9 +57,18 @@ def test_every_kind_of_step_of_a_speed_is_measured(family: str, tmp_path: Path) 
     assert fast.method == "foresight"
     # the first refresh is the last dense step.
     assert (fast.warmup, fast.dense_steps, fast.refresh_steps) == (warmup, 1, 1)
-    # a step cache that diffusers has for the family leaves a third out.
-    cached = 0 if family in ("ltx-2", "minimax-h3") else steps // 3
-    assert (fast.sparse_steps, fast.cached_steps) == (steps - 2 - cached, cached)
+    # the step cache leaves a third of the steps out, or a branch of two in steps in turn.
+    turns = family.startswith("wan")
+    cached = 0 if turns or family in ("ltx-2", "minimax-h3") else steps // 3
+    halved = 7 if turns else 0
+    assert (fast.sparse_steps, fast.cached_steps) == (steps - 2 - cached - halved, cached)
+    assert fast.halved_steps == halved
+    assert fast.cache == ("guidance 3" if turns else "taylorseer" if cached else "none")
+    if turns:
+        assert fast.halved_ms is not None
+        assert fast.halved_kernel_ms is not None
+        assert fast.halved_plan_ms is not None
+        assert 0 < fast.halved_kernel_ms + fast.halved_plan_ms < fast.halved_ms
     assert fast.asked == share
     # of so few tokens text, means and whole chunks are much more than was asked for.
     assert fast.computed is not None
@@ -90,13 +99,15 @@ def test_another_method_and_its_refreshes_are_measured_in_the_place_of_the_speed
     assert both[0] == own
     row = both[1]
     # the first refresh is the last dense step.
-    assert (row.dense_steps, row.refresh_steps, row.sparse_steps) == (1, 3, 8)
+    assert (row.dense_steps, row.refresh_steps, row.sparse_steps) == (1, 3, 3)
+    assert row.halved_steps == 5
     assert row.refresh_ms is not None
     assert row.refresh_attention_ms is not None
     assert row.sparse_ms is not None
     assert 0 < row.refresh_attention_ms < row.refresh_ms
     assert row.sparse_ms > 0
-    seconds = row.dense_ms + 3 * row.refresh_ms + 8 * row.sparse_ms
+    assert row.halved_ms is not None
+    seconds = row.dense_ms + 3 * row.refresh_ms + 3 * row.sparse_ms + 5 * row.halved_ms
     assert row.run_s == pytest.approx(seconds / 1e3)
     assert row.error < 1e-6
     again = measured(file, "wan-1.3b", *given, "--whole", "--computed", "0.2", "--warmup", "0.16")
@@ -165,7 +176,34 @@ def test_a_run_is_its_steps_of_each_kind() -> None:
     assert row.whole_error == pytest.approx(0.0075)
 
 
+def test_a_step_of_one_branch_counts_as_such_a_step_takes() -> None:
+    row = a_row(sparse_steps=20, halved_steps=18, halved_ms=500.0)
+    assert row.run_s == pytest.approx(a_row(sparse_steps=20).run_s + 9.0)
+    # where kernels take longer, they do so in half of a step.
+    parts = [a_row(sparse_steps=n).ratio_if_selected(row.stock_ms) or 0 for n in (0, 1)]
+    stock_s = row.steps * row.stock_ms / 1e3
+    none, one = (stock_s / ratio for ratio in parts)
+    more = one - none - (row.sparse_ms or 0) / 1e3
+    selected_s = stock_s / (row.ratio_if_selected(row.stock_ms) or 0)
+    assert selected_s == pytest.approx(row.run_s + 29 * more)
+
+
+@pytest.mark.parametrize(
+    ("parts", "cache"),
+    [
+        ("foresight, compiled blocks", "none"),
+        ("foresight, step cache guidance 3", "guidance 3"),
+        ("foresight, step cache taylorseer, q·k in int8", "taylorseer"),
+    ],
+)
+def test_a_row_tells_its_step_cache(parts: str, cache: str) -> None:
+    assert a_row(parts=parts).cache == cache
+
+
 def test_the_parts_of_a_run_add_up_to_it() -> None:
+    halved = {"halved_ms": 3e3, "halved_kernel_ms": 1e3, "halved_plan_ms": 100.0}
+    own = a_row(halved_steps=9, sparse_steps=29, **halved)
+    assert sum((own.shares() or {}).values()) == pytest.approx(own.run_s)
     for row in speed_file(PUBLISHED).typed(SpeedRow):
         shares, reference = row.shares(), row.reference_shares()
         assert reference is not None
@@ -199,8 +237,8 @@ def test_published_rows_are_of_whole_models_and_right(card: str) -> None:
         shape = MODEL_SHAPES[row.family]
         assert row.layers == shape.full_layers()
         assert row.shape == f"{shape.width}x{shape.height}x{shape.frames}"
-        run = row.dense_steps + row.refresh_steps + row.sparse_steps + row.cached_steps
-        assert run == row.steps == 50
+        run = row.dense_steps + row.refresh_steps + row.sparse_steps
+        assert run + row.halved_steps + row.cached_steps == row.steps == 50
         assert row.error < 0.03
         # at most a third of a run is left out.
         assert row.cached_steps <= row.steps // 3

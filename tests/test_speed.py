@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from diffusers.hooks import HookRegistry, ModelHook
 from page_host import save_preset
 from tiny_hunyuan import hunyuan_image_to_video
 from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
@@ -17,6 +18,7 @@ from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.pipelines import accelerate, is_sparse
+from vidsparse.pipelines.branches import HOOK as BRANCHES_HOOK
 from vidsparse.pipelines.families import FAMILIES, HUNYUAN_VIDEO, WAN
 from vidsparse.pipelines.models import resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve, runs_as_measured, settings_hash
@@ -90,8 +92,14 @@ def test_without_a_speed_a_family_keeps_the_settings_of_its_source() -> None:
     assert plain.linear == "none"
 
 
+GUIDED = (
+    "Wan", "SkyReels-V2", "HunyuanVideo 1.5", "Helios", "Cosmos", "Kandinsky 5", "Motif-Video",
+)  # fmt: skip
+"""Families without sound whose guidance takes two forwards a step."""
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_faster_speeds_keep_less_and_only_fast_has_a_cache(family: Any) -> None:
+def test_faster_speeds_keep_less_and_have_the_cache_that_fits_the_family(family: Any) -> None:
     made = {speed: bundle_for(speed, family.defaults, steps=50, **CPU) for speed in SPEEDS}
     assert [made[s].method for s in SPEEDS] == ["dense", *["foresight"] * 3]
     one = family.name in ("HunyuanVideo", "AnyFlow", "MiniMax-H3")
@@ -101,8 +109,13 @@ def test_faster_speeds_keep_less_and_only_fast_has_a_cache(family: Any) -> None:
     schedules = [dict(zip(("dense_steps", "refresh"), each, strict=True)) for each in (quick, fast)]
     assert [made[s].schedule for s in SPEEDS] == [{}, {"dense_steps": 0.12}, *schedules]
     caches = {speed: made[speed].cache for speed in SPEEDS}
-    expected = "taylorseer" if "taylorseer" in family.caches and not family.sound else "none"
-    assert caches == {"exact": "none", "high": "none", "balanced": "none", "fast": expected}
+    guided = family.name in GUIDED
+    fast = "taylorseer" if "taylorseer" in family.caches and not family.sound else "none"
+    own = "guidance" if guided else "none"
+    cached = {"high": own, "balanced": own, "fast": own if guided else fast}
+    assert caches == {"exact": "none", **cached}
+    thresholds = {speed: made[speed].cache_threshold for speed in SPEEDS}
+    assert thresholds == {**dict.fromkeys(SPEEDS), "fast": 3 if guided else None}
 
 
 @pytest.mark.parametrize("guidance", ["distilled", "two forwards", "none"])
@@ -115,8 +128,20 @@ def test_what_a_step_s_forwards_are_is_read_from_the_model(guidance: str) -> Non
     elif guidance == "none":
         defaults = replace(defaults, guidance=1.0)
     assert defaults.one_forward == (guidance != "two forwards")
+    two = guidance == "two forwards"
     made = bundle_for("balanced", defaults, steps=50, **CPU)
-    assert made.schedule["dense_steps"] == (0.12 if guidance == "two forwards" else 0.08)
+    assert made.schedule["dense_steps"] == (0.12 if two else 0.08)
+    assert made.cache == ("guidance" if two else "none")
+    assert bundle_for("fast", defaults, steps=50, **CPU).cache_threshold == (3 if two else None)
+
+
+def test_a_speed_goes_by_the_guidance_that_is_asked_for() -> None:
+    alone = settled("balanced", guidance=1.0)
+    assert (alone.cache, alone.dense_steps) == ("none", 0.08)
+    assert settled("fast", guidance=1.0).cache == "taylorseer"
+    anyflow = next(family for family in FAMILIES if family.name == "AnyFlow").defaults
+    request = GenerateRequest(prompt="", speed="balanced", device="cpu", steps=50, guidance=4.0)
+    assert resolve(request, anyflow).dense_steps == 0.12
 
 
 def test_fg_attn_asked_for_keeps_less_at_the_faster_speeds() -> None:
@@ -167,7 +192,7 @@ def test_a_model_s_own_bundles_are_its_card_s() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "dense", "refresh", "share", "cache"),
-    [(8, 1, 1, 0.3, "none"), (9, 0.12, 0.08, 0.11, "taylorseer")],
+    [(8, 1, 1, 0.3, "none"), (9, 0.12, 0.08, 0.11, "guidance")],
 )
 def test_few_steps_leave_none_out(
     steps: int, dense: float, refresh: float, share: float, cache: str
@@ -187,9 +212,40 @@ def test_8_bits_and_compilation_are_for_gpus(monkeypatch: pytest.MonkeyPatch) ->
 
     assert on((9, 0)) == ("fp8", True)
     assert on((8, 0)) == ("int8", True)
-    assert on((9, 0), "fp16") == ("int8", True)
+    # it has fp8 units, which are for bf16, and gains nothing by int8.
+    assert on((9, 0), "fp16") == ("none", True)
     made = bundle_for("fast", WAN.defaults, steps=50, **CPU)
     assert (made.linear, made.compile) == ("none", False)
+
+
+@pytest.mark.parametrize(
+    ("config", "linear"),
+    [
+        ({"num_attention_heads": 40, "attention_head_dim": 128}, "fp8"),
+        ({"num_attention_heads": 24, "attention_head_dim": 128}, "fp8"),
+        ({"num_attention_heads": 12, "attention_head_dim": 128}, "none"),
+        ({"model_dim": 4096}, "fp8"),
+        ({"model_dim": 1792}, "none"),
+        ({}, "fp8"),
+    ],
+)
+def test_layers_too_narrow_to_gain_by_8_bits_stay(
+    config: dict[str, int], linear: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    defaults = WAN.defaults.for_transformer(config)
+    made = bundle_for("balanced", defaults, steps=50, device="cuda", dtype="bf16")
+    assert made.linear == linear
+
+
+@pytest.mark.parametrize("model", ["shapes", "shapes-joint", "scenes"])
+def test_the_bundled_models_keep_their_layers_on_a_gpu(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    defaults = resolve_model(model).defaults
+    on_gpu: dict[str, Any] = {"steps": defaults.steps, "device": "cuda", "dtype": "bf16"}
+    assert {bundle_for(speed, defaults, **on_gpu).linear for speed in SPEEDS} == {"none"}
 
 
 @pytest.mark.usefixtures("bf16_cpu")
@@ -218,7 +274,7 @@ def test_a_model_s_layers_stay_without_a_speed_where_it_does_not_run_as_high(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"method": "spargeattn"}, {"method": "spargeattn", "cache": "taylorseer"}),
+        ({"method": "spargeattn"}, {"method": "spargeattn", "cache": "guidance"}),
         ({"dense_steps": 3}, {"dense_steps": 3}),
         ({"cache": "none"}, {"cache": "none", "cache_threshold": None}),
         ({"cache": "first-block"}, {"cache": "first-block", "cache_threshold": 0.05}),
@@ -242,7 +298,8 @@ def test_every_part_can_be_overridden(changes: dict[str, Any], expected: dict[st
         ({"cache": "first-block"}, "first-block", 0.05),
         ({"cache": "none"}, "none", None),
         # another method takes none of the card's numbers.
-        ({"method": "fg-attn"}, "taylorseer", 2),
+        ({"method": "fg-attn"}, "guidance", 3),
+        ({"method": "fg-attn", "guidance": 1.0}, "taylorseer", 2),
     ],
 )
 def test_a_card_may_say_how_much_a_cache_leaves_out(
@@ -302,7 +359,7 @@ def test_what_is_measured_is_said_and_what_is_not() -> None:
         assert told.endswith("at its default size with linear layers in bf16")
     one = settled("fast").options()
     assert described(one).startswith("foresight (share 0.11")
-    assert described(one).endswith("dense steps 0.12, refresh 0.08, step cache taylorseer")
+    assert described(one).endswith("dense steps 0.12, refresh 0.08, step cache guidance 3")
     # what is left as the model has it is not told.
     everything = {**one, "linear": "fp8", "compile": True, "cache": "none"}
     ends = "dense steps 0.12, refresh 0.08, linear layers in fp8, compiled blocks"
@@ -369,7 +426,7 @@ def test_accelerate_runs_the_bundle_and_takes_off_what_can_be() -> None:
     with accelerate(pipe, "fast", steps=9) as fast:
         latents_of(pipe, num_inference_steps=9)
         assert fast.sparse.summary().computed is not None
-        assert min(fast.cache.blocks_run().values()) == 0
+        assert min(fast.cache.blocks_run().values()) == 0.5
         assert str(fast).startswith("speed fast: foresight (share 0.11), dense steps 0.12")
     assert fast.linear is None
     assert torch.equal(latents_of(pipe, num_inference_steps=9), expected)
@@ -383,6 +440,19 @@ def test_accelerate_reads_from_the_transformer_whether_guidance_is_in_it(
 ) -> None:
     with accelerate(hunyuan_image_to_video(condition), "balanced") as fast:
         assert fast.bundle.schedule["dense_steps"] == dense_steps
+
+
+def test_accelerate_puts_no_cache_where_branches_are_apart() -> None:
+    pipe = tiny_wan()
+    registry = HookRegistry.check_if_exists_or_initialize(pipe.transformer)
+    registry.register_hook(ModelHook(), BRANCHES_HOOK)
+    for speed in ("high", "fast"):
+        with accelerate(pipe, speed, steps=9) as held:
+            assert (held.bundle.cache, held.cache) == ("none", None)
+    # who asks for one by name hears why not.
+    with pytest.raises(UnsupportedError, match="where guidance branches run in different"):
+        accelerate(pipe, "high", steps=9, cache="guidance")
+    assert not is_sparse(pipe)
 
 
 def test_accelerate_exact_is_the_stock_video() -> None:

@@ -24,10 +24,12 @@ from vidsparse.apps.bench.attention_cases import KERNEL, Case, random_mask
 from vidsparse.grouping import WINDOW_TILES
 from vidsparse.kernels import block_rows
 from vidsparse.masks import tile_count
+from vidsparse.pipelines.guidance_cache import GuidanceCache
 from vidsparse.plan import SparsePlan, make_plan
 
 if TYPE_CHECKING:
     from vidsparse.engine import AttentionEngine
+    from vidsparse.pipelines.caching import AnyCache
     from vidsparse.route import Route
     from vidsparse.site import CallSite
 
@@ -129,6 +131,19 @@ def time_step(
     ms = whole.milliseconds()
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None
     return Timing(ms, watch.milliseconds(), peak), out
+
+
+@contextmanager
+def both_branches(cache: AnyCache | None) -> Iterator[None]:
+    """Steps have all their forwards in the block, whatever a guidance cache would leave out."""
+    if not isinstance(cache, GuidanceCache):
+        yield
+        return
+    every, cache.threshold = cache.threshold, 1
+    try:
+        yield
+    finally:
+        cache.threshold = every
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,11 @@ class SpeedRow:
         refresh_ms: such a step; None without them.
         refresh_attention_ms: attention in it, dense and by the plan.
         refresh_plan_ms: mask, plan, every permutation and the difference.
+        halved_steps: steps with sparse attention of one guidance branch, while the step cache left
+            the other out; ``sparse_steps`` are those of both.
+        halved_ms: such a step.
+        halved_kernel_ms: the sparse kernel in it.
+        halved_plan_ms: mask, plan and every permutation in it.
         whole_s: seconds of all steps run one after the other, where they were.
         whole_reference_s: the same of stock steps with cuDNN.
         impl: kernel of the sparse steps, and its 8-bit format; None without such steps, and in rows
@@ -97,20 +103,28 @@ class SpeedRow:
     refresh_ms: float | None = None
     refresh_attention_ms: float | None = None
     refresh_plan_ms: float | None = None
+    halved_steps: int = 0
+    halved_ms: float | None = None
+    halved_kernel_ms: float | None = None
+    halved_plan_ms: float | None = None
     whole_s: float | None = None
     whole_reference_s: float | None = None
     impl: str | None = None
 
     @property
+    def cache(self) -> str:
+        """The step cache among ``parts``, with its threshold where that is not its own."""
+        found = _CACHE.search(self.parts)
+        return found[1] if found else "none"
+
+    @property
     def run_s(self) -> float:
         """Seconds of denoising that the measured steps come to."""
-        return self._run_s(self.sparse_ms)
-
-    def _run_s(self, sparse_ms: float | None) -> float:
         return (
             self.dense_steps * self.dense_ms
             + self.refresh_steps * (self.refresh_ms or 0.0)
-            + self.sparse_steps * (sparse_ms or 0.0)
+            + self.sparse_steps * (self.sparse_ms or 0.0)
+            + self.halved_steps * (self.halved_ms or 0.0)
             + self.cached_steps * (self.cached_ms or 0.0)
         ) / 1e3
 
@@ -138,7 +152,9 @@ class SpeedRow:
             measured=self.computed,
             computed=share + self.computed - self.asked,
         )
-        return self.steps * step_ms / 1e3 / self._run_s(sparse_ms)
+        # a branch of two is half a step.
+        more = (sparse_ms - self.sparse_ms) * (self.sparse_steps + self.halved_steps / 2) / 1e3
+        return self.steps * step_ms / 1e3 / (self.run_s + more)
 
     @property
     def whole_error(self) -> float | None:
@@ -152,9 +168,12 @@ class SpeedRow:
         kernel = self.dense_steps * self.dense_attention_ms
         kernel += self.refresh_steps * (self.refresh_attention_ms or 0.0)
         kernel += self.sparse_steps * (self.kernel_ms or 0.0)
+        kernel += self.halved_steps * (self.halved_kernel_ms or 0.0)
         plan = self.refresh_steps * (self.refresh_plan_ms or 0.0)
         plan += self.sparse_steps * (self.mask_plan_ms or 0.0)
-        linear = (self.dense_steps + self.refresh_steps + self.sparse_steps) * self.linear_ms
+        plan += self.halved_steps * (self.halved_plan_ms or 0.0)
+        whole = self.dense_steps + self.refresh_steps + self.sparse_steps
+        linear = (whole + self.halved_steps / 2) * self.linear_ms
         parts = {
             "attention": kernel / 1e3,
             "mask, plan, order": plan / 1e3,
@@ -175,6 +194,8 @@ class SpeedRow:
 
 
 FORM: Final = "vidsparse-speeds/1"
+
+_CACHE: Final = re.compile(r"step cache ([^,]+)")
 
 
 def is_speed_file(path: Path) -> bool:
@@ -212,7 +233,9 @@ COLUMNS: Final[Columns[SpeedRow]] = {
     "speed": lambda row: row.speed if row.method is None else f"{row.speed}, {row.method}",
     "computed": lambda row: number(row.computed),
     "steps dense, refreshes, sparse, left out": lambda row: (
-        f"{row.dense_steps}, {row.refresh_steps}, {row.sparse_steps}, {row.cached_steps}"
+        f"{row.dense_steps}, {row.refresh_steps}, {row.sparse_steps}"
+        + (f" + {row.halved_steps} of one branch" if row.halved_steps else "")
+        + f", {row.cached_steps}"
     ),
     "stock ms": lambda row: number(row.stock_ms, 0),
     "cuDNN ms": lambda row: number(row.cudnn_ms, 0),

@@ -19,6 +19,7 @@ from vidsparse.apps.bench.model_dense import CUDNN, FA4, STOCK, DenseSteps, refu
 from vidsparse.apps.bench.model_forward import (
     Stopwatch,
     Timing,
+    both_branches,
     first_blocks,
     planned_to_order,
     time_step,
@@ -31,7 +32,8 @@ from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.methods import SparseMethod, make_method
 from vidsparse.pipelines.families import FAMILIES
-from vidsparse.pipelines.speed import bundle_for
+from vidsparse.pipelines.guidance_cache import GuidanceCache
+from vidsparse.pipelines.speed import bundle_for, cache_text
 from vidsparse.schedule import Action, share_or_count
 from vidsparse.trace import Cell
 
@@ -82,12 +84,14 @@ class Asked:
         refresh: steps that compute everything and keep what their plan lacks, as ``Schedule``.
         computed: density of the plans that the kernel runs, means not counted.
         warmup: first steps that stay dense, as ``Schedule``.
+        cache: their step cache, with its threshold where that is not its own.
     """
 
     method: str
     refresh: int | float
     computed: float
     warmup: int | float
+    cache: str
 
     def steps(self, steps: int) -> tuple[int, int]:
         """Steps of so many that stay dense, and refreshes, of which the first is one of those."""
@@ -147,7 +151,7 @@ class SpeedBench:
         }
         given = {name: getattr(self, name) for name in own}
         own |= {name: value for name, value in given.items() if value is not None}
-        return Asked(bundle.method, **own)
+        return Asked(bundle.method, **own, cache=cache_text(bundle.cache, bundle.cache_threshold))
 
     def check(self, speed: str) -> None:
         """Raise an ``OptionError`` unless the run has the steps that are measured."""
@@ -292,19 +296,22 @@ class _Runs:
             }
         with accelerate(self.pipe, speed, steps=setting.steps, **options) as pipe:
             self.say(f"  {pipe}")
-            error = self._check(pipe, references.few)
-            dense = self._timed(pipe, 0, "dense")
-            self._begin(pipe)
-            linear = self._linear()
-            sparse = refreshed = computed = cached = whole = tile = None
+            with both_branches(pipe.cache):
+                error = self._check(pipe, references.few)
+                dense = self._timed(pipe, 0, "dense")
+                self._begin(pipe)
+                linear = self._linear()
+            sparse = refreshed = halved = computed = cached = whole = tile = None
             counts = {"dense": setting.steps}
             if speed != "exact":
                 at = self._sparse_step(pipe)
-                with self._to_order(pipe, asked.computed) as watch:
+                with self._to_order(pipe, asked.computed) as watch, both_branches(pipe.cache):
                     if self._refreshes(pipe):
                         refreshed = self._timed(pipe, at - 1, "refresh", watch, dense.attention)
                     sparse = self._timed(pipe, at, "sparse", watch)
                     computed = _computed(pipe)
+                    if isinstance(pipe.cache, GuidanceCache):
+                        halved = self._timed(pipe, at + 1, "sparse", watch, forwards=1)
                 assert isinstance(pipe.sparse.method, SparseMethod)
                 tile = "x".join(map(str, pipe.sparse.method.tile))
                 counts, cached = self._counted(pipe)
@@ -332,6 +339,7 @@ class _Runs:
             steps=setting.steps,
             dense_steps=counts.get("dense", 0),
             sparse_steps=counts.get("sparse", 0),
+            halved_steps=counts.get("halved", 0),
             cached_steps=counts.get("left out", 0),
             stock_ms=stock.ms,
             cudnn_ms=cudnn.ms if cudnn else None,
@@ -344,6 +352,9 @@ class _Runs:
             sparse_ms=sparse.ms if sparse else None,
             kernel_ms=sparse.attention if sparse else None,
             mask_plan_ms=sparse.plan if sparse else None,
+            halved_ms=halved.ms if halved else None,
+            halved_kernel_ms=halved.attention if halved else None,
+            halved_plan_ms=halved.plan if halved else None,
             cached_ms=cached,
             peak_gib_stock=stock.peak_gib,
             peak_gib=max((peak for peak in peaks if peak is not None), default=None),
@@ -430,6 +441,8 @@ class _Runs:
         kind: str,
         watch: Stopwatch | None = None,
         dense_attention: float = 0.0,
+        *,
+        forwards: int | None = None,
     ) -> StepKind:
         """The step ``at`` with all blocks: how long it takes and what for.
 
@@ -439,6 +452,7 @@ class _Runs:
             kind: what it should be: ``dense``, ``sparse`` or ``refresh``.
             watch: counts the kernel of plans.
             dense_attention: milliseconds of dense attention in it, beside the kernel.
+            forwards: those of it that are run; None: all.
 
         Raises:
             UnsupportedError: it is something else, or not finite.
@@ -446,7 +460,7 @@ class _Runs:
         self._begin(pipe)
         before = [*pipe.sparse.trace.cells]
         timing, out = time_step(
-            lambda: self._step(at), watch or Stopwatch(self.device), self.device
+            lambda: self._step(at, forwards), watch or Stopwatch(self.device), self.device
         )
         refuse_non_finite(out, kind)
         # a step that goes back begins a trace anew.
@@ -462,9 +476,10 @@ class _Runs:
             )
         calls = sum(cell.seconds or 0.0 for cell in cells) * 1e3
         attention = calls if watch is None else timing.attention_ms + dense_attention
+        branch = "" if forwards is None else ", one branch"
         self.say(
-            f"  {kind}: {timing.ms:.0f} ms, kernel {attention:.0f} ms, mask, plan and order "
-            f"{calls - attention:.0f} ms"
+            f"  {kind}{branch}: {timing.ms:.0f} ms, kernel {attention:.0f} ms, "
+            f"mask, plan and order {calls - attention:.0f} ms"
         )
         return StepKind(
             ms=timing.ms, attention=attention, plan=calls - attention, peak_gib=timing.peak_gib
@@ -473,7 +488,8 @@ class _Runs:
     def _counted(self, pipe: AcceleratedPipeline) -> tuple[dict[str, int], float | None]:
         """Steps of each kind in a whole run, and the milliseconds of one that is left out.
 
-        A step that is left out runs no block, so that a run of one block tells both.
+        A step that is left out runs no block, so that a run of one block tells both. Branches that
+        are left out are those of a run in which what guidance adds changes little.
         """
         steps = self.setting.steps
         if pipe.cache is None:
@@ -491,7 +507,10 @@ class _Runs:
                     self._step(at)
                 times.append(whole.milliseconds())
         kinds = {cell.step: _kind(cell) for cell in pipe.sparse.trace.cells}
-        kinds |= {at: "left out" for at, share in pipe.cache.blocks_run().items() if not share}
+        ran = pipe.cache.blocks_run()
+        kinds |= {at: "left out" for at, share in ran.items() if not share}
+        if isinstance(pipe.cache, GuidanceCache):
+            kinds |= {at: "halved" for at, share in ran.items() if 0 < share < 1}
         left_out = [times[at] for at, kind in kinds.items() if kind == "left out"]
         return Counter(kinds.values()), sum(left_out) / len(left_out) if left_out else None
 
@@ -567,12 +586,12 @@ def _covers(row: SpeedRow, bench: SpeedBench, speed: str) -> bool:
     )
     if not same or speed == "exact":
         return same
-    measured = Asked(row.method or "", row.refresh or 0, row.asked or 0.0, row.warmup)
+    measured = Asked(row.method or "", row.refresh or 0, row.asked or 0.0, row.warmup, row.cache)
     kernel, _, eight_bits = (row.impl or "").partition(" ")
     if row.impl is None:
         eight_bits = row.parts.partition(_IN_EIGHT_BITS)[2]
     return (
-        (row.method, row.asked) == (asked.method, asked.computed)
+        (row.method, row.asked, row.cache) == (asked.method, asked.computed, asked.cache)
         and measured.steps(row.steps) == asked.steps(row.steps)
         and eight_bits == (setting.sparse[0].quantize or "")
         and setting.implementation in ("auto", kernel)
