@@ -107,6 +107,7 @@ bench = LazyGroup(
         "calls": "time whole attention calls of methods, and what they err by",
         "gpus": "time one video on one GPU and on several together",
         "gates": "time what skipping products with V costs and saves",
+        "linear": "time what blocks take beside attention, by the format of their layers",
         "masks": "time what the methods' masks cost, as a share of dense attention",
         "model": "time whole transformers of published sizes",
         "scaling": "predict more GPUs from rows of few",

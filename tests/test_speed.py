@@ -110,9 +110,9 @@ def test_faster_speeds_keep_less_and_have_the_cache_that_fits_the_family(family:
     assert [made[s].schedule for s in SPEEDS] == [{}, {"dense_steps": 0.12}, *schedules]
     caches = {speed: made[speed].cache for speed in SPEEDS}
     guided = family.name in GUIDED
-    fast = "taylorseer" if "taylorseer" in family.caches and not family.sound else "none"
+    skips = "taylorseer" if "taylorseer" in family.caches and not family.sound else "none"
     own = "guidance" if guided else "none"
-    cached = {"high": own, "balanced": own, "fast": own if guided else fast}
+    cached = {"high": own, "balanced": own, "fast": own if guided else skips}
     assert caches == {"exact": "none", **cached}
     thresholds = {speed: made[speed].cache_threshold for speed in SPEEDS}
     assert thresholds == {**dict.fromkeys(SPEEDS), "fast": 3 if guided else None}
