@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -63,6 +64,7 @@ def accelerate(
     speed: str = "balanced",
     *,
     steps: int | None = None,
+    guidance: float | None = None,
     method: str | None = None,
     dense_steps: int | float | None = None,
     refresh: int | float | None = None,
@@ -77,6 +79,8 @@ def accelerate(
         pipe: a pipeline of a supported class, on its device already.
         speed: ``exact``, ``high``, ``balanced`` or ``fast``.
         steps: denoising steps that it will take; None: the family's own.
+        guidance: guidance scale of its runs, since a step is one forward where that is 1 or less;
+            None: the pipeline's own where that is so, else the family's.
         method: as in ``sparsify``.
         dense_steps: as in ``sparsify``.
         refresh: as in ``sparsify``.
@@ -105,9 +109,13 @@ def accelerate(
     steps = family.defaults.steps if steps is None else steps
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps must be a whole number from 1, got {steps!r}")
+    if guidance is None:
+        guidance = _own_guidance(pipe, family.defaults.guidance)
+    if isinstance(guidance, bool) or not isinstance(guidance, (int, float)) or guidance < 0:
+        raise OptionError(f"guidance must be a number from 0, got {guidance!r}")
     device, dtype = str(pipe.device), dtype_name(pipe.dtype)
     transformer: Any = transformers_of(pipe, adapter)[0]
-    defaults = family.defaults.for_transformer(transformer.config)
+    defaults = replace(family.defaults.for_transformer(transformer.config), guidance=guidance)
     own = bundle_for(speed, defaults, steps=steps, device=device, dtype=dtype, method=method)
     if cache is None and has_one_branch(transformer):
         # no cache can be there, and nobody asked for one by name.
@@ -151,3 +159,11 @@ def accelerate(
         sparse.remove()
         raise
     return AcceleratedPipeline(bundle, sparse, held, facts)
+
+
+def _own_guidance(pipe: Any, family: float) -> float:
+    """The scale that a pipeline's call has by itself if that is none, else its ``family``'s."""
+    own = inspect.signature(type(pipe).__call__).parameters.get("guidance_scale")
+    if own is not None and isinstance(own.default, (int, float)) and own.default <= 1:
+        return float(own.default)
+    return family

@@ -27,7 +27,7 @@ from vidsparse.pipelines.placement import (
     check_dtype,
     check_linear,
 )
-from vidsparse.pipelines.speed import SPEEDS, bundle_for, runs_as_high
+from vidsparse.pipelines.speed import SPEEDS, bundle_for, own_cache, runs_as_high
 from vidsparse.pipelines.weights import files_stamp, lora_hash, lora_stamp
 
 if TYPE_CHECKING:
@@ -468,11 +468,10 @@ def _bundled(
             # the bundle's share of the mass and a share of tiles exclude each other.
             found["method_options"] = {}
     elif runs_as_high(request.method, defaults):
-        bundle = bundle_for("high", defaults, **machine)
-        found["linear"] = bundle.linear
+        found["linear"] = bundle_for("high", defaults, **machine).linear
         if request.preset is None:
             # what a preset promises was measured without one.
-            found |= {"cache": bundle.cache, "cache_threshold": bundle.cache_threshold}
+            found["cache"], found["cache_threshold"] = own_cache(defaults, steps)
     if found["cache"] == "guidance" and defaults.guidance <= 1:
         found |= {"cache": "none", "cache_threshold": None}
     if request.cache is not None:

@@ -135,7 +135,7 @@ def bundle_for(
         top_p = defaults.method_options.get(method, {}).get("top_p", _default_top_p())
         options["top_p"] = round(top_p - _LESS, 4)
     cache, threshold = "none", None
-    if "cache" in own:
+    if "cache" in own and not few:
         cache, threshold = own["cache"], own.get("cache_threshold")
     elif not few:
         # a card's quality was measured with the cache that it names, or without one for guidance.
@@ -162,6 +162,16 @@ def runs_as_high(method: str, defaults: Defaults) -> bool:
     It is where the model's card chose what that runs; its blocks are compiled at a speed alone.
     """
     return method == defaults.method == speed_method("high", method, defaults.speeds) != "dense"
+
+
+def own_cache(defaults: Defaults, steps: int) -> tuple[str, float | None]:
+    """The step cache, and its threshold, of a model with ``defaults`` where no speed is asked for.
+
+    It is what the model's card names for ``high``; the model runs as at ``high`` (see
+    ``runs_as_high``) in ``steps``.
+    """
+    known = {} if steps <= FEW_STEPS else defaults.speeds.get("high", {})
+    return known.get("cache", "none"), known.get("cache_threshold")
 
 
 def measured(
@@ -295,5 +305,5 @@ def _linear(speed: str, defaults: Defaults, device: str, dtype: str) -> str:
     reason = linear_fp8_reason(device, dtype)
     if reason is None:
         return "fp8"
-    # a GPU with fp8 units gains nothing by int8: on an H200 it takes 0.88 to 1.3 of bf16's time.
-    return "none" if reason.startswith("dtype") else "int8"
+    # 16 bits are quick on a GPU with fp8 units: on an H200 int8 takes 0.88 to 1.3 of bf16's time.
+    return "none" if reason.startswith("dtype") and dtype == "fp16" else "int8"

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from bench_models import TINY, shrink
 from click.testing import CliRunner, Result
 from quick import slow_but
 
 from vidsparse.apps.bench.model_readings import merged_share
+from vidsparse.apps.bench.model_settings import EXACT, settings_of
 from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.speed_plot import draw_runs
 from vidsparse.apps.bench.speed_rows import COLUMNS, SpeedRow, speed_file
+from vidsparse.apps.bench.speeds import SpeedBench
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError
 from vidsparse.kernels import dispatch
@@ -151,6 +154,32 @@ def test_a_wrong_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch, tmp_path:
     result = bench("--family", "wan-1.3b", *asked, "--speed", "high")
     assert result.exit_code == 2
     assert "no speed is reported for a wrong result" in result.output
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "refreshes", "message"),
+    [
+        # after the last of these no two steps are left, after one before it there are.
+        (50, 14, 20, None),
+        (9, 2, 7, "7 refreshes in 9 steps leave no two sparse steps in a row"),
+        (50, 6, 4, None),
+    ],
+)
+def test_steps_that_cannot_be_measured_are_refused_before(
+    steps: int, warmup: int, refreshes: int, message: str | None
+) -> None:
+    (setting,) = settings_of(
+        ["wan-1.3b"], None, None, None, None, None, (), (EXACT,), steps=steps, implementation="auto"
+    )
+    bench_of = SpeedBench(
+        setting=setting, device=torch.device("cpu"), dtype=torch.float32, say=print,
+        warmup=warmup / steps, refresh=refreshes,
+    )  # fmt: skip
+    if message is None:
+        bench_of.check("balanced")
+        return
+    with pytest.raises(OptionError, match=message):
+        bench_of.check("balanced")
 
 
 def a_row(**changes: Any) -> SpeedRow:

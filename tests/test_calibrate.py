@@ -400,7 +400,7 @@ def test_what_was_measured_is_printed_in_words_a_try_a_line(
             "every step in full and takes no step cache, got first-block. Hint: --cache none",
         ),
         (
-            ("--method", "foresight", "--speed", "fast"),
+            ("--method", "foresight", "--speed", "fast", "--cache", "guidance"),
             "takes no step cache, got guidance with --speed fast. Hint: --cache none",
         ),
         (

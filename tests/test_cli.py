@@ -60,7 +60,7 @@ def test_no_more_processes_are_started_than_a_machine_has_room_for(
         ([], "an even number of GPUs for each video, got 1"),
         (["--gpus", "4", "--gpus-per-video", "2"], "leave --gpus-per-video and --engine out"),
         (["--gpus", "2", "--cache", "taylorseer"], "does not work with the step cache taylorseer"),
-        (["--gpus", "2", "--speed", "high"], "does not work with the step cache guidance"),
+        (["--gpus", "2", "--cache", "guidance"], "does not work with the step cache guidance"),
     ],
 )
 def test_what_guidance_branches_apart_cannot_do_is_said(
@@ -76,7 +76,7 @@ def test_what_guidance_branches_apart_cannot_do_is_said(
 
 @pytest.mark.parametrize(
     ("given", "cache"),
-    [({}, "none"), ({"cache": "guidance"}, "guidance"), ({"speed": "high"}, None)],
+    [({}, "none"), ({"cache": "guidance"}, "guidance"), ({"speed": "high"}, "none")],
 )
 def test_a_model_s_own_cache_stays_off_where_none_can_be(
     given: dict[str, str], cache: str | None

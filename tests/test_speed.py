@@ -14,6 +14,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 from page_host import save_preset
 from tiny_hunyuan import hunyuan_image_to_video
 from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
+from tiny_relatives import wan_animate
 
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
@@ -83,6 +84,21 @@ def test_a_preset_s_promise_is_kept_by_leaving_the_card_s_cache_out(tmp_path: Pa
     save_preset(preset, "foresight")
     request = GenerateRequest(prompt="", device="cpu", model="shapes", preset=str(preset))
     assert resolve(request, resolve_model("shapes").defaults).cache == "none"
+
+
+def test_without_a_speed_a_card_s_method_alone_brings_no_cache() -> None:
+    own = replace(WAN.defaults, method="foresight")
+    request = GenerateRequest(prompt="", device="cpu", steps=50)
+    assert resolve(request, own).cache == "none"
+    assert resolve(replace(request, speed="high"), own).cache == "guidance"
+
+
+@pytest.mark.parametrize("speed", [None, "high", "fast"])
+def test_in_few_steps_a_card_s_cache_is_off(speed: str | None) -> None:
+    request = GenerateRequest(prompt="", device="cpu", model="shapes", speed=speed)
+    defaults = resolve_model("shapes").defaults
+    caches = {n: resolve(replace(request, steps=n), defaults).cache for n in (8, 9)}
+    assert caches == {8: "none", 9: "guidance"}
 
 
 @pytest.mark.usefixtures("bf16_cpu")
@@ -212,8 +228,10 @@ def test_8_bits_and_compilation_are_for_gpus(monkeypatch: pytest.MonkeyPatch) ->
 
     assert on((9, 0)) == ("fp8", True)
     assert on((8, 0)) == ("int8", True)
-    # it has fp8 units, which are for bf16, and gains nothing by int8.
+    # 16 bits are quick where there are fp8 units.
     assert on((9, 0), "fp16") == ("none", True)
+    assert on((9, 0), "fp32") == ("int8", True)
+    assert on((8, 0), "fp16") == ("int8", True)
     made = bundle_for("fast", WAN.defaults, steps=50, **CPU)
     assert (made.linear, made.compile) == ("none", False)
 
@@ -433,13 +451,38 @@ def test_accelerate_runs_the_bundle_and_takes_off_what_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("condition", "dense_steps"), [("token_replace", 0.08), ("latent_concat", 0.12)]
+    ("condition", "guidance", "dense_steps"),
+    [
+        ("token_replace", None, 0.08),
+        ("token_replace", 6.0, 0.08),
+        # a scale is no input of its transformer, and its call has none unless asked.
+        ("latent_concat", None, 0.08),
+        ("latent_concat", 6.0, 0.12),
+    ],
 )
 def test_accelerate_reads_from_the_transformer_whether_guidance_is_in_it(
-    condition: str, dense_steps: float
+    condition: str, guidance: float | None, dense_steps: float
 ) -> None:
-    with accelerate(hunyuan_image_to_video(condition), "balanced") as fast:
+    pipe = hunyuan_image_to_video(condition)
+    with accelerate(pipe, "balanced", guidance=guidance) as fast:
         assert fast.bundle.schedule["dense_steps"] == dense_steps
+
+
+def test_accelerate_goes_by_the_guidance_of_the_runs_to_come() -> None:
+    def cache_of(pipe: Any, speed: str = "fast", **options: Any) -> str:
+        with accelerate(pipe, speed, steps=50, **options) as held:
+            return held.bundle.cache
+
+    pipe = tiny_wan()
+    assert cache_of(pipe) == "guidance"
+    assert cache_of(pipe, guidance=1.0) == "taylorseer"
+    # its call has no guidance by itself.
+    animate = wan_animate()
+    assert cache_of(animate, "balanced") == "none"
+    assert cache_of(animate, "balanced", guidance=5.0) == "guidance"
+    for wrong in (-1, True, "5"):
+        with pytest.raises(OptionError, match="guidance must be a number from 0"):
+            accelerate(pipe, "fast", guidance=wrong)
 
 
 def test_accelerate_puts_no_cache_where_branches_are_apart() -> None:

@@ -147,6 +147,19 @@ def both_branches(cache: AnyCache | None) -> Iterator[None]:
 
 
 @contextmanager
+def steady(cache: AnyCache | None) -> Iterator[None]:
+    """A guidance cache leaves out all that it may in the block, whatever random weights make."""
+    if not isinstance(cache, GuidanceCache):
+        yield
+        return
+    before, cache.steady = cache.steady, math.inf
+    try:
+        yield
+    finally:
+        cache.steady = before
+
+
+@contextmanager
 def first_blocks(
     model: nn.Module, names: Mapping[str, str], count: int, *, last: bool = False
 ) -> Iterator[None]:

@@ -22,11 +22,13 @@ from vidsparse.apps.bench.model_forward import (
     both_branches,
     first_blocks,
     planned_to_order,
+    steady,
     time_step,
 )
 from vidsparse.apps.bench.model_sequence import measure_each
 from vidsparse.apps.bench.model_settings import SKEW, Setting
 from vidsparse.apps.bench.speed_rows import DIGITS, SpeedRow
+from vidsparse.apps.bench.speed_steps import Asked, sparse_at
 from vidsparse.apps.results.row_file import RowFile, rounded
 from vidsparse.dtypes import dtype_name
 from vidsparse.errors import OptionError, UnsupportedError
@@ -34,7 +36,7 @@ from vidsparse.methods import SparseMethod, make_method
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.guidance_cache import GuidanceCache
 from vidsparse.pipelines.speed import bundle_for, cache_text
-from vidsparse.schedule import Action, share_or_count
+from vidsparse.schedule import Action, Schedule
 from vidsparse.trace import Cell
 
 if TYPE_CHECKING:
@@ -73,30 +75,6 @@ class StepKind:
     attention: float
     plan: float
     peak_gib: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the sparse steps of a run are to be.
-
-    Args:
-        method: that makes their plans; ``dense`` where there are none.
-        refresh: steps that compute everything and keep what their plan lacks, as ``Schedule``.
-        computed: density of the plans that the kernel runs, means not counted.
-        warmup: first steps that stay dense, as ``Schedule``.
-        cache: their step cache, with its threshold where that is not its own.
-    """
-
-    method: str
-    refresh: int | float
-    computed: float
-    warmup: int | float
-    cache: str
-
-    def steps(self, steps: int) -> tuple[int, int]:
-        """Steps of so many that stay dense, and refreshes, of which the first is one of those."""
-        warmup = share_or_count(self.warmup, steps, "warmup")
-        return warmup, share_or_count(self.refresh, steps, "refresh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +134,8 @@ class SpeedBench:
     def check(self, speed: str) -> None:
         """Raise an ``OptionError`` unless the run has the steps that are measured."""
         steps = self.setting.steps
-        warmup, refreshes = self.asked(speed).steps(steps)
+        asked = self.asked(speed)
+        warmup, refreshes = asked.steps(steps)
         # the first refresh is the last dense step.
         dense, sparse = max(0, warmup - bool(refreshes)), steps - warmup
         # what is timed comes after the first, or after a refresh, and has one after it.
@@ -165,6 +144,13 @@ class SpeedBench:
                 f"{self.setting.family}: {steps} steps have {dense} that stay dense and are no "
                 f"refresh, and {sparse} after them; a speed is measured on one dense and three "
                 "sparse steps. Hint: --steps 50."
+            )
+        one_branch = asked.cache.startswith("guidance")
+        if sparse_at(Schedule(dense_steps=warmup, refresh=refreshes), steps, one_branch) is None:
+            raise OptionError(
+                f"{self.setting.family}: {refreshes} refreshes in {steps} steps leave no "
+                f"{'two sparse steps in a row' if one_branch else 'sparse step'} to be measured. "
+                "Hint: fewer refreshes."
             )
 
     def rows(self, speeds: Sequence[str]) -> Iterator[SpeedRow]:
@@ -428,11 +414,10 @@ class _Runs:
         return pipe.sparse.engine.schedule.refresh_steps(self.setting.steps)
 
     def _sparse_step(self, pipe: AcceleratedPipeline) -> int:
-        """A step that goes by a plan: with refreshes one that comes right after one of them."""
-        refreshes = self._refreshes(pipe)
-        window = pipe.sparse.engine.schedule.sparse_window(self.setting.steps)
-        after = [at + 1 for at in refreshes if at + 1 in window and at + 1 not in refreshes]
-        return after[-1] if refreshes else window.start + 1
+        schedule, one_branch = pipe.sparse.engine.schedule, isinstance(pipe.cache, GuidanceCache)
+        at = sparse_at(schedule, self.setting.steps, one_branch)
+        assert at is not None
+        return at
 
     def _timed(
         self,
@@ -498,6 +483,7 @@ class _Runs:
         times = []
         self._begin(pipe)
         with (
+            steady(pipe.cache),
             first_blocks(self.model, self.shape.blocks, 1),
             self._to_order(pipe, self.setting.computed),
         ):
@@ -517,7 +503,8 @@ class _Runs:
     def _whole(self, pipe: AcceleratedPipeline) -> float:
         self._begin(pipe)
         sparse = pipe.bundle.method != "dense"
-        with self._to_order(pipe, self.setting.computed) if sparse else nullcontext():
+        ordered = self._to_order(pipe, self.setting.computed) if sparse else nullcontext()
+        with steady(pipe.cache), ordered:
             return self._all_steps()
 
     def _all_steps(self) -> float:

@@ -52,7 +52,7 @@ from vidsparse.pipelines.caching import CACHES
 from vidsparse.pipelines.family import SCHEDULED
 from vidsparse.pipelines.models import ModelRef, unknown_words
 from vidsparse.pipelines.request import GenerateRequest, check_kernels, resolve
-from vidsparse.pipelines.speed import SPEEDS, bundle_for, runs_as_high
+from vidsparse.pipelines.speed import SPEEDS, own_cache, runs_as_high
 from vidsparse.presets import preset_files
 
 OWN_ORDER = ""
@@ -557,10 +557,7 @@ class Form:
         settings = model.defaults.with_method(method)
         cache, threshold = "none", None
         if runs_as_high(method, settings):
-            high = bundle_for(
-                "high", settings, steps=settings.steps, device=self.host.devices[0], dtype="fp32"
-            )
-            cache, threshold = high.cache, high.cache_threshold
+            cache, threshold = own_cache(settings, settings.steps)
         return {
             **schedule_values({name: getattr(settings, name) for name in SCHEDULED}),
             "cache": cache,

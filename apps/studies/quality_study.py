@@ -369,6 +369,7 @@ class QualityStudy:
             "compile": parts[0],
             "linear": parts[1],
             "cache": first.cache if cached else "none",
+            "cache_threshold": first.cache_threshold if cached else None,
         }
         return row, made
 

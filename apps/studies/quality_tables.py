@@ -14,6 +14,7 @@ from vidsparse.errors import OptionError
 from vidsparse.methods import METHODS, SPARSE_METHODS
 from vidsparse.methods.studied import Ablation
 from vidsparse.metrics import Spread
+from vidsparse.pipelines.speed import cache_text
 from vidsparse.wording import format_number, format_spread
 from vidsparse.work import Work
 
@@ -256,7 +257,7 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
         "method": lambda row: str(row["method"]),
         "compiled": lambda row: "yes" if row["compile"] else "no",
         "linear layers": lambda row: str(row["linear"]),
-        "step cache": lambda row: str(row["cache"]),
+        "step cache": lambda row: cache_text(row["cache"], row.get("cache_threshold")),
         "dense steps": option_text("dense_steps"),
         "refreshes": option_text("refresh"),
         "s a video": number_text("video_seconds", ".2f"),

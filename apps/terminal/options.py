@@ -470,8 +470,8 @@ def _keyframes(given: Sequence[tuple[int, str]]) -> dict[int, str]:
 
 
 def without_own_cache(options: dict[str, Any]) -> None:
-    """Take the model's own step cache off, unless a cache or a speed was asked for by name."""
-    if options["cache"] is None and options["speed"] is None:
+    """Take the step cache of the model or the speed off, unless one was asked for by name."""
+    if options["cache"] is None:
         options["cache"] = "none"
 
 
