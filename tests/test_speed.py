@@ -480,7 +480,8 @@ def test_accelerate_goes_by_the_guidance_of_the_runs_to_come() -> None:
     animate = wan_animate()
     assert cache_of(animate, "balanced") == "none"
     assert cache_of(animate, "balanced", guidance=5.0) == "guidance"
-    for wrong in (-1, True, "5"):
+    refused: tuple[Any, ...] = (-1, True, "5")
+    for wrong in refused:
         with pytest.raises(OptionError, match="guidance must be a number from 0"):
             accelerate(pipe, "fast", guidance=wrong)
 
