@@ -134,10 +134,11 @@ def bundle_for(
     if quick and method == DEFAULT_METHOD and "method_options" not in own:
         top_p = defaults.method_options.get(method, {}).get("top_p", _default_top_p())
         options["top_p"] = round(top_p - _LESS, 4)
-    cache, threshold = "none", None
-    if "cache" in own and not few:
+    if few:
+        cache, threshold = "none", None
+    elif "cache" in own:
         cache, threshold = own["cache"], own.get("cache_threshold")
-    elif not few:
+    else:
         # a card's quality was measured with the cache that it names, or without one for guidance.
         carded = method == defaults.method and speed in defaults.speeds
         cache, threshold = _cache(speed, defaults, guidance=not carded)

@@ -134,29 +134,17 @@ def time_step(
 
 
 @contextmanager
-def both_branches(cache: AnyCache | None) -> Iterator[None]:
-    """Steps have all their forwards in the block, whatever a guidance cache would leave out."""
+def guidance_cache_with(cache: AnyCache | None, **values: float) -> Iterator[None]:
+    """A guidance cache has other ``values`` of its attributes in the block; others stay.
+
+    With ``threshold=1`` steps have all their forwards, and with ``steady=inf`` it leaves out all
+    that it may, whatever random weights make.
+    """
     if not isinstance(cache, GuidanceCache):
         yield
         return
-    every, cache.threshold = cache.threshold, 1
-    try:
+    with mock.patch.multiple(cache, **values):
         yield
-    finally:
-        cache.threshold = every
-
-
-@contextmanager
-def steady(cache: AnyCache | None) -> Iterator[None]:
-    """A guidance cache leaves out all that it may in the block, whatever random weights make."""
-    if not isinstance(cache, GuidanceCache):
-        yield
-        return
-    before, cache.steady = cache.steady, math.inf
-    try:
-        yield
-    finally:
-        cache.steady = before
 
 
 @contextmanager

@@ -86,6 +86,25 @@ class Setting:
         )
 
 
+def latent_of(family: str, size: tuple[int, int] | None, frames: int | None) -> Latent:
+    """What the video of a published model becomes; None is the model's own.
+
+    Args:
+        family: name in ``MODEL_SHAPES``.
+        size: width and height in pixels.
+        frames: video frames.
+
+    Raises:
+        OptionError: the model makes no such video.
+    """
+    model = MODEL_SHAPES[family]
+    width, height = size or (model.width, model.height)
+    try:
+        return model.latent(width, height, frames or model.frames)
+    except OptionError as error:
+        raise OptionError(f"{family}: {error}") from None
+
+
 def settings_of(
     families: Sequence[str],
     size: tuple[int, int] | None,
@@ -116,12 +135,7 @@ def settings_of(
 
     settings = []
     for family in families:
-        model = MODEL_SHAPES[family]
-        width, height = size or (model.width, model.height)
-        try:
-            latent = model.latent(width, height, frames or model.frames)
-        except OptionError as error:
-            raise OptionError(f"{family}: {error}") from None
+        model, latent = MODEL_SHAPES[family], latent_of(family, size, frames)
         if layers is not None and layers > (full := model.full_layers()):
             raise OptionError(f"{family} has {full} layers, not {layers}")
         settings.append(

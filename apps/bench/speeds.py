@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -19,10 +20,9 @@ from vidsparse.apps.bench.model_dense import CUDNN, FA4, STOCK, DenseSteps, refu
 from vidsparse.apps.bench.model_forward import (
     Stopwatch,
     Timing,
-    both_branches,
     first_blocks,
+    guidance_cache_with,
     planned_to_order,
-    steady,
     time_step,
 )
 from vidsparse.apps.bench.model_sequence import measure_each
@@ -282,7 +282,7 @@ class _Runs:
             }
         with accelerate(self.pipe, speed, steps=setting.steps, **options) as pipe:
             self.say(f"  {pipe}")
-            with both_branches(pipe.cache):
+            with guidance_cache_with(pipe.cache, threshold=1):
                 error = self._check(pipe, references.few)
                 dense = self._timed(pipe, 0, "dense")
                 self._begin(pipe)
@@ -291,7 +291,10 @@ class _Runs:
             counts = {"dense": setting.steps}
             if speed != "exact":
                 at = self._sparse_step(pipe)
-                with self._to_order(pipe, asked.computed) as watch, both_branches(pipe.cache):
+                with (
+                    self._to_order(pipe, asked.computed) as watch,
+                    guidance_cache_with(pipe.cache, threshold=1),
+                ):
                     if self._refreshes(pipe):
                         refreshed = self._timed(pipe, at - 1, "refresh", watch, dense.attention)
                     sparse = self._timed(pipe, at, "sparse", watch)
@@ -483,7 +486,7 @@ class _Runs:
         times = []
         self._begin(pipe)
         with (
-            steady(pipe.cache),
+            guidance_cache_with(pipe.cache, steady=math.inf),
             first_blocks(self.model, self.shape.blocks, 1),
             self._to_order(pipe, self.setting.computed),
         ):
@@ -504,7 +507,7 @@ class _Runs:
         self._begin(pipe)
         sparse = pipe.bundle.method != "dense"
         ordered = self._to_order(pipe, self.setting.computed) if sparse else nullcontext()
-        with steady(pipe.cache), ordered:
+        with guidance_cache_with(pipe.cache, steady=math.inf), ordered:
             return self._all_steps()
 
     def _all_steps(self) -> float:

@@ -9,7 +9,8 @@ import click
 
 from vidsparse.apps.bench.linear import COLUMNS, LinearRow, linear_file, measure_linear
 from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
-from vidsparse.apps.bench.model_shapes import MODEL_SHAPES, Latent
+from vidsparse.apps.bench.model_settings import latent_of
+from vidsparse.apps.bench.model_shapes import MODEL_SHAPES
 from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.bench.targets import filled_anew
 from vidsparse.apps.terminal.bench_options import device_option, measuring_options
@@ -92,7 +93,7 @@ def bench_linear(
         show_file(terminal, shown, shown.typed(LinearRow), COLUMNS)
         return
     where, kind = device_and_dtype(device, dtype)
-    latents = {name: _latent(name, size, frames) for name in families or MODEL_SHAPES}
+    latents = {name: latent_of(name, size, frames) for name in families or MODEL_SHAPES}
     compiled = where.type == "cuda" if compiled is None else compiled
     if compiled:
         require_compiler(str(where))
@@ -109,14 +110,6 @@ def bench_linear(
                 show_row(row)
                 if file is not None:
                     file.add(asdict(row))
-
-
-def _latent(family: str, size: tuple[int, int] | None, frames: int | None) -> Latent:
-    shape = MODEL_SHAPES[family]
-    try:
-        return shape.latent(*(size or (shape.width, shape.height)), frames or shape.frames)
-    except OptionError as error:
-        raise OptionError(f"{family}: {error}") from None
 
 
 def _runnable(device: str, dtype: str) -> tuple[str, ...]:
