@@ -134,7 +134,7 @@ def time_step(
 
 
 @contextmanager
-def guidance_cache_with(cache: AnyCache | None, **values: float) -> Iterator[None]:
+def guidance_cache_with(cache: AnyCache | None, **values: Any) -> Iterator[None]:
     """A guidance cache has other ``values`` of its attributes in the block; others stay.
 
     With ``threshold=1`` steps have all their forwards, and with ``steady=inf`` it leaves out all
