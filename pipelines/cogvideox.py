@@ -18,7 +18,7 @@ from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import COGVIDEOX
 from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, gathered, split_input
-from vidsparse.pipelines.projection import rotate
+from vidsparse.pipelines.projection import rotate_part
 
 _FUSED: Final = "FusedCogVideoXAttnProcessor2_0"
 
@@ -52,8 +52,7 @@ class CogVideoXSparseProcessor(SparseProcessor):
         if image_rotary_emb is not None:
             # every angle stands there twice, once for each channel of a pair.
             cos, sin = (x[:, None, 0::2] for x in image_rotary_emb)
-            q[:, text:] = rotate(q[:, text:], cos, sin)
-            k[:, text:] = rotate(k[:, text:], cos, sin)
+            q, k = rotate_part(q, cos, sin, text), rotate_part(k, cos, sin, text)
         out = self.attend(q, k, v).flatten(2, 3)
         out = attn.to_out[1](attn.to_out[0](out))
         return out[:, text:], out[:, :text]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vidsparse.kernels.hardware import triton_reason
@@ -20,6 +21,24 @@ def project_heads(
     if k_norm is not None:
         key = k_norm(key)
     return query, key, value
+
+
+def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
+    """``x`` ``[B, S, H, D]``, its tokens from ``first`` on rotated; it may be written over.
+
+    ``cos`` and ``sin`` ``[T, H or 1, D / 2]`` hold angles of neighbouring channels, of T tokens of
+    the S: text that stands beside the video has none.
+    """
+    count = cos.shape[0]
+    if count == x.shape[1]:
+        return rotate(x, cos, sin)
+    if torch.compiler.is_compiling():
+        # what has no angle turns by nothing: with the video apart there would be two passes more.
+        beside = (0, 0, 0, 0, first, x.shape[1] - count - first)
+        return rotate(x, F.pad(cos, beside, value=1.0), F.pad(sin, beside))
+    part = slice(first, first + count)
+    x[:, part] = rotate(x[:, part], cos, sin)
+    return x
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:

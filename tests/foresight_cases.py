@@ -23,15 +23,20 @@ def cases() -> Iterator[Case]:
     def scores(tokens: int, rows: int, dim: int) -> Callable[[], None]:
         def body() -> None:
             from vidsparse.kernels.selection.residual import largest_chunks, residual_ranks
-            from vidsparse.kernels.tokens.moments import reorder_and_measure
+            from vidsparse.kernels.tokens.moments import (
+                merge_means,
+                merge_moments,
+                reorder_and_measure,
+            )
 
             dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
             q, k, v = (x.to(DEVICE) for x in clustered_qkv(tokens, dim, dtype, batch=2, pull=2.0))
             order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-            q, q_tiles = reorder_and_measure(q, order, rows)
+            q, q_tiles = reorder_and_measure(q, order, rows, about_zero=True)
             k, k_chunks = reorder_and_measure(k, order, 16)
             v, v_chunks = reorder_and_measure(v, order, 16, summed=True)
-            ranks = residual_ranks(q_tiles, k_chunks, v_chunks, 128 // rows, dim**-0.5)
+            groups = merge_moments(k_chunks, 64), merge_means(v_chunks, 64)
+            ranks = residual_ranks(q_tiles, k_chunks, v_chunks, groups, 128 // rows, dim**-0.5)
             score = error_of_means(q, k, v, (128, 16), rows)
             chunks = score.shape[-1]
             for first, second in ((1, 9), (9, 1), (chunks, 5)):
@@ -79,7 +84,11 @@ def cases() -> Iterator[Case]:
     yield "of equal scores the first", ties
 
     def moments() -> None:
-        from vidsparse.kernels.tokens.moments import merge_means, reorder_and_measure
+        from vidsparse.kernels.tokens.moments import (
+            merge_means,
+            merge_moments,
+            reorder_and_measure,
+        )
 
         x = random_qkv(333, 96, torch.float32, batch=2)[0].transpose(1, 2).contiguous()
         x = x.transpose(1, 2).to(DEVICE)
@@ -92,9 +101,16 @@ def cases() -> Iterator[Case]:
             torch.testing.assert_close(fine.variance, spread, rtol=1e-4, atol=1e-5)
             _, summed = reorder_and_measure(x, None, size, summed=True)
             torch.testing.assert_close(summed.variance, spread.sum(-1), rtol=1e-4, atol=1e-4)
+            squares = torch.stack([r.square().mean(2) for r in runs], 2)
+            _, about_zero = reorder_and_measure(x, None, size, about_zero=True)
+            torch.testing.assert_close(about_zero.variance, squares)
             groups = torch.stack([r.mean(2) for r in x.split(64, 2)], 2)
             torch.testing.assert_close(merge_means(fine, 64), groups)
             torch.testing.assert_close(merge_means(summed, 64), groups)
+            merged = merge_moments(fine, 64)
+            spread = torch.stack([r.var(2, correction=0) for r in x.split(64, 2)], 2)
+            torch.testing.assert_close(merged.mean, groups)
+            torch.testing.assert_close(merged.variance, spread, rtol=1e-4, atol=1e-5)
 
     yield "moments", moments
 

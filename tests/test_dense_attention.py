@@ -163,6 +163,14 @@ class TestOnGpu:
             q, k, v = (F.pad(part, (1, 1))[..., 1:-1] for part in (q, k, v))
         check_kernel(dense_kernel, q, k, v, everything(700).to("cuda"))
 
+    @pytest.mark.parametrize("tokens", [1, 129, 4200])
+    def test_the_output_of_one_sample_lies_as_its_queries_do(self, tokens: int) -> None:
+        # the longest is cut into parts, which are joined.
+        q, k, v = (strided(x.cuda()) for x in random_qkv(tokens, 128, torch.bfloat16, heads=5))
+        out, _ = dense_attention(q, k, v)
+        assert out.transpose(1, 2).is_contiguous()
+        check_kernel(dense_kernel, q, k, v, everything(tokens, heads=5).to("cuda"))
+
     @pytest.mark.parametrize("above", FAR)
     @pytest.mark.parametrize("size", SIZES)
     def test_scores_far_above_the_first_ones(self, above: float, size: float) -> None:

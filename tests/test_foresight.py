@@ -54,26 +54,33 @@ def test_the_score_is_the_formula_written_out(factor: float) -> None:
     score = error_of_means(q, k, v, (32, 16), 16)
     q, k, v = q[0, 0], k[0, 0], v[0, 0]
     tiles, chunks = q.split(16), list(zip(k.split(16), v.split(16), strict=True))
+    groups = list(zip(k.split(64), v.split(64), strict=True))
     expected, tails = torch.zeros(3, 5, dtype=torch.float64), 0
     for t, rows in enumerate(tiles):
         mean, square = rows.mean(0), rows.mean(0) ** 2 + rows.var(0, correction=0)
-        logits, spreads, gains = [], [], []
-        for keys, _ in chunks:
+
+        def of_keys(
+            keys: Tensor, mean: Tensor = mean, square: Tensor = square
+        ) -> tuple[Tensor, float, float, bool]:
             spread = float(square @ keys.var(0, correction=0)) / 8
             most = 2 * math.log(len(keys))
-            tails += spread >= most
-            gained = spread / 2 if spread < most else (spread * most) ** 0.5 - most / 2
-            logits.append(mean @ keys.mean(0) / 8**0.5 + math.log(len(keys)) + gained)
-            spreads.append(spread)
-            gains.append(gained)
-        share = torch.stack(logits).softmax(0)
-        out = sum(p * values.mean(0) for p, (_, values) in zip(share, chunks, strict=True))
+            tail = spread >= most
+            gained = (spread * most) ** 0.5 - most / 2 if tail else spread / 2
+            logit = mean @ keys.mean(0) / 8**0.5 + math.log(len(keys)) + gained
+            return logit, gained, spread, tail
+
+        logits = torch.stack([of_keys(keys)[0] for keys, _ in groups])
+        whole, shares = logits.exp().sum(), logits.softmax(0)
+        out = sum(p * values.mean(0) for p, (_, values) in zip(shares, groups, strict=True))
         for j, (keys, values) in enumerate(chunks):
             n = len(keys)
-            inside = (min(math.exp(spreads[j]), n) - 1) / n * values.var(0, correction=0).sum()
+            logit, gained, spread, tail = of_keys(keys)
+            tails += tail
+            inside = (min(math.exp(spread), n) - 1) / n * values.var(0, correction=0).sum()
             away = ((values.mean(0) - out) ** 2).sum()
-            missed = (1 - math.exp(-gains[j])) ** 2 * away
-            expected[t // 2, j] += len(rows) * share[j] ** 2 * (inside + missed)
+            missed = (1 - math.exp(-gained)) ** 2 * away
+            share = logit.exp() / whole
+            expected[t // 2, j] += len(rows) * share**2 * (inside + missed)
     torch.testing.assert_close(score[0, 0], expected)
     # one of the two is all about tails.
     assert tails > 10 if factor > 1 else tails == 0

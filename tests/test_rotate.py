@@ -10,7 +10,7 @@ from kernel_cases import listed
 from rotate_cases import angles, cases, of, plain, table
 from torch import Tensor
 
-from vidsparse.pipelines.projection import rotate, rotate_crosswise, rotate_stacked
+from vidsparse.pipelines.projection import rotate, rotate_crosswise, rotate_part, rotate_stacked
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -46,6 +46,17 @@ def test_compiled_it_is_the_same_but_for_a_rounding(device: str) -> None:
     compiled = torch.compile(rotate, fullgraph=True)(x, cos, sin)
     # sums and products may be made at once, or of what was not rounded before.
     torch.testing.assert_close(compiled, plain(x, cos, sin), rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize("first", [0, 7], ids=["text behind", "text before"])
+def test_text_beside_a_video_turns_by_nothing_compiled_or_not(first: int) -> None:
+    x, (cos, sin) = of(torch.float32, 2, 37, 3, 64).cpu(), angles(30, 1, 32)
+    part = slice(first, first + 30)
+    expected = x.clone()
+    expected[:, part] = plain(x[:, part], cos, sin)
+    assert torch.equal(rotate_part(x.clone(), cos, sin, first), expected)
+    compiled = torch.compile(rotate_part, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, cos, sin, first), expected)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,21 +11,59 @@ from torch import Tensor
 FINEST_ROWS: Final = 16
 """Query rows of the finest tile that is judged as one."""
 
+SUMMED_KEYS: Final = 64
+"""Keys of a group whose mean stands for them in the softmax's sum and in its output."""
+
 # tiles and chunks of a step, whose rows are finer than a mask's: 64 MB for each of a few tensors,
 # and so few steps that a GPU does not wait for their launches.
 _AT_ONCE: Final = 2**24
 
 
-def _moments(x: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Means and variances of runs of ``size`` tokens ``[B, H, T, D]``, and their sizes ``[T]``."""
+class _Moments(NamedTuple):
+    """Means and variances of runs of tokens ``[B, H, T, D]``, and how many each has, ``[T]``."""
+
+    mean: Tensor
+    variance: Tensor
+    sizes: Tensor
+
+
+def _moments(x: Tensor, size: int) -> _Moments:
+    """Those of runs of ``size`` tokens of ``x`` ``[B, H, S, D]``; the last one may be short."""
     tokens = x.shape[2]
-    starts = torch.arange(0, tokens, size, device=x.device)
-    sizes = (tokens - starts).clamp_max(size).to(x.dtype)
-    runs = F.pad(x, (0, 0, 0, -tokens % size)).reshape(*x.shape[:2], -1, size, x.shape[3])
-    mean = runs.sum(3) / sizes.unsqueeze(-1)
-    there = torch.arange(size, device=x.device) < sizes.unsqueeze(-1)
-    away = (runs - mean.unsqueeze(3)).masked_fill(~there.unsqueeze(-1), 0)
-    return mean, away.square().sum(3) / sizes.unsqueeze(-1), sizes
+    whole = tokens // size * size
+    parts = [x[:, :, :whole].unflatten(2, (-1, size))] if whole else []
+    if whole < tokens:
+        parts.append(x[:, :, whole:].unsqueeze(2))
+    means = [part.mean(3) for part in parts]
+    # several times as fast on a CPU as `var_mean`.
+    variances = [
+        (part - mean.unsqueeze(3)).square_().mean(3)
+        for part, mean in zip(parts, means, strict=True)
+    ]
+    sizes = torch.tensor([part.shape[3] for part in parts], dtype=x.dtype, device=x.device)
+    counts = torch.tensor([part.shape[2] for part in parts], device=x.device)
+    return _Moments(torch.cat(means, 2), torch.cat(variances, 2), sizes.repeat_interleave(counts))
+
+
+def _merged(fine: _Moments, each: int) -> _Moments:
+    """Those of ``each`` runs together."""
+    short = -fine.mean.shape[2] % each
+    mean, variance = (F.pad(x, (0, 0, 0, short)) if short else x for x in fine[:2])
+    parts = F.pad(fine.sizes, (0, short)).view(-1, each, 1)
+    sizes = parts.sum(1)
+    mean, variance = (x.unflatten(2, (-1, each)) for x in (mean, variance))
+    merged = (mean * parts).sum(3) / sizes
+    away = variance + (mean - merged.unsqueeze(3)).square()
+    return _Moments(merged, (away * parts).sum(3) / sizes, sizes.squeeze(-1))
+
+
+def _logits(q: Tensor, square: Tensor, keys: _Moments) -> tuple[Tensor, Tensor, Tensor]:
+    """l, b and σ² of ``error_of_means``; ``q`` and ``square`` have the scale in them."""
+    most = keys.sizes.log()
+    spread = square @ keys.variance.mT
+    frozen = (2 * most * spread).sqrt() - most
+    gained = torch.where(spread < 2 * most, 0.5 * spread, frozen)
+    return q @ keys.mean.mT + most + gained, gained, spread
 
 
 def error_of_means(
@@ -38,13 +76,17 @@ def error_of_means(
 
         σ²  = c² Σ_d (q_t² + var q_t) var k_j     how far the logits of the chunk's keys spread
         b   = σ²/2, from σ² = 2 ln n on σ sqrt(2 ln n) - ln n
-        p_j = softmax(c q_t·k_j + ln n + b),      o = Σ_j p_j v_j
+        l_j = c q_t·k_j + ln n + b
+        p_j = exp(l_j) / Σ_g exp(l_g),            o = Σ_g p_g v_g
         E_j = rows p_j² ((min(e^σ², n) - 1) / n var v_j + (1 - e^-b)² |v_j - o|²)
 
-    b is what the spread adds to the logarithm of the chunk's mean exponential. n numbers have no
-    tail beyond sqrt(2 ln n) deviations, so that it grows no faster than σ from there on: the
-    freezing of Derrida's random energy model (Phys. Rev. B 24, 2613, 1981). The first term of E is
-    values that go with logits, the second mass that a mean misses. A block sums E over its tiles.
+    The softmax's sum and o are over groups g of ``SUMMED_KEYS`` keys, or chunks where those are
+    larger: they are sums over all keys, to which finer ones would add nothing
+    (``docs/experiments.md``). b is what the spread adds to the logarithm of the chunk's mean
+    exponential. n numbers have no tail beyond sqrt(2 ln n) deviations, so that it grows no faster
+    than σ from there on: the freezing of Derrida's random energy model (Phys. Rev. B 24, 2613,
+    1981). The first term of E is values that go with logits, the second mass that a mean misses.
+    A block sums E over its tiles.
 
     Args:
         q: queries ``[B, H, S, D]``.
@@ -56,22 +98,24 @@ def error_of_means(
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     scale, per_block = q.shape[-1] ** -0.5, tile[0] // rows
     q_mean, q_variance, q_sizes = _moments(q, rows)
-    k_mean, k_variance, k_sizes = _moments(k, tile[1])
-    v_mean, v_variance, _ = _moments(v, tile[1])
-    most, v_variance = k_sizes.log(), v_variance.sum(-1).unsqueeze(-2)
+    of_k, of_v = _moments(k, tile[1]), _moments(v, tile[1])
+    each = max(1, SUMMED_KEYS // tile[1])
+    k_groups, v_groups = _merged(of_k, each), _merged(of_v, each)
+    k_sizes, v_mean, v_variance = of_k.sizes, of_v.mean, of_v.variance.sum(-1).unsqueeze(-2)
     v_square = v_mean.square().sum(-1).unsqueeze(-2)
-    blocks = max(1, _AT_ONCE // (per_block * k_mean.shape[2] * q.shape[0] * q.shape[1]))
+    blocks = max(1, _AT_ONCE // (per_block * len(k_sizes) * q.shape[0] * q.shape[1]))
     found = []
     for first in range(0, q_mean.shape[2], blocks * per_block):
         part = slice(first, first + blocks * per_block)
-        mean, square = q_mean[:, :, part], q_mean[:, :, part].square() + q_variance[:, :, part]
-        spread = scale**2 * (square @ k_variance.mT)
-        frozen = (2 * most * spread).sqrt() - most
-        gained = torch.where(spread < 2 * most, 0.5 * spread, frozen)
-        share = (scale * (mean @ k_mean.mT) + most + gained).softmax(-1)
-        out = share @ v_mean
+        mean = scale * q_mean[:, :, part]
+        square = scale**2 * (q_mean[:, :, part].square() + q_variance[:, :, part])
+        logits, _, _ = _logits(mean, square, k_groups)
+        whole = logits.logsumexp(-1, keepdim=True)
+        out = (logits - whole).exp_() @ v_groups.mean
+        logits, gained, spread = _logits(mean, square, of_k)
+        share = (logits - whole).exp_()
         away = out.square().sum(-1, keepdim=True) + v_square - 2 * (out @ v_mean.mT)
-        inside = (torch.minimum(spread, most).exp() - 1) / k_sizes
+        inside = (torch.minimum(spread, k_sizes.log()).exp() - 1) / k_sizes
         missed = torch.expm1(-gained).square()
         error = share.square() * (inside * v_variance + missed * away.clamp_min(0))
         error *= q_sizes[part].unsqueeze(-1)

@@ -29,10 +29,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..logarithms import LOG2_E
 from ..tokens.moments import Moments
 
-OUTPUT_TILES = 32
-OUTPUT_CHUNKS = 64
+OUTPUT_TILES = 64
+OUTPUT_GROUPS = 32
 OUTPUT_WARPS = 4
 SCORE_TILES = 64
 # two stages of 32 chunks beside the query tiles want 89 KiB at D = 128, which every GPU has. With
@@ -42,7 +43,7 @@ SCORE_CHUNKS = 32
 SCORE_STEPS = 16
 SCORE_WARPS = 4
 STAGES = 2
-TOP_WARPS = 8
+TOP_WARPS = 4
 
 
 @triton.jit
@@ -59,31 +60,30 @@ def _logits(
     BLOCK_D: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Logits of query tiles and chunks, what spreads add to them, spreads, keys of the chunks."""
+    """Of query tiles and chunks the logits, what spreads add to them, spreads; ln n of the chunks.
+
+    All in powers of two, in which the hardware counts.
+    """
     off_d = tl.arange(0, BLOCK_D)
     there = (chunk < TK)[:, None] & (off_d < D)[None, :]
     off = chunk[:, None] * D + off_d[None, :]
     k = tl.load(k_ptr + off, mask=there, other=0.0)
     k_variance = tl.load(k_variance_ptr + off, mask=there, other=0.0)
-    spread = tl.dot(q_square, tl.trans(k_variance)) * (scale * scale)
+    spread = tl.dot(q_square, tl.trans(k_variance)) * (scale * scale * LOG2_E)
     keys = tl.maximum(tl.minimum(S - chunk * N, N), 1).to(tl.float32)
-    most = tl.log(keys)[None, :]
+    most = tl.log2(keys)
     # n numbers have no tail beyond sqrt(2 ln n) deviations.
-    frozen = tl.sqrt(2.0 * most * spread) - most
-    gained = tl.where(spread < 2.0 * most, 0.5 * spread, frozen)
-    return tl.dot(q, tl.trans(k)) * scale + most + gained, gained, spread, keys
-
-
-@triton.jit
-def _square(q, q_variance):
-    wide = q.to(tl.float32)
-    return (wide * wide + q_variance.to(tl.float32)).to(q_variance.dtype)
+    twice = 2.0 * most[None, :]
+    frozen = tl.sqrt(twice * spread) - most[None, :]
+    gained = tl.where(spread < twice, 0.5 * spread, frozen)
+    logits = tl.dot(q, tl.trans(k)) * (scale * LOG2_E) + (most[None, :] + gained)
+    return logits, gained, spread, most
 
 
 @triton.jit
 def outputs_kernel(
     q_ptr,
-    q_variance_ptr,
+    q_square_ptr,
     k_ptr,
     k_variance_ptr,
     v_ptr,
@@ -100,14 +100,14 @@ def outputs_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """o and the log-sum-exp of the logits of BLOCK_Q query tiles of one head."""
+    """o and the logarithm (to 2) of the sum of exponentials, of BLOCK_Q query tiles of a head."""
     head = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     off_d = tl.arange(0, BLOCK_D)
     off = (head * TQ + tile)[:, None] * D + off_d[None, :]
     there = (tile < TQ)[:, None] & (off_d < D)[None, :]
     q = tl.load(q_ptr + off, mask=there, other=0.0)
-    q_square = _square(q, tl.load(q_variance_ptr + off, mask=there, other=0.0))
+    q_square = tl.load(q_square_ptr + off, mask=there, other=0.0)
     k_ptr += head * TK * D
     k_variance_ptr += head * TK * D
     v_ptr += head * TK * D
@@ -115,30 +115,71 @@ def outputs_kernel(
     total = tl.zeros([BLOCK_Q], dtype=tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], dtype=tl.float32)
     for first in tl.range(0, TK, BLOCK_K, num_stages=STAGES):
-        chunk = first + tl.arange(0, BLOCK_K)
+        group = first + tl.arange(0, BLOCK_K)
         logits, _, _, _ = _logits(
-            q, q_square, k_ptr, k_variance_ptr, chunk, TK, S, scale, D, BLOCK_D, N
+            q, q_square, k_ptr, k_variance_ptr, group, TK, S, scale, D, BLOCK_D, N
         )
-        logits = tl.where((chunk < TK)[None, :], logits, -float("inf"))
+        logits = tl.where((group < TK)[None, :], logits, -float("inf"))
         new_largest = tl.maximum(largest, tl.max(logits, 1))
-        weights = tl.exp(logits - new_largest[:, None])
-        rescale = tl.exp(largest - new_largest)
+        weights = tl.exp2(logits - new_largest[:, None])
+        rescale = tl.exp2(largest - new_largest)
         v = tl.load(
-            v_ptr + chunk[:, None] * D + off_d[None, :],
-            mask=(chunk < TK)[:, None] & (off_d < D)[None, :],
+            v_ptr + group[:, None] * D + off_d[None, :],
+            mask=(group < TK)[:, None] & (off_d < D)[None, :],
             other=0.0,
         )
         total = total * rescale + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None])
         largest = new_largest
     tl.store(out_ptr + off, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=there)
-    tl.store(lse_ptr + head * TQ + tile, largest + tl.log(total), mask=tile < TQ)
+    tl.store(lse_ptr + head * TQ + tile, largest + tl.log2(total), mask=tile < TQ)
+
+
+@triton.jit
+def _places(BLOCK_Q: tl.constexpr, R: tl.constexpr):
+    """The order in which BLOCK_Q tiles are taken, so that a block's R are in few threads.
+
+    A thread has rows g and g + 8 of every 16, and of every 64 where there are more: tiles of a
+    block go there first, and to its neighbours if there are more of them.
+    """
+    row = tl.arange(0, BLOCK_Q)
+    if R == 1:
+        return row
+    HALVES: tl.constexpr = BLOCK_Q // 64
+    A: tl.constexpr = HALVES if R >= 2 * HALVES else 1
+    NEAR: tl.constexpr = R // (2 * A)
+    half, warp, upper, lane = row // 64, row // 16 % 4, row // 8 % 2, row % 8
+    in_block = upper + 2 * (lane % NEAR)
+    block = warp * (8 // NEAR) + lane // NEAR
+    if A > 1:
+        in_block = upper + 2 * half + 2 * A * (lane % NEAR)
+    else:
+        block += half * (32 // NEAR)
+    return block * R + in_block
+
+
+@triton.jit
+def _of_blocks(error, BLOCK_Q: tl.constexpr, R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Sums over the R tiles of each block of what ``_places`` has put in order."""
+    if R == 1:
+        return error
+    HALVES: tl.constexpr = BLOCK_Q // 64
+    A: tl.constexpr = HALVES if R >= 2 * HALVES else 1
+    NEAR: tl.constexpr = R // (2 * A)
+    error = tl.reshape(error, [HALVES, 4, 2, 8 // NEAR, NEAR, BLOCK_K])
+    error = tl.sum(error, 2)
+    if A > 1:
+        error = tl.sum(error, 0)
+        error = tl.sum(error, 2)
+    else:
+        error = tl.sum(error, 3)
+    return tl.reshape(error, [BLOCK_Q // R, BLOCK_K])
 
 
 @triton.jit
 def residual_kernel(
     q_ptr,
-    q_variance_ptr,
+    q_square_ptr,
     k_ptr,
     k_variance_ptr,
     v_ptr,
@@ -163,17 +204,19 @@ def residual_kernel(
 ):
     """Ranks of STEPS * BLOCK_K chunks for the blocks of BLOCK_Q query tiles of one head."""
     head = tl.program_id(2).to(tl.int64)
-    tile = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    tile = tl.program_id(0) * BLOCK_Q + _places(BLOCK_Q, R)
     block = tl.program_id(0) * (BLOCK_Q // R) + tl.arange(0, BLOCK_Q // R)
     off_d = tl.arange(0, BLOCK_D)
     off = (head * TQ + tile)[:, None] * D + off_d[None, :]
     there = (tile < TQ)[:, None] & (off_d < D)[None, :]
     q = tl.load(q_ptr + off, mask=there, other=0.0)
-    q_square = _square(q, tl.load(q_variance_ptr + off, mask=there, other=0.0))
+    q_square = tl.load(q_square_ptr + off, mask=there, other=0.0)
     out = tl.load(out_ptr + off, mask=there, other=0.0)
     out_square = tl.sum(out.to(tl.float32) * out.to(tl.float32), 1)
     lse = tl.load(lse_ptr + head * TQ + tile, mask=tile < TQ, other=0.0)
+    # in the place of a factor on the squared share.
     rows = tl.maximum(tl.minimum(S - tile * M, M), 0).to(tl.float32)
+    lse -= 0.5 * tl.log2(rows)
     k_ptr += head * TK * D
     k_variance_ptr += head * TK * D
     v_ptr += head * TK * D
@@ -184,7 +227,7 @@ def residual_kernel(
         begin, tl.minimum(begin + STEPS * BLOCK_K, TK), BLOCK_K, num_stages=STAGES
     ):
         chunk = first + tl.arange(0, BLOCK_K)
-        logits, gained, spread, keys = _logits(
+        logits, gained, spread, most = _logits(
             q, q_square, k_ptr, k_variance_ptr, chunk, TK, S, scale, D, BLOCK_D, N
         )
         v = tl.load(
@@ -195,14 +238,13 @@ def residual_kernel(
         v_variance = tl.load(v_variance_ptr + chunk, mask=chunk < TK, other=0.0)
         v_square = tl.sum(v.to(tl.float32) * v.to(tl.float32), 1)
         away = out_square[:, None] + v_square[None, :] - 2.0 * tl.dot(out, tl.trans(v))
-        share = tl.exp(logits - lse[:, None])
-        most = tl.log(keys)[None, :]
-        inside = (tl.exp(tl.minimum(spread, most)) - 1.0) / keys[None, :]
-        missed = 1.0 - tl.exp(-gained)
+        share = tl.exp2(logits - lse[:, None])
+        # of each of the n keys.
+        v_variance = v_variance * tl.exp2(-most)
+        inside = tl.exp2(tl.minimum(spread, most[None, :])) - 1.0
+        missed = 1.0 - tl.exp2(-gained)
         error = inside * v_variance[None, :] + missed * missed * tl.maximum(away, 0.0)
-        error = error * share * share * rows[:, None]
-        if R > 1:
-            error = tl.sum(tl.reshape(error, [BLOCK_Q // R, R, BLOCK_K]), 1)
+        error = _of_blocks(error * (share * share), BLOCK_Q, R, BLOCK_K)
         # not negative: bit patterns rise with the numbers.
         rank = (error.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
         tl.store(
@@ -210,6 +252,26 @@ def residual_kernel(
             rank,
             mask=(block < G)[:, None] & (chunk < TK)[None, :],
         )
+
+
+@triton.jit
+def _load_ranks(ranks_ptr, first, OPEN_CHUNKS, BLOCK: tl.constexpr):
+    """Ranks of BLOCK chunks; what is not to be chosen never reaches a threshold."""
+    off = first + tl.arange(0, BLOCK)
+    return tl.load(ranks_ptr + off, mask=off < OPEN_CHUNKS, other=-1).to(tl.int32)
+
+
+@triton.jit
+def _store_kept(rank, low, spare, whole, words_ptr, first, TK, W, OPEN_CHUNKS, BLOCK: tl.constexpr):
+    """Write the bits of BLOCK chunks; how many of them are kept, and how many equal ``low``."""
+    off = first + tl.arange(0, BLOCK)
+    equal = (rank == low).to(tl.int32)
+    kept = (rank > low) | ((equal != 0) & (tl.cumsum(equal, 0) <= spare))
+    kept = (kept | whole | (off >= OPEN_CHUNKS)) & (off < TK)
+    bits = tl.reshape(kept.to(tl.int32), [BLOCK // 32, 32]) << tl.arange(0, 32)[None, :]
+    word = first // 32 + tl.arange(0, BLOCK // 32)
+    tl.store(words_ptr + word, tl.sum(bits, 1), mask=word < W)
+    return tl.sum(kept.to(tl.int32), 0), tl.sum(equal, 0)
 
 
 @triton.jit
@@ -224,51 +286,54 @@ def largest_kernel(
     H,
     OPEN_CHUNKS,
     OPEN_BLOCKS,
-    BLOCK_K: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
 ):
     """Bits of the chunks of largest rank in a block's row, and of all from OPEN_CHUNKS on.
 
     Every head has a number of them. Blocks from OPEN_BLOCKS on keep every chunk. Of equal ranks the
-    first chunks are kept, so that all other blocks of a head keep the same number.
+    first chunks are kept, so that all other blocks of a head keep the same number. A row is taken
+    as FIRST chunks and SECOND behind them, of which there may be none.
     """
     entry = tl.program_id(0).to(tl.int64)
     wanted = tl.load(kept_ptr + entry // G % H)
-    off = tl.arange(0, BLOCK_K)
-    chosen = off < OPEN_CHUNKS
-    # what is not there never reaches a threshold.
-    rank = tl.load(ranks_ptr + entry * TK + off, mask=chosen, other=-1).to(tl.int32)
+    ranks_ptr += entry * TK
+    words_ptr += entry * W
+    rank = _load_ranks(ranks_ptr, 0, OPEN_CHUNKS, FIRST)
+    if SECOND > 0:
+        behind = _load_ranks(ranks_ptr, FIRST, OPEN_CHUNKS, SECOND)
     low = tl.zeros([], dtype=tl.int32)
-    # the largest rank that so many chunks reach, two bits at a time: three counts in one sum.
-    for i in tl.static_range(8):
-        at = (rank - low) >> (14 - 2 * i)
-        reached = (
-            (at >= 1).to(tl.int64) + ((at >= 2).to(tl.int64) << 21) + ((at >= 3).to(tl.int64) << 42)
+    # the largest rank that so many chunks reach, bit by bit.
+    for i in tl.static_range(15):
+        tried = low + (1 << (14 - i))
+        reached = tl.sum((rank >= tried).to(tl.int32), 0)
+        if SECOND > 0:
+            reached += tl.sum((behind >= tried).to(tl.int32), 0)
+        low = tl.where(reached >= wanted, tried, low)
+    spare = wanted - tl.sum((rank > low).to(tl.int32), 0)
+    if SECOND > 0:
+        spare -= tl.sum((behind > low).to(tl.int32), 0)
+    whole = entry % G >= OPEN_BLOCKS
+    count, equal = _store_kept(rank, low, spare, whole, words_ptr, 0, TK, W, OPEN_CHUNKS, FIRST)
+    if SECOND > 0:
+        more, _ = _store_kept(
+            behind, low, spare - equal, whole, words_ptr, FIRST, TK, W, OPEN_CHUNKS, SECOND
         )
-        total = tl.sum(reached, 0)
-        mask = (1 << 21) - 1
-        steps = ((total & mask) >= wanted).to(tl.int32)
-        steps += (((total >> 21) & mask) >= wanted).to(tl.int32)
-        steps += ((total >> 42) >= wanted).to(tl.int32)
-        low += steps << (14 - 2 * i)
-    above = rank > low
-    equal = rank == low
-    spare = wanted - tl.sum(above.to(tl.int32), 0)
-    kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
-    kept = kept | (entry % G >= OPEN_BLOCKS) | (off >= OPEN_CHUNKS)
-    kept = kept & (off < TK)
-    tl.store(count_ptr + entry, tl.sum(kept.to(tl.int32), 0))
-    bits = tl.reshape(kept.to(tl.int32), [BLOCK_K // 32, 32]) << tl.arange(0, 32)[None, :]
-    word = tl.arange(0, BLOCK_K // 32)
-    tl.store(words_ptr + entry * W + word, tl.sum(bits, 1), mask=word < W)
+        count += more
+    tl.store(count_ptr + entry, count)
 
 
-def residual_ranks(q: Moments, k: Moments, v: Moments, per_block: int, scale: float) -> Tensor:
+def residual_ranks(
+    q: Moments, k: Moments, v: Moments, groups: tuple[Moments, Tensor], per_block: int, scale: float
+) -> Tensor:
     """What the scores of all blocks and chunks rank by, int16 ``[B, H, G, TK]``.
 
     Args:
-        q: moments of query tiles, variances of every channel.
-        k: the same of chunks.
+        q: moments of query tiles, about zero in every channel.
+        k: moments of chunks, variances of every channel.
         v: moments of chunks, variances summed over channels.
+        groups: what o and the softmax's sum are of: moments of keys like those of ``k``, and means
+            of values, of larger groups of tokens.
         per_block: query tiles of a block, a divisor of 64; they are neighbours.
         scale: factor on q·k.
     """
@@ -278,22 +343,24 @@ def residual_ranks(q: Moments, k: Moments, v: Moments, per_block: int, scale: fl
     out = torch.empty_like(q.mean)
     lse = q.mean.new_empty(batch, heads, q_tiles, dtype=torch.float32)
     ranks = q.mean.new_empty(batch, heads, blocks, chunks, dtype=torch.int16)
-    sizes = {"D": dim, "BLOCK_D": triton.next_power_of_2(dim), "N": k.size, "STAGES": STAGES}
+    sizes = {"D": dim, "BLOCK_D": triton.next_power_of_2(dim), "STAGES": STAGES}
+    k_groups, v_means = groups
     with torch.cuda.device_of(ranks):  # type: ignore[no-untyped-call]
         outputs_kernel[(triton.cdiv(q_tiles, OUTPUT_TILES), batch * heads)](
             q.mean,
             q.variance,
-            k.mean,
-            k.variance,
-            v.mean,
+            k_groups.mean,
+            k_groups.variance,
+            v_means,
             out,
             lse,
             q_tiles,
-            chunks,
+            v_means.shape[2],
             q.tokens,
             scale,
+            N=k_groups.size,
             BLOCK_Q=OUTPUT_TILES,
-            BLOCK_K=OUTPUT_CHUNKS,
+            BLOCK_K=OUTPUT_GROUPS,
             num_warps=OUTPUT_WARPS,
             **sizes,
         )
@@ -315,6 +382,7 @@ def residual_ranks(q: Moments, k: Moments, v: Moments, per_block: int, scale: fl
             q.tokens,
             scale,
             M=q.size,
+            N=k.size,
             R=per_block,
             BLOCK_Q=SCORE_TILES,
             BLOCK_K=SCORE_CHUNKS,
@@ -323,6 +391,18 @@ def residual_ranks(q: Moments, k: Moments, v: Moments, per_block: int, scale: fl
             **sizes,
         )
     return ranks
+
+
+def _in_two(chunks: int) -> tuple[int, int]:
+    """Two powers of two that are enough for so many chunks, the second zero if one is.
+
+    With one alone up to half of a row would be nothing.
+    """
+    whole = max(32, triton.next_power_of_2(chunks))
+    rest = chunks - whole // 2
+    if whole == 32 or rest > whole // 4:
+        return whole, 0
+    return whole // 2, max(32, triton.next_power_of_2(rest))
 
 
 def largest_chunks(
@@ -339,6 +419,7 @@ def largest_chunks(
     """
     batch, heads, blocks, chunks = ranks.shape
     width = triton.cdiv(chunks, 32)
+    first, second = _in_two(chunks)
     words = torch.empty(batch, heads, blocks, width, dtype=torch.int32, device=ranks.device)
     count = torch.empty(batch, heads, blocks, dtype=torch.int32, device=ranks.device)
     with torch.cuda.device_of(ranks):  # type: ignore[no-untyped-call]
@@ -353,7 +434,8 @@ def largest_chunks(
             heads,
             open_chunks,
             open_blocks,
-            BLOCK_K=max(32, triton.next_power_of_2(chunks)),
+            FIRST=first,
+            SECOND=second,
             num_warps=TOP_WARPS,
         )
     return words, count

@@ -33,7 +33,8 @@ class Moments:
     Attributes:
         mean: ``[B, H, T, D]``, in the dtype of the tokens.
         variance: of every channel, ``[B, H, T, D]``, in bf16 where tokens have 16 bits and else in
-            fp32; or summed over channels, fp32 ``[B, H, T]``.
+            fp32; or summed over channels, fp32 ``[B, H, T]``. About the mean, or where so asked
+            about zero.
         size: tokens of a tile; the last one may be short.
         tokens: S.
     """
@@ -64,6 +65,7 @@ def moments_kernel(
     BLOCK_T: tl.constexpr,
     UNROLL: tl.constexpr,
     SUMMED: tl.constexpr,
+    ABOUT_ZERO: tl.constexpr,
 ):
     """Walk BLOCK_T tiles of one head; ``out`` is contiguous, the last stride of ``x`` is 1."""
     # heads of the same tokens run together: in the pipelines' layout they are neighbours.
@@ -92,7 +94,9 @@ def moments_kernel(
             squares += x * x
     count = tl.maximum(tl.minimum(S - tile * N, N), 1).to(tl.float32)[:, None]
     mean = total / count
-    variance = tl.maximum(squares / count - mean * mean, 0.0)
+    variance = squares / count
+    if not ABOUT_ZERO:
+        variance = tl.maximum(variance - mean * mean, 0.0)
     entry = head.to(tl.int64) * T + tile
     off = entry[:, None] * D + off_d[None, :]
     there = (tile < T)[:, None] & dim_alive
@@ -106,7 +110,9 @@ def moments_kernel(
 @triton.jit
 def merge_kernel(
     mean_ptr,
+    variance_ptr,
     out_ptr,
+    out_variance_ptr,
     S,
     T,
     P,
@@ -116,22 +122,31 @@ def merge_kernel(
     EACH: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """Means of groups of EACH tiles, from those of the tiles."""
+    """Means of groups of EACH tiles, from those of the tiles, and variances where there are any."""
     head = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     off_d = tl.arange(0, BLOCK_D)
     dim_alive = (off_d < D)[None, :]
     total = tl.zeros([BLOCK_P, BLOCK_D], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_P, BLOCK_D], dtype=tl.float32)
     for i in tl.static_range(EACH):
         tile = group * EACH + i
         count = tl.minimum(tl.maximum(S - tile * N, 0), N).to(tl.float32)[:, None]
         off = (head * T + tile)[:, None] * D + off_d[None, :]
         there = (tile < T)[:, None] & dim_alive
-        total += tl.load(mean_ptr + off, mask=there, other=0.0).to(tl.float32) * count
+        mean = tl.load(mean_ptr + off, mask=there, other=0.0).to(tl.float32)
+        total += mean * count
+        if variance_ptr is not None:
+            variance = tl.load(variance_ptr + off, mask=there, other=0.0).to(tl.float32)
+            squares += (variance + mean * mean) * count
     size = tl.minimum(tl.maximum(S - group * (EACH * N), 1), EACH * N).to(tl.float32)[:, None]
     off = (head * P + group)[:, None] * D + off_d[None, :]
     there = (group < P)[:, None] & dim_alive
-    tl.store(out_ptr + off, (total / size).to(out_ptr.dtype.element_ty), mask=there)
+    mean = total / size
+    tl.store(out_ptr + off, mean.to(out_ptr.dtype.element_ty), mask=there)
+    if variance_ptr is not None:
+        variance = tl.maximum(squares / size - mean * mean, 0.0)
+        tl.store(out_variance_ptr + off, variance.to(out_variance_ptr.dtype.element_ty), mask=there)
 
 
 MERGE_GROUPS = 16
@@ -139,13 +154,30 @@ MERGE_GROUPS = 16
 
 def merge_means(fine: Moments, size: int) -> Tensor:
     """Means ``[B, H, P, D]`` of groups of ``size`` tokens, a multiple of those of ``fine``."""
+    return _merged(fine, size, variances=False)[0]
+
+
+def merge_moments(fine: Moments, size: int) -> Moments:
+    """Moments of groups of ``size`` tokens, a multiple of those of ``fine``.
+
+    ``fine`` has variances of every channel, about its means.
+    """
+    mean, variance = _merged(fine, size, variances=True)
+    assert variance is not None
+    return Moments(mean, variance, size, fine.tokens)
+
+
+def _merged(fine: Moments, size: int, *, variances: bool) -> tuple[Tensor, Tensor | None]:
     batch, heads, tiles, dim = fine.mean.shape
     groups = triton.cdiv(fine.tokens, size)
     mean = fine.mean.new_empty(batch, heads, groups, dim)
+    variance = fine.variance.new_empty(mean.shape) if variances else None
     with torch.cuda.device_of(mean):  # type: ignore[no-untyped-call]
         merge_kernel[(triton.cdiv(groups, MERGE_GROUPS), batch * heads)](
             fine.mean,
+            fine.variance if variances else None,
             mean,
+            variance,
             fine.tokens,
             tiles,
             groups,
@@ -156,11 +188,16 @@ def merge_means(fine: Moments, size: int) -> Tensor:
             BLOCK_P=MERGE_GROUPS,
             num_warps=WARPS,
         )
-    return mean
+    return mean, variance
 
 
 def reorder_and_measure(
-    x: Tensor, source: Tensor | None, size: int, *, summed: bool = False
+    x: Tensor,
+    source: Tensor | None,
+    size: int,
+    *,
+    summed: bool = False,
+    about_zero: bool = False,
 ) -> tuple[Tensor, Moments]:
     """``x`` in another order, and the moments of its tiles of ``size`` tokens then.
 
@@ -170,6 +207,7 @@ def reorder_and_measure(
             leaves ``x`` as it is.
         size: tokens of a tile.
         summed: variances are summed over channels.
+        about_zero: variances are about zero: mean squares.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -206,6 +244,7 @@ def reorder_and_measure(
             BLOCK_T=block_t,
             UNROLL=min(size, UNROLL),
             SUMMED=summed,
+            ABOUT_ZERO=about_zero,
             num_warps=WARPS,
         )
     return x if out is None else out, Moments(mean, variance, size, tokens)

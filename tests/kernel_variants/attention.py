@@ -89,7 +89,7 @@ def gluon_attention(
 ) -> Variant:
     """The Gluon kernel of attention, in bf16 without a gate the first or the second launch.
 
-    ``dense`` is without lists.
+    ``dense`` is without lists, its output as pipelines lay it out.
     """
     rows, keys = tile
     padded = 64 if head_dim == 64 else 128
@@ -123,6 +123,7 @@ def gluon_attention(
         producer_registers=config.producer_registers,
         producer_warps=1 if keys >= 8 else 4,
         launch=("second" if second else "first") if dtype == "bf16" and gate is None else None,
+        beside=dense,
     )
     constants: dict[str, Any] = {"SIZES": sizes}
     if dense:
@@ -160,6 +161,7 @@ def join_parts(head_dim: int, dtype: str, parts: int, *, shifted: bool) -> Varia
         "M": 16,
         "MOST": parts,
         "ROWS": 1024 // padded,
+        "BESIDE": shifted,
     }
     if shifted:
         pointers |= pointers_to(shift="fp32")
@@ -167,7 +169,8 @@ def join_parts(head_dim: int, dtype: str, parts: int, *, shifted: bool) -> Varia
         constants["shift_ptr"] = None
     return make_variant(
         90,
-        f"gluon parts D={head_dim} {dtype}, {parts} of them" + (", shifted" if shifted else ""),
+        f"gluon parts D={head_dim} {dtype}, {parts} of them"
+        + (", shifted, heads beside each other" if shifted else ""),
         join_parts_kernel,
         pointers,
         constants,

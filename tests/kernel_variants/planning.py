@@ -387,13 +387,15 @@ def lists(cc: int) -> Iterator[Variant]:
     )
 
 
-def measuring(cc: int, head_dim: int, *, summed: bool, tile: int = 16) -> Variant:
+def measuring(
+    cc: int, head_dim: int, *, summed: bool, tile: int = 16, about_zero: bool = False
+) -> Variant:
     """Moments of tiles, variances of every channel or their sum, and a copy in another order."""
     block_d = triton.next_power_of_2(head_dim)
     variance = "fp32" if summed else "bf16"
     return make_variant(
         cc,
-        f"moments of {tile} D={head_dim}" + " summed" * summed,
+        f"moments of {tile} D={head_dim}" + " summed" * summed + " about zero" * about_zero,
         moments.moments_kernel,
         pointers_to(x="bf16", source="i64", out="bf16", mean="bf16", variance=variance),
         {
@@ -403,6 +405,7 @@ def measuring(cc: int, head_dim: int, *, summed: bool, tile: int = 16) -> Varian
             "BLOCK_T": max(1, moments.STEP_ELEMENTS // block_d),
             "UNROLL": min(tile, moments.UNROLL),
             "SUMMED": summed,
+            "ABOUT_ZERO": about_zero,
         },
         moments.WARPS,
         aligned=tuple(f"stride_x{d}" for d in "bhs"),
@@ -442,14 +445,16 @@ def keeping(cc: int, head_dim: int, bits: int) -> Iterator[Variant]:
     )
 
 
-def merging(cc: int, head_dim: int) -> Variant:
-    """Means of groups of tiles."""
+def merging(cc: int, head_dim: int, *, variances: bool) -> Variant:
+    """Means of groups of tiles, and variances."""
+    of_variances = pointers_to(variance="bf16", out_variance="bf16")
     return make_variant(
         cc,
-        f"merge D={head_dim}",
+        f"merge D={head_dim}" + " variances" * variances,
         moments.merge_kernel,
-        pointers_to(mean="bf16", out="bf16"),
-        {
+        pointers_to(mean="bf16", out="bf16") | (of_variances if variances else {}),
+        ({} if variances else dict.fromkeys(of_variances))
+        | {
             "D": head_dim,
             "BLOCK_D": triton.next_power_of_2(head_dim),
             "N": 16,
@@ -466,35 +471,36 @@ def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
         "D": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "STAGES": residual.STAGES,
-        "N": 16,
     }
-    both = pointers_to(q="bf16", q_variance="bf16", k="bf16", k_variance="bf16", v="bf16")
+    both = pointers_to(q="bf16", q_square="bf16", k="bf16", k_variance="bf16", v="bf16")
     both |= pointers_to(out="bf16", lse="fp32")
     yield make_variant(
         cc,
         f"outputs D={head_dim}",
         residual.outputs_kernel,
         both,
-        sizes | {"BLOCK_Q": residual.OUTPUT_TILES, "BLOCK_K": residual.OUTPUT_CHUNKS},
+        sizes | {"N": 64, "BLOCK_Q": residual.OUTPUT_TILES, "BLOCK_K": residual.OUTPUT_GROUPS},
         residual.OUTPUT_WARPS,
         floats=("scale",),
     )
-    yield make_variant(
-        cc,
-        f"residual D={head_dim}",
-        residual.residual_kernel,
-        both | pointers_to(v_variance="fp32", ranks="i16"),
-        sizes
-        | {
-            "M": 16,
-            "R": 8,
-            "BLOCK_Q": residual.SCORE_TILES,
-            "BLOCK_K": residual.SCORE_CHUNKS,
-            "STEPS": residual.SCORE_STEPS,
-        },
-        residual.SCORE_WARPS,
-        floats=("scale",),
-    )
+    for rows in (16, 32):
+        yield make_variant(
+            cc,
+            f"residual of {rows} D={head_dim}",
+            residual.residual_kernel,
+            both | pointers_to(v_variance="fp32", ranks="i16"),
+            sizes
+            | {
+                "M": rows,
+                "N": 16,
+                "R": 128 // rows,
+                "BLOCK_Q": residual.SCORE_TILES,
+                "BLOCK_K": residual.SCORE_CHUNKS,
+                "STEPS": residual.SCORE_STEPS,
+            },
+            residual.SCORE_WARPS,
+            floats=("scale",),
+        )
 
 
 def choosing(cc: int, chunks: int) -> Variant:
@@ -504,7 +510,7 @@ def choosing(cc: int, chunks: int) -> Variant:
         f"largest of {chunks}",
         residual.largest_kernel,
         pointers_to(ranks="i16", kept="i32", words="i32", count="i32"),
-        {"BLOCK_K": triton.next_power_of_2(chunks)},
+        dict(zip(("FIRST", "SECOND"), residual._in_two(chunks), strict=True)),
         residual.TOP_WARPS,
     )
 
@@ -532,13 +538,16 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
         yield measuring(cc, head_dim, summed=False)
         yield from residuals(cc, head_dim)
     yield measuring(cc, max(head_dims), summed=True)
+    yield measuring(cc, max(head_dims), summed=False, about_zero=True)
     # groups that means stand for, on the way into the order.
     yield measuring(cc, max(head_dims), summed=True, tile=64)
-    yield merging(cc, max(head_dims))
+    yield merging(cc, max(head_dims), variances=True)
+    yield merging(cc, max(head_dims), variances=False)
     for bits in (8, 4):
         yield from keeping(cc, max(head_dims), bits)
-    # 16 tokens a chunk at 75,600.
+    # 16 tokens a chunk at 75,600 and at 118,800, in two pieces and in one.
     yield choosing(cc, 4725)
+    yield choosing(cc, 7425)
     for head_dim in head_dims:
         for stride in (4, 8, 16, 64) if every else (8,):
             yield antidiagonals(cc, head_dim, stride)

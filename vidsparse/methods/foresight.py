@@ -33,7 +33,7 @@ from vidsparse.methods.base import (
 )
 from vidsparse.methods.numbers import Numbers
 from vidsparse.methods.studied import Knob, Settings
-from vidsparse.residual import FINEST_ROWS, error_of_means
+from vidsparse.residual import FINEST_ROWS, SUMMED_KEYS, error_of_means
 from vidsparse.site import CallSite
 
 if TYPE_CHECKING:
@@ -182,14 +182,20 @@ class Foresight(SparseMethod):
     ) -> BlockChoice:
         """Order the tokens and choose chunks, by kernels."""
         from vidsparse.kernels.selection.residual import largest_chunks, residual_ranks
-        from vidsparse.kernels.tokens.moments import merge_means, reorder_and_measure
+        from vidsparse.kernels.tokens.moments import (
+            merge_means,
+            merge_moments,
+            reorder_and_measure,
+        )
 
         tokens, (rows, keys) = q.shape[2], self.tile
-        judged = self.rows_for(tokens)
-        q, q_tiles = reorder_and_measure(q, order.permutation, judged)
+        judged, summed = self.rows_for(tokens), max(keys, SUMMED_KEYS)
+        q, q_tiles = reorder_and_measure(q, order.permutation, judged, about_zero=True)
         k, k_chunks = reorder_and_measure(k, order.permutation, keys)
         v, v_chunks = reorder_and_measure(v, order.permutation, keys, summed=True)
-        ranks = residual_ranks(q_tiles, k_chunks, v_chunks, rows // judged, q.shape[-1] ** -0.5)
+        groups = merge_moments(k_chunks, summed), merge_means(v_chunks, summed)
+        scale = q.shape[-1] ** -0.5
+        ranks = residual_ranks(q_tiles, k_chunks, v_chunks, groups, rows // judged, scale)
         chunks = site.grid.video_tiles(keys)
         listed = self.listed(chunks, site, q.shape[1], q.device)
         choosing = (
@@ -199,5 +205,7 @@ class Foresight(SparseMethod):
         # a mean that text has a part in would pull the video's keys towards it.
         means = None
         if self.means is not None and not site.grid.text:
-            means = merge_means(k_chunks, self.means), merge_means(v_chunks, self.means)
+            means = groups[0].mean, groups[1]
+            if self.means != summed:
+                means = merge_means(k_chunks, self.means), merge_means(v_chunks, self.means)
         return BlockChoice(q, k, v, words, count, means)

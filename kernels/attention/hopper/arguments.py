@@ -30,6 +30,7 @@ class Sizes:
         producer_registers: of a thread of the producer.
         producer_warps: of the producer, 1 or 4.
         launch: ``first`` or ``second``, or None where no block can need a second launch.
+        beside: whether a token's heads lie beside each other in the output, of one sample.
     """
 
     dim: int
@@ -47,6 +48,7 @@ class Sizes:
     producer_registers: int
     producer_warps: int
     launch: str | None
+    beside: bool = False
 
 
 class Inputs(NamedTuple):

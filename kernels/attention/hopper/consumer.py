@@ -96,7 +96,11 @@ def _store(
     LAYOUT: gl.constexpr = out.type.layout
     column = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     eight = gl.arange(0, columns // 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))) * 8
-    start = gl.convert_layout(token * D, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    to = token * D
+    if SIZES.beside:
+        # parts stay behind all heads, as they are elsewhere.
+        to = gl.where(whole, (row.to(gl.int64) * work.BH + start // lengths.S) * D, to)
+    start = gl.convert_layout(to, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     alive_out = gl.convert_layout(alive, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     pointers = (outputs.out_ptr + start)[:, None, None] + column[None, None, :]
     pointers += eight[None, :, None]

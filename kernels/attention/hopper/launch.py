@@ -136,7 +136,9 @@ def gluon_attention(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel; see ``sparse_attention`` for the arguments.
 
-    Without the three tensors of a plan every row attends all keys, in full precision or 8 bits.
+    Without the three tensors of a plan every row attends all keys, in full precision or 8 bits. The
+    output is then laid out as the queries are, if these are one sample's with a token's heads
+    beside each other.
 
     Raises:
         ValueError: a tile that the kernel does not have.
@@ -160,6 +162,7 @@ def gluon_attention(
         if skipped is not None:
             # both consumers of a block add to it.
             skipped.zero_()
+    beside = q_tiles is None and batch == 1 and q.stride(1) < q.stride(2)
     if quantized is not None:
         q, k = quantized.q, quantized.k
     # a chunk of few tokens is gathered by pointers.
@@ -231,6 +234,7 @@ def gluon_attention(
         producer_registers=c.producer_registers,
         producer_warps=1 if keys >= 8 else 4,
         launch="first" if is_anchored(gate, dtype) else None,
+        beside=beside,
     )
     # triton launches on the current device, which need not be the one that holds the tensors.
     with torch.cuda.device_of(q):
@@ -255,9 +259,13 @@ def gluon_attention(
                 M=rows,
                 MOST=triton.next_power_of_2(parts),
                 ROWS=rows_at_once,
+                BESIDE=beside,
                 num_warps=4,
             )
-    return out[:all_rows].view(q.shape), lse[:all_rows].view(batch, heads, tokens)
+    lse = lse[:all_rows].view(batch, heads, tokens)
+    if beside:
+        return out[:all_rows].view(1, tokens, heads, dim).transpose(1, 2), lse
+    return out[:all_rows].view(q.shape), lse
 
 
 def try_out(device: torch.device) -> None:

@@ -32,6 +32,7 @@ def join_parts_kernel(
     M: gl.constexpr,
     MOST: gl.constexpr,
     ROWS: gl.constexpr,
+    BESIDE: gl.constexpr,
 ):
     """Weigh the at most MOST parts of ROWS rows of a block by their log-sum-exps."""
     LAYOUT: gl.constexpr = gl.BlockedLayout(
@@ -61,7 +62,10 @@ def join_parts_kernel(
     out = gl.sum(parts * (weight / gl.where(total > 0, total, 1.0)[None, :])[:, :, None], 0)
     token = head.to(gl.int64) * S + row
     BY_OUT: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    to = gl.convert_layout(token * D, gl.SliceLayout(1, BY_OUT))[:, None]
+    place_out = token
+    if BESIDE:
+        place_out = row.to(gl.int64) * BH + head
+    to = gl.convert_layout(place_out * D, gl.SliceLayout(1, BY_OUT))[:, None]
     of_row = gl.convert_layout(alive, gl.SliceLayout(1, BY_OUT))[:, None]
     column = gl.arange(0, DP, gl.SliceLayout(0, BY_OUT))[None, :]
     gl.store(out_ptr + to + column, out.to(out_ptr.dtype.element_ty), mask=of_row & (column < D))
