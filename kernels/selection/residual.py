@@ -8,10 +8,11 @@ from means and variances of every channel alone, with c the scale of the scores:
 
     σ² = c² Σ_d (q² + var q) var k          spread of the logits inside the chunk
     b  = σ²/2, from σ² = 2 ln n on σ sqrt(2 ln n) - ln n
-    p  = softmax(c q·k + ln n + b),  o = Σ p v
+    l  = c q·k + ln n + b
+    p  = exp(l) / Σ exp(l_g),        o = Σ exp(l_g) v_g / Σ exp(l_g)
     E  = rows p² ((min(e^σ², n) - 1) / n var v + (1 - e^-b)² |v - o|²)
 
-E is the squared error to expect of a mean in the chunk's place: values that go with the logits are
+The sums are over groups g of larger size, in a pass of their own. E is the squared error to expect of a mean in the chunk's place: values that go with the logits are
 the first term, mass that a mean misses the second. A block's score of a chunk is the sum of its
 tiles' E.
 
