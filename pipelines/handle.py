@@ -78,7 +78,16 @@ class SparseHandle:
         return self.trace.summary()
 
     def probe(self, probe: CellProbe | None) -> None:
-        """Have ``probe`` record its call in the next runs; None records nothing."""
+        """Have ``probe`` record its call in the next runs; None records nothing.
+
+        Raises:
+            OptionError: it is neither.
+        """
+        if probe is not None and not isinstance(probe, CellProbe):
+            raise OptionError(
+                f"a probe is a CellProbe or None, got {probe!r}. "
+                "Hint: handle.probe(CellProbe(step=5, layer=0))."
+            )
         for engine in self._session.engines:
             engine.probe = probe
 

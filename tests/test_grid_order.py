@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,6 +161,16 @@ def test_a_grid_without_tokens_is_refused(bad: tuple[int, ...]) -> None:
 def test_text_before_the_video_is_a_part_of_the_text(bad: dict[str, int], said: str) -> None:
     with pytest.raises(vidsparse.OptionError, match=said):
         TokenGrid(1, 2, 2, text=5, **bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [(9.0, 16, 16), (9, "16", 16), (9, 16, 16, None)])
+def test_a_grid_of_parts_of_tokens_is_refused(bad: Any) -> None:
+    with pytest.raises(vidsparse.OptionError, match=r"counted in whole tokens, got .* Hint: "):
+        TokenGrid(*bad)
+
+
+def test_a_grid_takes_whole_numbers_of_any_kind() -> None:
+    assert TokenGrid(*np.array([9, 16, 16])).video == 2304
 
 
 def test_a_grid_counts_video_and_text() -> None:

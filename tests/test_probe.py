@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_pipelines import tiny_wan
 
 from vidsparse.engine import AttentionEngine, CallSite
 from vidsparse.errors import OptionError
@@ -13,6 +14,7 @@ from vidsparse.grid import TokenGrid
 from vidsparse.masks import pooled_scores
 from vidsparse.methods import FgAttn
 from vidsparse.order import token_order
+from vidsparse.pipelines import sparsify
 from vidsparse.probe import CellProbe
 from vidsparse.schedule import Schedule
 from vidsparse.trace import Cell, Trace
@@ -50,6 +52,14 @@ def test_along_the_run_s_own_order_the_map_is_the_method_s_mask() -> None:
     found = torch.from_numpy(record.maps["hilbert"].weights).float()
     torch.testing.assert_close(found, weights, atol=1e-3, rtol=0)
     assert list(record.computed) == trace.cells[1].computed[0].tolist()
+
+
+def test_what_is_no_probe_is_refused_before_a_run() -> None:
+    with (
+        sparsify(tiny_wan(), "fg-attn") as handle,
+        pytest.raises(OptionError, match=r"a CellProbe or None, got 5\. Hint: "),
+    ):
+        handle.probe(5)  # type: ignore[arg-type]
 
 
 def test_along_another_order_every_token_shows_its_own_tile() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from vidsparse.errors import OptionError
 
@@ -23,8 +24,8 @@ class TokenGrid:
         lead: text tokens before the video, when the rest of the text stands after it.
 
     Raises:
-        OptionError: a size is below 1; ``text`` is negative; ``lead`` is not from 0 to ``text``, or
-            given together with ``text_first``.
+        OptionError: a number is not whole; a size is below 1; ``text`` is negative; ``lead`` is not
+            from 0 to ``text``, or given together with ``text_first``.
     """
 
     frames: int
@@ -35,6 +36,13 @@ class TokenGrid:
     lead: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("frames", "height", "width", "text", "lead"):
+            number = getattr(self, name)
+            if not isinstance(number, Integral):
+                raise OptionError(
+                    f"a token grid is counted in whole tokens, got {name} {number!r}. "
+                    "Hint: sizes are what is left after patching, such as TokenGrid(9, 16, 16)."
+                )
         if min(self.frames, self.height, self.width) < 1 or self.text < 0:
             raise OptionError(
                 "a token grid needs frames, height and width of at least 1 and text of at least 0, "

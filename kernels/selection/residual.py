@@ -12,9 +12,9 @@ from means and variances of every channel alone, with c the scale of the scores:
     p  = exp(l) / Σ exp(l_g),        o = Σ exp(l_g) v_g / Σ exp(l_g)
     E  = rows p² ((min(e^σ², n) - 1) / n var v + (1 - e^-b)² |v - o|²)
 
-The sums are over groups g of larger size, in a pass of their own. E is the squared error to expect of a mean in the chunk's place: values that go with the logits are
-the first term, mass that a mean misses the second. A block's score of a chunk is the sum of its
-tiles' E.
+The sums are over groups g of larger size, in a pass of their own. E is the squared error to expect
+of a mean in the chunk's place: values that go with the logits are the first term, mass that a mean
+misses the second. A block's score of a chunk is the sum of its tiles' E.
 
 Products are in 16 bits and sums in fp32: a choice needs no more. Nor does it need scores in more
 than the leading 15 bits of a number in fp32, which order as it does.
