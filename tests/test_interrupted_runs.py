@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prompt_runs import PROMPTS, SMALL, Machine, Run, video_names
+
+from vidsparse.apps.terminal.console import Terminal, _endable
 
 pytest_plugins = ["prompt_runs"]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -250,6 +253,21 @@ def test_sigterm_ends_as_ctrl_c_does(tiny_model: Path, tmp_path: Path) -> None:
     assert "Traceback" not in stderr
     hidden = [path.name for path in tmp_path.glob("o/*/.*")]
     assert [name for name in hidden if name != ".vidsparse.lock"] == []
+
+
+def test_a_second_sigterm_that_comes_as_the_first_is_handled_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    terminal = Terminal()
+    # what Python says of a signal whose handler has gone meanwhile.
+    late = SimpleNamespace(exc_value=OSError("Signal 15 ignored due to race condition"))
+    with _endable(terminal):
+        sys.unraisablehook(late)  # type: ignore[arg-type]
+        terminal.ending = True
+        sys.unraisablehook(late)  # type: ignore[arg-type]
+    assert shown == [late]
 
 
 @pytest.mark.slow

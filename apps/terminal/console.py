@@ -233,6 +233,9 @@ def _endable(terminal: Terminal) -> Iterator[None]:
 
     def unraisable(ignored: sys.UnraisableHookArgs) -> None:
         """Interrupt once more where Python has dropped it, since it came while an object went."""
+        # whoever asks twice at once, as `timeout` does, has the second come as the first is handled.
+        if terminal.ending and _came_too_late(ignored.exc_value):
+            return
         dropped = isinstance(ignored.exc_value, KeyboardInterrupt) and came in ours
         if not dropped or not hasattr(signal, "pthread_kill"):
             reported(ignored)
@@ -260,6 +263,11 @@ def _endable(terminal: Terminal) -> Iterator[None]:
         sys.unraisablehook = reported
         for signum, how in ours.items():
             signal.signal(signum, how)
+
+
+def _came_too_late(error: BaseException | None) -> bool:
+    """Whether Python says of a signal that nobody handled it any more."""
+    return isinstance(error, OSError) and "ignored due to race condition" in str(error)
 
 
 def _while_printing(error: OSError) -> bool:
