@@ -233,7 +233,7 @@ def _endable(terminal: Terminal) -> Iterator[None]:
 
     def unraisable(ignored: sys.UnraisableHookArgs) -> None:
         """Interrupt once more where Python has dropped it, since it came while an object went."""
-        # whoever asks twice at once, as `timeout` does, has the second come as the first is handled.
+        # who asks twice at once, as `timeout` does, has the second come while the first is handled.
         if terminal.ending and _came_too_late(ignored.exc_value):
             return
         dropped = isinstance(ignored.exc_value, KeyboardInterrupt) and came in ours
