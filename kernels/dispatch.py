@@ -388,7 +388,8 @@ def dense_attention(
 
     Returns:
         Output ``[B, H, S, D]`` in the dtype of ``q`` and the natural log-sum-exp of the scaled
-        scores ``[B, H, S]`` fp32.
+        scores ``[B, H, S]`` fp32. Of one sample whose queries lie as pipelines keep them, a token's
+        heads beside each other, the output lies so, too.
 
     Raises:
         ValueError: the kernel cannot run here (``support("gluon", ...)`` says why) or would have to

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.pipelines.adapter import SparseProcessor
-from vidsparse.pipelines.projection import project_heads, rotate_part
+from vidsparse.pipelines.projection import project_heads, rotate, rotate_part
 
 
 class JointSparseProcessor(SparseProcessor, ABC):
@@ -54,8 +54,10 @@ class JointSparseProcessor(SparseProcessor, ABC):
         )
         if image_rotary_emb is not None:
             cos, sin = self.pair_angles(image_rotary_emb)
-            begin = 0 if own_text else first
-            q, k = rotate_part(q, cos, sin, begin), rotate_part(k, cos, sin, begin)
+            if own_text:
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            else:
+                q, k = rotate_part(q, cos, sin, first), rotate_part(k, cos, sin, first)
         if own_text:
             its = project_heads(
                 text,

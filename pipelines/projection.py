@@ -30,6 +30,7 @@ def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
     the S: text that stands beside the video has none.
     """
     count = cos.shape[0]
+    assert first + count <= x.shape[1]
     if count == x.shape[1]:
         return rotate(x, cos, sin)
     if torch.compiler.is_compiling():

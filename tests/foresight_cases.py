@@ -92,7 +92,7 @@ def cases() -> Iterator[Case]:
 
         x = random_qkv(333, 96, torch.float32, batch=2)[0].transpose(1, 2).contiguous()
         x = x.transpose(1, 2).to(DEVICE)
-        for size in (16, 4):
+        for size in (16, 4, 64):
             same, fine = reorder_and_measure(x, None, size)
             assert same is x
             runs = list(x.split(size, 2))
@@ -104,13 +104,14 @@ def cases() -> Iterator[Case]:
             squares = torch.stack([r.square().mean(2) for r in runs], 2)
             _, about_zero = reorder_and_measure(x, None, size, about_zero=True)
             torch.testing.assert_close(about_zero.variance, squares)
-            groups = torch.stack([r.mean(2) for r in x.split(64, 2)], 2)
-            torch.testing.assert_close(merge_means(fine, 64), groups)
-            torch.testing.assert_close(merge_means(summed, 64), groups)
-            merged = merge_moments(fine, 64)
-            spread = torch.stack([r.var(2, correction=0) for r in x.split(64, 2)], 2)
-            torch.testing.assert_close(merged.mean, groups)
-            torch.testing.assert_close(merged.variance, spread, rtol=1e-4, atol=1e-5)
+            for whole in (64, 128):
+                groups = torch.stack([r.mean(2) for r in x.split(whole, 2)], 2)
+                torch.testing.assert_close(merge_means(fine, whole), groups)
+                torch.testing.assert_close(merge_means(summed, whole), groups)
+                merged = merge_moments(fine, whole)
+                wide = torch.stack([r.var(2, correction=0) for r in x.split(whole, 2)], 2)
+                torch.testing.assert_close(merged.mean, groups)
+                torch.testing.assert_close(merged.variance, wide, rtol=1e-4, atol=1e-5)
 
     yield "moments", moments
 

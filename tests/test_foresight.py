@@ -79,11 +79,21 @@ def test_the_score_is_the_formula_written_out(factor: float) -> None:
             inside = (min(math.exp(spread), n) - 1) / n * values.var(0, correction=0).sum()
             away = ((values.mean(0) - out) ** 2).sum()
             missed = (1 - math.exp(-gained)) ** 2 * away
-            share = logit.exp() / whole
+            share = (logit.exp() / whole).clamp_max(1)
             expected[t // 2, j] += len(rows) * share**2 * (inside + missed)
     torch.testing.assert_close(score[0, 0], expected)
     # one of the two is all about tails.
     assert tails > 10 if factor > 1 else tails == 0
+
+
+@pytest.mark.parametrize("tokens", [1024, 1041])
+def test_a_chunk_that_stands_far_out_of_its_group_has_a_finite_score(tokens: int) -> None:
+    # the last chunk of the longer one is a single key, whose mean loses nothing.
+    q, k, v = random_qkv(tokens, 64, torch.float32, heads=1)
+    q[..., 0], k[..., 0], k[:, :, -17:, 0] = 8.0, 0.0, 80.0
+    score = error_of_means(q, k, v, (128, 16))
+    assert bool(score.isfinite().all())
+    assert bool((score[..., -2:].amax(-1) >= score[..., :-2].amax(-1)).all())
 
 
 def test_the_score_of_a_long_sequence_is_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,9 +40,9 @@ def _moments(x: Tensor, size: int) -> _Moments:
         (part - mean.unsqueeze(3)).square_().mean(3)
         for part, mean in zip(parts, means, strict=True)
     ]
-    sizes = torch.tensor([part.shape[3] for part in parts], dtype=x.dtype, device=x.device)
-    counts = torch.tensor([part.shape[2] for part in parts], device=x.device)
-    return _Moments(torch.cat(means, 2), torch.cat(variances, 2), sizes.repeat_interleave(counts))
+    sizes = x.new_full((-(-tokens // size),), size)
+    sizes[-1] = tokens - size * (len(sizes) - 1)
+    return _Moments(torch.cat(means, 2), torch.cat(variances, 2), sizes)
 
 
 def _merged(fine: _Moments, each: int) -> _Moments:
@@ -77,16 +77,16 @@ def error_of_means(
         σ²  = c² Σ_d (q_t² + var q_t) var k_j     how far the logits of the chunk's keys spread
         b   = σ²/2, from σ² = 2 ln n on σ sqrt(2 ln n) - ln n
         l_j = c q_t·k_j + ln n + b
-        p_j = exp(l_j) / Σ_g exp(l_g),            o = Σ_g p_g v_g
+        p_j = min(exp(l_j) / Σ_g exp(l_g), 1),    o = Σ_g exp(l_g) v_g / Σ_g exp(l_g)
         E_j = rows p_j² ((min(e^σ², n) - 1) / n var v_j + (1 - e^-b)² |v_j - o|²)
 
     The softmax's sum and o are over groups g of ``SUMMED_KEYS`` keys, or chunks where those are
-    larger: they are sums over all keys, to which finer ones would add nothing
-    (``docs/experiments.md``). b is what the spread adds to the logarithm of the chunk's mean
-    exponential. n numbers have no tail beyond sqrt(2 ln n) deviations, so that it grows no faster
-    than σ from there on: the freezing of Derrida's random energy model (Phys. Rev. B 24, 2613,
-    1981). The first term of E is values that go with logits, the second mass that a mean misses.
-    A block sums E over its tiles.
+    larger: videos of three small models were none the worse for it (``docs/experiments.md``). A
+    chunk that stands out of its group has a share of 1 at most. b is what the spread adds to the
+    logarithm of the chunk's mean exponential. n numbers have no tail beyond sqrt(2 ln n)
+    deviations, so that it grows no faster than σ from there on: the freezing of Derrida's random
+    energy model (Phys. Rev. B 24, 2613, 1981). The first term of E is values that go with logits,
+    the second mass that a mean misses. A block sums E over its tiles.
 
     Args:
         q: queries ``[B, H, S, D]``.
@@ -113,7 +113,7 @@ def error_of_means(
         whole = logits.logsumexp(-1, keepdim=True)
         out = (logits - whole).exp_() @ v_groups.mean
         logits, gained, spread = _logits(mean, square, of_k)
-        share = (logits - whole).exp_()
+        share = (logits - whole).clamp_max_(0).exp_()
         away = out.square().sum(-1, keepdim=True) + v_square - 2 * (out @ v_mean.mT)
         inside = (torch.minimum(spread, k_sizes.log()).exp() - 1) / k_sizes
         missed = torch.expm1(-gained).square()

@@ -115,6 +115,7 @@ MEASURED: Final[tuple[Measured, ...]] = (
     _h200("xattention", "128x128", {**_ANTIDIAGONAL, "stride": 64}, 0.0175),
     _h200("sale", "64x32", _SALE, 0.2412),
     _h200("sol-attn", "64x64", {"merge": "consecutive"}, 0.0452, "masks-h200-foresight.json"),
+    # of GPUs from before its sums were of groups of keys: it takes less.
     _h200("foresight", "128x16", {}, 0.0437, "masks-h200-foresight.json"),
     _shorter("fg-attn", "16x16", _MASS, 0.1243),
     _shorter("spargeattn", "128x64", _WINDOWS, 0.1639),

@@ -9,7 +9,7 @@ from means and variances of every channel alone, with c the scale of the scores:
     σ² = c² Σ_d (q² + var q) var k          spread of the logits inside the chunk
     b  = σ²/2, from σ² = 2 ln n on σ sqrt(2 ln n) - ln n
     l  = c q·k + ln n + b
-    p  = exp(l) / Σ exp(l_g),        o = Σ exp(l_g) v_g / Σ exp(l_g)
+    p  = min(exp(l) / Σ exp(l_g), 1),  o = Σ exp(l_g) v_g / Σ exp(l_g)
     E  = rows p² ((min(e^σ², n) - 1) / n var v + (1 - e^-b)² |v - o|²)
 
 The sums are over groups g of larger size, in a pass of their own. E is the squared error to expect
@@ -37,8 +37,8 @@ OUTPUT_TILES = 64
 OUTPUT_GROUPS = 32
 OUTPUT_WARPS = 4
 SCORE_TILES = 64
-# two stages of 32 chunks beside the query tiles want 89 KiB at D = 128, which every GPU has. With
-# 64 a program of twice the warps took 13 % longer on an H100.
+# two stages of 32 chunks beside the query tiles want less than the 99 KiB at D = 128 that every GPU
+# has. With 64 a program of twice the warps took 18 % longer on an H200.
 SCORE_CHUNKS = 32
 # steps of chunks that a program takes with the same query tiles.
 SCORE_STEPS = 16
@@ -143,38 +143,38 @@ def _places(BLOCK_Q: tl.constexpr, R: tl.constexpr):
     A thread has rows g and g + 8 of every 16, and of every 64 where there are more: tiles of a
     block go there first, and to its neighbours if there are more of them.
     """
-    row = tl.arange(0, BLOCK_Q)
-    if R == 1:
-        return row
-    HALVES: tl.constexpr = BLOCK_Q // 64
-    A: tl.constexpr = HALVES if R >= 2 * HALVES else 1
-    NEAR: tl.constexpr = R // (2 * A)
-    half, warp, upper, lane = row // 64, row // 16 % 4, row // 8 % 2, row % 8
-    in_block = upper + 2 * (lane % NEAR)
-    block = warp * (8 // NEAR) + lane // NEAR
-    if A > 1:
-        in_block = upper + 2 * half + 2 * A * (lane % NEAR)
-    else:
-        block += half * (32 // NEAR)
-    return block * R + in_block
+    # one end: what stands behind a branch that returns is compiled all the same.
+    place = tl.arange(0, BLOCK_Q)
+    if R > 1:
+        HALVES: tl.constexpr = BLOCK_Q // 64
+        A: tl.constexpr = HALVES if R >= 2 * HALVES else 1
+        NEAR: tl.constexpr = R // (2 * A)
+        half, warp, upper, lane = place // 64, place // 16 % 4, place // 8 % 2, place % 8
+        in_block = upper + 2 * A * (lane % NEAR)
+        block = warp * (8 // NEAR) + lane // NEAR
+        if A > 1:
+            in_block += 2 * half
+        else:
+            block += half * (32 // NEAR)
+        place = block * R + in_block
+    return place
 
 
 @triton.jit
 def _of_blocks(error, BLOCK_Q: tl.constexpr, R: tl.constexpr, BLOCK_K: tl.constexpr):
     """Sums over the R tiles of each block of what ``_places`` has put in order."""
-    if R == 1:
-        return error
-    HALVES: tl.constexpr = BLOCK_Q // 64
-    A: tl.constexpr = HALVES if R >= 2 * HALVES else 1
-    NEAR: tl.constexpr = R // (2 * A)
-    error = tl.reshape(error, [HALVES, 4, 2, 8 // NEAR, NEAR, BLOCK_K])
-    error = tl.sum(error, 2)
-    if A > 1:
-        error = tl.sum(error, 0)
+    if R > 1:
+        HALVES: tl.constexpr = BLOCK_Q // 64
+        A: tl.constexpr = HALVES if R >= 2 * HALVES else 1
+        NEAR: tl.constexpr = R // (2 * A)
+        error = tl.reshape(error, [HALVES, 4, 2, 8 // NEAR, NEAR, BLOCK_K])
         error = tl.sum(error, 2)
-    else:
-        error = tl.sum(error, 3)
-    return tl.reshape(error, [BLOCK_Q // R, BLOCK_K])
+        if A > 1:
+            error = tl.sum(tl.sum(error, 0), 2)
+        else:
+            error = tl.sum(error, 3)
+        error = tl.reshape(error, [BLOCK_Q // R, BLOCK_K])
+    return error
 
 
 @triton.jit
@@ -216,8 +216,8 @@ def residual_kernel(
     out_square = tl.sum(out.to(tl.float32) * out.to(tl.float32), 1)
     lse = tl.load(lse_ptr + head * TQ + tile, mask=tile < TQ, other=0.0)
     # in the place of a factor on the squared share.
-    rows = tl.maximum(tl.minimum(S - tile * M, M), 0).to(tl.float32)
-    lse -= 0.5 * tl.log2(rows)
+    most_share = 0.5 * tl.log2(tl.maximum(tl.minimum(S - tile * M, M), 0).to(tl.float32))
+    lse -= most_share
     k_ptr += head * TK * D
     k_variance_ptr += head * TK * D
     v_ptr += head * TK * D
@@ -239,7 +239,8 @@ def residual_kernel(
         v_variance = tl.load(v_variance_ptr + chunk, mask=chunk < TK, other=0.0)
         v_square = tl.sum(v.to(tl.float32) * v.to(tl.float32), 1)
         away = out_square[:, None] + v_square[None, :] - 2.0 * tl.dot(out, tl.trans(v))
-        share = tl.exp2(logits - lse[:, None])
+        # a chunk may stand out of its group: no share is above 1.
+        share = tl.exp2(tl.minimum(logits - lse[:, None], most_share[:, None]))
         # of each of the n keys.
         v_variance = v_variance * tl.exp2(-most)
         inside = tl.exp2(tl.minimum(spread, most[None, :])) - 1.0

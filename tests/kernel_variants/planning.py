@@ -483,7 +483,8 @@ def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
         residual.OUTPUT_WARPS,
         floats=("scale",),
     )
-    for rows in (16, 32):
+    # of a block eight tiles, four, two and one.
+    for rows in (16, 32, 64, 128):
         yield make_variant(
             cc,
             f"residual of {rows} D={head_dim}",
