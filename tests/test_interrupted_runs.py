@@ -264,9 +264,9 @@ def test_a_second_sigterm_that_comes_as_the_first_is_handled_shows_nothing(
     # what Python says of a signal whose handler has gone meanwhile.
     late = SimpleNamespace(exc_value=OSError("Signal 15 ignored due to race condition"))
     with _endable(terminal):
-        sys.unraisablehook(late)  # type: ignore[arg-type]
+        sys.unraisablehook(late)
         terminal.ending = True
-        sys.unraisablehook(late)  # type: ignore[arg-type]
+        sys.unraisablehook(late)
     assert shown == [late]
 
 

@@ -27,11 +27,15 @@ class _Moments(NamedTuple):
     sizes: Tensor
 
 
+def _in_runs(x: Tensor, size: int) -> Tensor:
+    return x.reshape(*x.shape[:2], -1, size, x.shape[3])
+
+
 def _moments(x: Tensor, size: int) -> _Moments:
     """Those of runs of ``size`` tokens of ``x`` ``[B, H, S, D]``; the last one may be short."""
     tokens = x.shape[2]
     whole = tokens // size * size
-    parts = [x[:, :, :whole].unflatten(2, (-1, size))] if whole else []
+    parts = [_in_runs(x[:, :, :whole], size)] if whole else []
     if whole < tokens:
         parts.append(x[:, :, whole:].unsqueeze(2))
     means = [part.mean(3) for part in parts]
@@ -51,7 +55,7 @@ def _merged(fine: _Moments, each: int) -> _Moments:
     mean, variance = (F.pad(x, (0, 0, 0, short)) if short else x for x in fine[:2])
     parts = F.pad(fine.sizes, (0, short)).view(-1, each, 1)
     sizes = parts.sum(1)
-    mean, variance = (x.unflatten(2, (-1, each)) for x in (mean, variance))
+    mean, variance = _in_runs(mean, each), _in_runs(variance, each)
     merged = (mean * parts).sum(3) / sizes
     away = variance + (mean - merged.unsqueeze(3)).square()
     return _Moments(merged, (away * parts).sum(3) / sizes, sizes.squeeze(-1))
