@@ -4,8 +4,11 @@ Weights are rounded once; what a layer is given is rounded anew in every call. I
 weights are rounded by row and the rest by token, every product runs on 8-bit units, and weights
 take half the memory of bf16. In bf16 a model in fp32 has its products on a CPU's bf16 units.
 
-Inside the blocks of a transformer only: narrow projections and those of adaptive norms stay as they
-are, and so does everything around the blocks. In 8 bits the first and the last block stay, too.
+In bf16 the convolutions of the decoder go with them.
+
+Of the transformer inside its blocks only: narrow projections and those of adaptive norms stay as
+they are, and so does everything around the blocks. In 8 bits the first and the last block stay,
+too.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class LinearFacts:
         of: number of linear layers in the transformers.
         bytes_before: bytes of all the transformers' weights before.
         bytes_after: and after.
+        convolutions: number of the decoder's that compute in it.
     """
 
     format: str
@@ -59,14 +63,19 @@ class LinearFacts:
     of: int
     bytes_before: int
     bytes_after: int
+    convolutions: int = 0
 
     def __str__(self) -> str:
+        decoder = f"the decoder's {self.convolutions} convolutions" if self.convolutions else ""
         if not self.layers:
-            return f"none of {self.of} linear layers gains by {self.format}"
+            return f"none of {self.of} linear layers gains by {self.format}" + (
+                f", in which are {decoder}" if decoder else ""
+            )
+        beside = f", and {decoder}" if decoder else ""
         before, after = (count / 2**20 for count in (self.bytes_before, self.bytes_after))
         return (
-            f"{self.layers} of {self.of} linear layers in {self.format}: the transformer's weights "
-            f"take {after:,.1f} MiB instead of {before:,.1f}"
+            f"{self.layers} of {self.of} linear layers in {self.format}{beside}: the transformer's "
+            f"weights take {after:,.1f} MiB instead of {before:,.1f}"
         )
 
 
@@ -80,6 +89,8 @@ def quantize_linear(
     smallest: int | None = None,
 ) -> LinearFacts:
     """Put the large linear layers of a pipeline's transformers into 8 bits or bf16, for good.
+
+    In bf16 the convolutions of its decoder compute in that, too.
 
     A LoRA that is not fused before stays separate, in its own format. Layers that are in the format
     already stay as they are.
@@ -146,9 +157,16 @@ def quantize_linear(
         of=sum(1 for one in transformers for module in one.modules() if _is_linear(module)),
         bytes_before=before,
         bytes_after=_bytes_of(transformers),
+        convolutions=_decoder(pipe) if linear == "bf16" else 0,
     )
     logger.info("%s", facts)
     return facts
+
+
+def _decoder(pipe: Any) -> int:
+    from vidsparse.pipelines.bf16 import decoder_to_bf16
+
+    return decoder_to_bf16(getattr(pipe, "vae", None))
 
 
 def _rounding(linear: str, device: str) -> Callable[[nn.Linear], None]:

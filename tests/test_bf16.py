@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tiny_pipelines import latents_of, tiny_wan
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.pipelines import accelerate
 from vidsparse.pipelines.adapter import transformers_of
-from vidsparse.pipelines.bf16 import Bf16Linear, to_bf16
+from vidsparse.pipelines.bf16 import Bf16Linear, decoder_to_bf16, to_bf16
 from vidsparse.pipelines.generate import generate
 from vidsparse.pipelines.linear import LinearFacts, quantize_linear
 from vidsparse.pipelines.lookup import find_adapter
@@ -95,8 +96,49 @@ def test_where_no_layer_is_large_enough_all_stay_and_that_is_said() -> None:
     expected = latents_of(pipe)
     facts = quantize_linear(pipe, "bf16")
     assert (facts.layers, facts.bytes_after) == (0, facts.bytes_before)
-    assert str(facts) == f"none of {facts.of} linear layers gains by bf16"
+    assert str(facts).startswith(f"none of {facts.of} linear layers gains by bf16")
     assert torch.equal(latents_of(pipe), expected)
+
+
+def convolutions(dims: int) -> Any:
+    kind = torch.nn.Conv3d if dims == 3 else torch.nn.Conv2d
+    return torch.nn.Sequential(kind(4, 8, 3, padding=1), torch.nn.SiLU(), kind(8, 3, 3, padding=1))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_convolutions_of_a_decoder_compute_in_bf16_and_give_back_fp32(dims: int) -> None:
+    vae: Any = torch.nn.Module()
+    vae.encoder, vae.decoder = convolutions(dims), convolutions(dims)
+    x = torch.randn(2, 4, *(5, 12, 12)[-dims:])
+    exact = vae.decoder(x)
+    assert decoder_to_bf16(vae) == 2
+    made = vae.decoder(x)
+    assert made.dtype == torch.float32
+    assert 0 < (made - exact).norm() < 0.01 * exact.norm()
+    # once is enough, and what makes latents of pictures stays exact.
+    assert decoder_to_bf16(vae) == 2
+    assert torch.equal(vae.decoder(x), made)
+    assert {each.dtype for each in vae.encoder.parameters()} == {torch.float32}
+
+
+def test_a_model_without_a_decoder_or_with_one_in_16_bits_stays_as_it_is() -> None:
+    assert decoder_to_bf16(None) == 0
+    vae: Any = torch.nn.Module()
+    vae.decoder = convolutions(3).half()
+    assert decoder_to_bf16(vae) == 0
+
+
+def test_what_is_told_of_layers_in_bf16_names_the_decoder() -> None:
+    facts = LinearFacts(
+        format="bf16", layers=3, of=4, bytes_before=2**21, bytes_after=2**20, convolutions=7
+    )
+    assert str(facts) == (
+        "3 of 4 linear layers in bf16, and the decoder's 7 convolutions: the transformer's weights "
+        "take 1.0 MiB instead of 2.0"
+    )
+    assert str(replace(facts, layers=0)) == (
+        "none of 4 linear layers gains by bf16, in which are the decoder's 7 convolutions"
+    )
 
 
 def test_layers_in_bf16_stay_so_and_take_no_other_format() -> None:

@@ -324,8 +324,9 @@ def request_options(function: Function) -> Function:
             option(
                 "--linear",
                 metavar="FORMAT",
-                help="The transformer's large linear layers in 8 bits or in bf16: none, fp8, int8, "
-                "bf16.  [default: the speed's, or none]",
+                help="The transformer's large linear layers in 8 bits, or in bf16 (on a CPU, and "
+                "the decoder's convolutions): none, fp8, int8, bf16.  [default: the speed's, or "
+                "none]",
             ),
             option(
                 "--compile/--no-compile",
