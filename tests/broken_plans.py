@@ -50,7 +50,9 @@ def damaged(work: Work, kind: str, gen: torch.Generator) -> Work:
     else:
         flat = made.q_tiles[b, h].flatten()
         real = flat[flat >= 0]
-        flat[(flat == real[0]).nonzero()[0]] = real[-1]
+        # a fault before may have left no tile that could be named twice.
+        if len(real):
+            flat[(flat == real[0]).nonzero()[0]] = real[-1]
         made.q_tiles[b, h] = flat.view_as(made.q_tiles[b, h])
     return made
 
