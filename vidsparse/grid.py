@@ -38,7 +38,8 @@ class TokenGrid:
     def __post_init__(self) -> None:
         for name in ("frames", "height", "width", "text", "lead"):
             number = getattr(self, name)
-            if not isinstance(number, Integral):
+            # attention calls make grids, too: the usual type first.
+            if type(number) is not int and not isinstance(number, Integral):
                 raise OptionError(
                     f"a token grid is counted in whole tokens, got {name} {number!r}. "
                     "Hint: sizes are what is left after patching, such as TokenGrid(9, 16, 16)."

@@ -138,25 +138,19 @@ def outputs_kernel(
 
 @triton.jit
 def _places(BLOCK_Q: tl.constexpr, R: tl.constexpr):
-    """The order in which BLOCK_Q tiles are taken, so that a block's R are in few threads.
+    """The order in which 64 tiles are taken, so that a block's R are in few threads.
 
-    A thread has rows g and g + 8 of every 16, and of every 64 where there are more: tiles of a
-    block go there first, and to its neighbours if there are more of them.
+    A thread has rows g and g + 8 of the 16 of its warp: two tiles of a block go there, and to its
+    neighbours if there are more of them.
     """
+    tl.static_assert(BLOCK_Q == 64)
     # one end: what stands behind a branch that returns is compiled all the same.
     place = tl.arange(0, BLOCK_Q)
     if R > 1:
-        HALVES: tl.constexpr = BLOCK_Q // 64
-        A: tl.constexpr = HALVES if R >= 2 * HALVES else 1
-        NEAR: tl.constexpr = R // (2 * A)
-        half, warp, upper, lane = place // 64, place // 16 % 4, place // 8 % 2, place % 8
-        in_block = upper + 2 * A * (lane % NEAR)
+        NEAR: tl.constexpr = R // 2
+        warp, upper, lane = place // 16, place // 8 % 2, place % 8
         block = warp * (8 // NEAR) + lane // NEAR
-        if A > 1:
-            in_block += 2 * half
-        else:
-            block += half * (32 // NEAR)
-        place = block * R + in_block
+        place = block * R + upper + 2 * (lane % NEAR)
     return place
 
 
@@ -164,15 +158,9 @@ def _places(BLOCK_Q: tl.constexpr, R: tl.constexpr):
 def _of_blocks(error, BLOCK_Q: tl.constexpr, R: tl.constexpr, BLOCK_K: tl.constexpr):
     """Sums over the R tiles of each block of what ``_places`` has put in order."""
     if R > 1:
-        HALVES: tl.constexpr = BLOCK_Q // 64
-        A: tl.constexpr = HALVES if R >= 2 * HALVES else 1
-        NEAR: tl.constexpr = R // (2 * A)
-        error = tl.reshape(error, [HALVES, 4, 2, 8 // NEAR, NEAR, BLOCK_K])
-        error = tl.sum(error, 2)
-        if A > 1:
-            error = tl.sum(tl.sum(error, 0), 2)
-        else:
-            error = tl.sum(error, 3)
+        NEAR: tl.constexpr = R // 2
+        error = tl.reshape(error, [4, 2, 8 // NEAR, NEAR, BLOCK_K])
+        error = tl.sum(tl.sum(error, 1), 2)
         error = tl.reshape(error, [BLOCK_Q // R, BLOCK_K])
     return error
 

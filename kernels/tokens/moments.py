@@ -154,6 +154,8 @@ MERGE_GROUPS = 16
 
 def merge_means(fine: Moments, size: int) -> Tensor:
     """Means ``[B, H, P, D]`` of groups of ``size`` tokens, a multiple of those of ``fine``."""
+    if size == fine.size:
+        return fine.mean
     return _merged(fine, size, variances=False)[0]
 
 
@@ -162,6 +164,8 @@ def merge_moments(fine: Moments, size: int) -> Moments:
 
     ``fine`` has variances of every channel, about its means.
     """
+    if size == fine.size:
+        return fine
     mean, variance = _merged(fine, size, variances=True)
     assert variance is not None
     return Moments(mean, variance, size, fine.tokens)

@@ -48,7 +48,7 @@ class Sizes:
     producer_registers: int
     producer_warps: int
     launch: str | None
-    beside: bool = False
+    beside: bool
 
 
 class Inputs(NamedTuple):
