@@ -18,7 +18,7 @@ from vidsparse.pipelines.adapter import Adapter, SparseProcessor
 from vidsparse.pipelines.families import COGVIDEOX
 from vidsparse.pipelines.layout import Layout, latent_grid
 from vidsparse.pipelines.parallel import Shares, gathered, split_input
-from vidsparse.pipelines.projection import rotate_part
+from vidsparse.pipelines.projection import norm_and_rotate
 
 _FUSED: Final = "FusedCogVideoXAttnProcessor2_0"
 
@@ -45,14 +45,14 @@ class CogVideoXSparseProcessor(SparseProcessor):
         else:
             q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
         q, k, v = (part.unflatten(2, (attn.heads, -1)) for part in (q, k, v))
-        if attn.norm_q is not None:
-            q = attn.norm_q(q)
-        if attn.norm_k is not None:
-            k = attn.norm_k(k)
-        if image_rotary_emb is not None:
+        if image_rotary_emb is None:
+            q = q if attn.norm_q is None else attn.norm_q(q)
+            k = k if attn.norm_k is None else attn.norm_k(k)
+        else:
             # every angle stands there twice, once for each channel of a pair.
             cos, sin = (x[:, None, 0::2] for x in image_rotary_emb)
-            q, k = rotate_part(q, cos, sin, text), rotate_part(k, cos, sin, text)
+            q = norm_and_rotate(q, attn.norm_q, cos, sin, text)
+            k = norm_and_rotate(k, attn.norm_k, cos, sin, text)
         out = self.attend(q, k, v).flatten(2, 3)
         out = attn.to_out[1](attn.to_out[0](out))
         return out[:, text:], out[:, :text]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vidsparse.pipelines.adapter import SparseProcessor
-from vidsparse.pipelines.projection import project_heads, rotate, rotate_part
+from vidsparse.pipelines.projection import norm_and_rotate, project_heads
 
 
 class JointSparseProcessor(SparseProcessor, ABC):
@@ -49,15 +49,14 @@ class JointSparseProcessor(SparseProcessor, ABC):
         of_video = slice(first, first + video.shape[1])
         own_text = attn.add_q_proj is not None
         x = video if own_text else self._joined(video, text)
-        q, k, v = project_heads(
-            x, attn.heads, attn.to_q, attn.to_k, attn.to_v, attn.norm_q, attn.norm_k
-        )
+        turned = image_rotary_emb is not None
+        norms = (None, None) if turned else (attn.norm_q, attn.norm_k)
+        q, k, v = project_heads(x, attn.heads, attn.to_q, attn.to_k, attn.to_v, *norms)
         if image_rotary_emb is not None:
             cos, sin = self.pair_angles(image_rotary_emb)
-            if own_text:
-                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            else:
-                q, k = rotate_part(q, cos, sin, first), rotate_part(k, cos, sin, first)
+            begin = 0 if own_text else first
+            q = norm_and_rotate(q, attn.norm_q, cos, sin, begin)
+            k = norm_and_rotate(k, attn.norm_k, cos, sin, begin)
         if own_text:
             its = project_heads(
                 text,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vidsparse.kernels.hardware import triton_reason
+from vidsparse.order import wants_gradient
 
 
 def project_heads(
@@ -23,23 +24,65 @@ def project_heads(
     return query, key, value
 
 
-def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, first: int) -> Tensor:
-    """``x`` ``[B, S, H, D]``, its tokens from ``first`` on rotated; it may be written over.
+def norm_and_rotate(x: Tensor, norm: Any, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
+    """``x`` ``[B, S, H, D]`` normed head by head, and tokens from ``first`` on rotated.
 
-    ``cos`` and ``sin`` ``[T, H or 1, D / 2]`` hold angles of neighbouring channels, of T tokens of
-    the S: text that stands beside the video has none.
+    Args:
+        x: what is projected; it may be written over.
+        norm: of a head; None leaves it as it is.
+        cos: ``[T, H or 1, D / 2]``, of neighbouring channels; T may be less than S, where text
+            stands beside the video.
+        sin: the same.
+        first: the token that the angles begin at.
     """
-    count = cos.shape[0]
+    count, compiling = cos.shape[0], torch.compiler.is_compiling()
     assert first + count <= x.shape[1]
+    if compiling and _norms_in_one_pass(x, norm, cos):
+        out: Tensor = norm_and_rotate_rows(x, norm.weight, norm.eps, cos, sin, first)
+        return out
+    if norm is not None:
+        x = norm(x)
     if count == x.shape[1]:
         return rotate(x, cos, sin)
-    if torch.compiler.is_compiling():
+    if compiling:
         # what has no angle turns by nothing: with the video apart there would be two passes more.
         beside = (0, 0, 0, 0, first, x.shape[1] - count - first)
         return rotate(x, F.pad(cos, beside, value=1.0), F.pad(sin, beside))
     part = slice(first, first + count)
     x[:, part] = rotate(x[:, part], cos, sin)
     return x
+
+
+def _norms_in_one_pass(x: Tensor, norm: Any, cos: Tensor) -> bool:
+    """Whether the kernel knows such a norm and such angles; where PyTorch compiles, Triton is."""
+    if not x.is_cuda or wants_gradient(x) or type(norm).__name__ != "RMSNorm":
+        return False
+    weight = norm.weight
+    return (
+        weight is not None
+        and getattr(norm, "bias", None) is None
+        and x.dtype in (torch.float16, torch.bfloat16)
+        # weights that are offloaded come with the norm's own call.
+        and (weight.dtype, weight.device) == (x.dtype, x.device)
+        and cos.dtype == torch.float32
+    )
+
+
+@torch.library.custom_op("vidsparse::norm_and_rotate_rows", mutates_args=())
+def norm_and_rotate_rows(
+    x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, first: int
+) -> Tensor:
+    """``norm_and_rotate`` in one pass: compilers take three, at half of what memory gives."""
+    from vidsparse.kernels.tokens.rotate import rotate_rows
+
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return rotate_rows(x, cos, sin, first=first, norm=(weight, eps))
+
+
+@norm_and_rotate_rows.register_fake
+def _(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, first: int) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from kernel_cases import DEVICE, Case
@@ -53,6 +54,26 @@ def table(*shape: int) -> tuple[Tensor, Tensor]:
     return cos.to(DEVICE), sin.to(DEVICE)
 
 
+def check_normed(x: Tensor, count: int, first: int) -> None:
+    """``count`` tokens from ``first`` on have angles, and all are normed before."""
+    from diffusers.models.normalization import RMSNorm
+
+    from vidsparse.kernels.tokens.rotate import rotate_rows
+
+    norm = RMSNorm(x.shape[-1], eps=1e-6).to(x)
+    torch.nn.init.normal_(norm.weight, 1.0, 0.3)
+    cos, sin = table(count, 1, x.shape[-1] // 2)
+    with torch.no_grad():
+        got = rotate_rows(x, cos, sin, first=first, norm=(norm.weight, norm.eps))
+        expected = norm(x).contiguous()
+        part = slice(first, first + count)
+        expected[:, part] = plain(expected[:, part], cos, sin)
+    step = torch.finfo(x.dtype).eps
+    # the mean square is a sum in another order: now and then a number is rounded otherwise.
+    torch.testing.assert_close(got, expected, rtol=2 * step, atol=4 * step)
+    assert float((got != expected).float().mean()) < 0.02
+
+
 def cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
     """The shapes in which families hold their angles."""
 
@@ -78,4 +99,7 @@ def cases(name: str, dtype: torch.dtype) -> Iterator[Case]:
     yield f"{name} 96 channels, strided", lambda: check(wide(), *table(37, 1, 48))
     yield f"{name} halves", by_head
     yield f"{name} halves, strided", lambda: check(wide(), *table(37, 1, 48), halves=True)
+    for what, count, first in (("text behind", 30, 0), ("text before", 30, 7), ("video", 37, 0)):
+        yield f"{name} normed, {what}", partial(check_normed, rows(), count, first)
+    yield f"{name} normed, strided", lambda: check_normed(wide(), 20, 9)
     yield f"{name} over all heads", lambda: check(of(dtype, 2, 37, 192), *table(1, 37, 96))

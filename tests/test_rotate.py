@@ -10,7 +10,12 @@ from kernel_cases import listed
 from rotate_cases import angles, cases, of, plain, table
 from torch import Tensor
 
-from vidsparse.pipelines.projection import rotate, rotate_crosswise, rotate_part, rotate_stacked
+from vidsparse.pipelines.projection import (
+    norm_and_rotate,
+    rotate,
+    rotate_crosswise,
+    rotate_stacked,
+)
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -54,9 +59,9 @@ def test_text_beside_a_video_turns_by_nothing_compiled_or_not(first: int) -> Non
     part = slice(first, first + 30)
     expected = x.clone()
     expected[:, part] = plain(x[:, part], cos, sin)
-    assert torch.equal(rotate_part(x.clone(), cos, sin, first), expected)
-    compiled = torch.compile(rotate_part, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x, cos, sin, first), expected)
+    assert torch.equal(norm_and_rotate(x.clone(), None, cos, sin, first), expected)
+    compiled = torch.compile(norm_and_rotate, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, None, cos, sin, first), expected)
 
 
 @pytest.mark.gpu

@@ -26,10 +26,12 @@ than the leading 15 bits of a number in fp32, which order as it does.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..hardware import device_facts
 from ..logarithms import LOG2_E
 from ..tokens.moments import Moments
 
@@ -45,6 +47,8 @@ SCORE_STEPS = 16
 SCORE_WARPS = 4
 STAGES = 2
 TOP_WARPS = 4
+# of the second piece of a row: a few for every thread.
+LEAST_BEHIND = 512
 
 
 @triton.jit
@@ -71,8 +75,10 @@ def _logits(
     k = tl.load(k_ptr + off, mask=there, other=0.0)
     k_variance = tl.load(k_variance_ptr + off, mask=there, other=0.0)
     spread = tl.dot(q_square, tl.trans(k_variance)) * (scale * scale * LOG2_E)
-    keys = tl.maximum(tl.minimum(S - chunk * N, N), 1).to(tl.float32)
-    most = tl.log2(keys)
+    # the last one may be short.
+    last = (S - 1) // N
+    whole = tl.log2(tl.full([], N, dtype=tl.float32))
+    most = tl.where(chunk == last, tl.log2((S - last * N).to(tl.float32)), whole)
     # n numbers have no tail beyond sqrt(2 ln n) deviations.
     twice = 2.0 * most[None, :]
     frozen = tl.sqrt(twice * spread) - most[None, :]
@@ -165,7 +171,8 @@ def _of_blocks(error, BLOCK_Q: tl.constexpr, R: tl.constexpr, BLOCK_K: tl.conste
     return error
 
 
-@triton.jit
+# a pitch known to be a multiple of 16 has what is stored brought together first, at a tenth more.
+@triton.jit(do_not_specialize=["PITCH"])
 def residual_kernel(
     q_ptr,
     q_square_ptr,
@@ -173,11 +180,13 @@ def residual_kernel(
     k_variance_ptr,
     v_ptr,
     v_variance_ptr,
+    v_square_ptr,
     out_ptr,
     lse_ptr,
     ranks_ptr,
     TQ,
     TK,
+    PITCH,
     G,
     S,
     scale,
@@ -210,7 +219,8 @@ def residual_kernel(
     k_variance_ptr += head * TK * D
     v_ptr += head * TK * D
     v_variance_ptr += head * TK
-    ranks_ptr += head * G * TK
+    v_square_ptr += head * TK
+    ranks_ptr += head * G * PITCH
     begin = tl.program_id(1) * (STEPS * BLOCK_K)
     for first in tl.range(
         begin, tl.minimum(begin + STEPS * BLOCK_K, TK), BLOCK_K, num_stages=STAGES
@@ -225,7 +235,7 @@ def residual_kernel(
             other=0.0,
         )
         v_variance = tl.load(v_variance_ptr + chunk, mask=chunk < TK, other=0.0)
-        v_square = tl.sum(v.to(tl.float32) * v.to(tl.float32), 1)
+        v_square = tl.load(v_square_ptr + chunk, mask=chunk < TK, other=0.0)
         away = out_square[:, None] + v_square[None, :] - 2.0 * tl.dot(out, tl.trans(v))
         # a chunk may stand out of its group: no share is above 1.
         share = tl.exp2(tl.minimum(logits - lse[:, None], most_share[:, None]))
@@ -238,39 +248,107 @@ def residual_kernel(
         # not negative: bit patterns rise with the numbers.
         rank = (error.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
         tl.store(
-            ranks_ptr + block[:, None] * TK + chunk[None, :],
+            ranks_ptr + block[:, None] * PITCH + chunk[None, :],
             rank,
             mask=(block < G)[:, None] & (chunk < TK)[None, :],
         )
 
 
 @triton.jit
-def _load_ranks(ranks_ptr, first, OPEN_CHUNKS, BLOCK: tl.constexpr):
-    """Ranks of BLOCK chunks; what is not to be chosen never reaches a threshold."""
-    off = first + tl.arange(0, BLOCK)
-    return tl.load(ranks_ptr + off, mask=off < OPEN_CHUNKS, other=-1).to(tl.int32)
+def _load_pairs(pairs_ptr, first, OPEN_CHUNKS, PAIRS: tl.constexpr):
+    """Ranks of chunks in pairs, a bit above each; zeros for what is not to be chosen."""
+    chunk = first + 2 * tl.arange(0, PAIRS)
+    pair = tl.load(pairs_ptr + chunk // 2, mask=chunk < OPEN_CHUNKS, other=0)
+    pair = tl.where(chunk + 1 < OPEN_CHUNKS, pair, pair & 0xFFFF)
+    return pair.to(tl.uint32, bitcast=True) | 0x80008000
 
 
 @triton.jit
-def _store_kept(rank, low, spare, whole, words_ptr, first, TK, W, OPEN_CHUNKS, BLOCK: tl.constexpr):
-    """Write the bits of BLOCK chunks; how many of them are kept, and how many equal ``low``."""
-    off = first + tl.arange(0, BLOCK)
-    equal = (rank == low).to(tl.int32)
-    kept = (rank > low) | ((equal != 0) & (tl.cumsum(equal, 0) <= spare))
-    kept = (kept | whole | (off >= OPEN_CHUNKS)) & (off < TK)
-    bits = tl.reshape(kept.to(tl.int32), [BLOCK // 32, 32]) << tl.arange(0, 32)[None, :]
-    word = first // 32 + tl.arange(0, BLOCK // 32)
-    tl.store(words_ptr + word, tl.sum(bits, 1), mask=word < W)
-    return tl.sum(kept.to(tl.int32), 0), tl.sum(equal, 0)
+def _reached(pairs, rank):
+    """For both of a pair whether it has at least ``rank``: bits 0 and 16.
+
+    What is taken off leaves the bit above a rank alone where the rank is larger, and never reaches
+    the other of a pair.
+    """
+    return ((pairs - rank * 0x10001) >> 15) & 0x10001
+
+
+@triton.jit
+def _how_many(pairs, behind, rank):
+    """Chunks of at least ``rank`` in both pieces of a row, of which the second may be None."""
+    both = _reached(pairs, rank)
+    if behind is not None:
+        MORE: tl.constexpr = behind.shape[0]
+        # every thread adds its own first: what costs is adding up over threads.
+        both = tl.sum(tl.reshape(both, [both.shape[0] // MORE, MORE]), 0)
+        both += _reached(behind, rank)
+    count = tl.sum(both, 0)
+    return ((count & 0xFFFF) + (count >> 16)).to(tl.int32)
+
+
+@triton.jit
+def _words_of(pairs, rank, PAIRS: tl.constexpr):
+    """A bit for every chunk of at least ``rank``, in words of 32."""
+    each = _reached(pairs, rank)
+    place = (2 * tl.arange(0, 16)).to(tl.uint32)[None, :]
+    bits = tl.reshape(each | (each >> 15), [PAIRS // 16, 16]) & 3
+    return tl.sum(bits << place, 1)
+
+
+@triton.jit
+def _first_bits(count):
+    """The lowest ``count`` bits of a word, from none to all 32."""
+    count = tl.minimum(tl.maximum(count, 0), 32)
+    some = (tl.full([], 1, tl.uint32) << tl.minimum(count, 31).to(tl.uint32)) - 1
+    return tl.where(count == 32, 0xFFFFFFFF, some)
+
+
+@triton.jit
+def _set_bits(word):
+    """How many bits of a word are set."""
+    word -= (word >> 1) & 0x55555555
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def _store_kept(
+    pairs, low, spare, whole, words_ptr, first, TK, W, OPEN_CHUNKS, PAIRS: tl.constexpr
+):
+    """Write the bits of chunks that are kept; how many those are, and how many equal ``low``."""
+    number = tl.arange(0, PAIRS // 16)
+    begin = first + 32 * number
+    above = _words_of(pairs, low + 1, PAIRS)
+    opened = _first_bits(OPEN_CHUNKS - begin)
+    equal = (_words_of(pairs, low, PAIRS) ^ above) & opened
+    equals = _set_bits(equal)
+    left = spare - (tl.cumsum(equals, 0) - equals)
+    # one word may have too many: of it the first ones.
+    cut = (left > 0) & (left < equals)
+    cut_word = tl.sum(tl.where(cut, equal, 0), 0)
+    cut_left = tl.sum(tl.where(cut, left, 0), 0)
+    place = tl.zeros([], dtype=tl.int32)
+    for i in tl.static_range(5):
+        further = place + (16 >> i)
+        fits = _set_bits(cut_word & _first_bits(further)) <= cut_left
+        place = tl.where(fits, further, place)
+    some = tl.where(cut, cut_word & _first_bits(place), 0)
+    kept = above | tl.where(equals <= left, equal, some)
+    kept = (kept | tl.where(whole, 0xFFFFFFFF, opened ^ 0xFFFFFFFF)) & _first_bits(TK - begin)
+    word = first // 32 + number
+    tl.store(words_ptr + word, kept.to(tl.int32, bitcast=True), mask=word < W)
+    return tl.sum(_set_bits(kept), 0), tl.sum(equals, 0)
 
 
 @triton.jit
 def largest_kernel(
-    ranks_ptr,
+    pairs_ptr,
     kept_ptr,
     words_ptr,
     count_ptr,
     TK,
+    PITCH,
     W,
     G,
     H,
@@ -283,31 +361,30 @@ def largest_kernel(
 
     Every head has a number of them. Blocks from OPEN_BLOCKS on keep every chunk. Of equal ranks the
     first chunks are kept, so that all other blocks of a head keep the same number. A row is taken
-    as FIRST chunks and SECOND behind them, of which there may be none.
+    as FIRST chunks and SECOND behind them, of which there may be none; two ranks are a number, so
+    that both are compared at once.
     """
     entry = tl.program_id(0).to(tl.int64)
     wanted = tl.load(kept_ptr + entry // G % H)
-    ranks_ptr += entry * TK
+    pairs_ptr += entry * (PITCH // 2)
     words_ptr += entry * W
-    rank = _load_ranks(ranks_ptr, 0, OPEN_CHUNKS, FIRST)
+    pairs = _load_pairs(pairs_ptr, 0, OPEN_CHUNKS, FIRST // 2)
+    behind = None
     if SECOND > 0:
-        behind = _load_ranks(ranks_ptr, FIRST, OPEN_CHUNKS, SECOND)
-    low = tl.zeros([], dtype=tl.int32)
+        behind = _load_pairs(pairs_ptr, FIRST, OPEN_CHUNKS, SECOND // 2)
+    low = tl.zeros([], dtype=tl.uint32)
     # the largest rank that so many chunks reach, bit by bit.
     for i in tl.static_range(15):
         tried = low + (1 << (14 - i))
-        reached = tl.sum((rank >= tried).to(tl.int32), 0)
-        if SECOND > 0:
-            reached += tl.sum((behind >= tried).to(tl.int32), 0)
-        low = tl.where(reached >= wanted, tried, low)
-    spare = wanted - tl.sum((rank > low).to(tl.int32), 0)
-    if SECOND > 0:
-        spare -= tl.sum((behind > low).to(tl.int32), 0)
+        low = tl.where(_how_many(pairs, behind, tried) >= wanted, tried, low)
+    spare = wanted - _how_many(pairs, behind, low + 1)
     whole = entry % G >= OPEN_BLOCKS
-    count, equal = _store_kept(rank, low, spare, whole, words_ptr, 0, TK, W, OPEN_CHUNKS, FIRST)
+    count, equal = _store_kept(
+        pairs, low, spare, whole, words_ptr, 0, TK, W, OPEN_CHUNKS, FIRST // 2
+    )
     if SECOND > 0:
         more, _ = _store_kept(
-            behind, low, spare - equal, whole, words_ptr, FIRST, TK, W, OPEN_CHUNKS, SECOND
+            behind, low, spare - equal, whole, words_ptr, FIRST, TK, W, OPEN_CHUNKS, SECOND // 2
         )
         count += more
     tl.store(count_ptr + entry, count)
@@ -317,6 +394,8 @@ def residual_ranks(
     q: Moments, k: Moments, v: Moments, groups: tuple[Moments, Tensor], per_block: int, scale: float
 ) -> Tensor:
     """What the scores of all blocks and chunks rank by, int16 ``[B, H, G, TK]``.
+
+    Rows begin on multiples of 32 bytes.
 
     Args:
         q: moments of query tiles, about zero in every channel.
@@ -332,8 +411,10 @@ def residual_ranks(
     blocks = triton.cdiv(q_tiles, per_block)
     out = torch.empty_like(q.mean)
     lse = q.mean.new_empty(batch, heads, q_tiles, dtype=torch.float32)
-    ranks = q.mean.new_empty(batch, heads, blocks, chunks, dtype=torch.int16)
-    sizes = {"D": dim, "BLOCK_D": triton.next_power_of_2(dim), "STAGES": STAGES}
+    pitch = _pitch(chunks)
+    ranks = q.mean.new_empty(batch, heads, blocks, pitch, dtype=torch.int16)
+    block_d = triton.next_power_of_2(dim)
+    sizes = {"D": dim, "BLOCK_D": block_d}
     k_groups, v_means = groups
     with torch.cuda.device_of(ranks):  # type: ignore[no-untyped-call]
         outputs_kernel[(triton.cdiv(q_tiles, OUTPUT_TILES), batch * heads)](
@@ -351,6 +432,7 @@ def residual_ranks(
             N=k_groups.size,
             BLOCK_Q=OUTPUT_TILES,
             BLOCK_K=OUTPUT_GROUPS,
+            STAGES=output_stages(device_facts(ranks.device).shared_bytes, block_d),
             num_warps=OUTPUT_WARPS,
             **sizes,
         )
@@ -363,11 +445,13 @@ def residual_ranks(
             k.variance,
             v.mean,
             v.variance,
+            v.square,
             out,
             lse,
             ranks,
             q_tiles,
             chunks,
+            pitch,
             blocks,
             q.tokens,
             scale,
@@ -377,10 +461,25 @@ def residual_ranks(
             BLOCK_Q=SCORE_TILES,
             BLOCK_K=SCORE_CHUNKS,
             STEPS=SCORE_STEPS,
+            STAGES=STAGES,
             num_warps=SCORE_WARPS,
             **sizes,
         )
-    return ranks
+    return ranks[..., :chunks]
+
+
+def output_stages(shared: int, block_d: int) -> int:
+    """Groups of keys in flight, by the bytes of shared memory that a program can have.
+
+    A third takes a sixth off the time on an H200.
+    """
+    # q and its squares; keys, their variances and values; in 16 bits, and a little beside.
+    tiles, groups = 2 * OUTPUT_TILES, 3 * OUTPUT_GROUPS
+    return 3 if 2 * block_d * (tiles + 3 * groups) + 8192 <= shared else 2
+
+
+def _pitch(chunks: int) -> int:
+    return triton.cdiv(chunks, 16) * 16
 
 
 def _in_two(chunks: int) -> tuple[int, int]:
@@ -390,15 +489,15 @@ def _in_two(chunks: int) -> tuple[int, int]:
     """
     whole = max(32, triton.next_power_of_2(chunks))
     rest = chunks - whole // 2
-    if whole == 32 or rest > whole // 4:
+    if whole <= 2 * LEAST_BEHIND or rest > whole // 4:
         return whole, 0
-    return whole // 2, max(32, triton.next_power_of_2(rest))
+    return whole // 2, max(LEAST_BEHIND, triton.next_power_of_2(rest))
 
 
 def largest_chunks(
     ranks: Tensor, kept: Tensor, open_chunks: int, open_blocks: int
 ) -> tuple[Tensor, Tensor]:
-    """The chunks of largest rank in every row of ``ranks`` ``[B, H, G, TK]``.
+    """The chunks of largest rank in every row of ``ranks`` ``[B, H, G, TK]``, none negative.
 
     ``kept`` int32 ``[H]`` says how many of every head. They are chosen from the first
     ``open_chunks``; those behind are kept, too, and so are all chunks of blocks from
@@ -410,15 +509,18 @@ def largest_chunks(
     batch, heads, blocks, chunks = ranks.shape
     width = triton.cdiv(chunks, 32)
     first, second = _in_two(chunks)
+    if ranks.stride()[:3] != (heads * blocks * (pitch := _pitch(chunks)), blocks * pitch, pitch):
+        ranks = F.pad(ranks, (0, pitch - chunks))
     words = torch.empty(batch, heads, blocks, width, dtype=torch.int32, device=ranks.device)
     count = torch.empty(batch, heads, blocks, dtype=torch.int32, device=ranks.device)
     with torch.cuda.device_of(ranks):  # type: ignore[no-untyped-call]
         largest_kernel[(batch * heads * blocks,)](
-            ranks,
+            ranks.as_strided((batch, heads, blocks, pitch), ranks.stride()).view(torch.int32),
             kept,
             words,
             count,
             chunks,
+            pitch,
             width,
             blocks,
             heads,

@@ -37,12 +37,14 @@ class Moments:
             about zero.
         size: tokens of a tile; the last one may be short.
         tokens: S.
+        square: squared lengths of the mean tokens, fp32 ``[B, H, T]``, beside summed variances.
     """
 
     mean: Tensor
     variance: Tensor
     size: int
     tokens: int
+    square: Tensor | None = None
 
 
 @triton.jit
@@ -52,6 +54,7 @@ def moments_kernel(
     out_ptr,
     mean_ptr,
     variance_ptr,
+    square_ptr,
     S,
     T,
     H,
@@ -64,10 +67,12 @@ def moments_kernel(
     N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     UNROLL: tl.constexpr,
-    SUMMED: tl.constexpr,
     ABOUT_ZERO: tl.constexpr,
 ):
-    """Walk BLOCK_T tiles of one head; ``out`` is contiguous, the last stride of ``x`` is 1."""
+    """Walk BLOCK_T tiles of one head; ``out`` is contiguous, the last stride of ``x`` is 1.
+
+    With squares of means, variances are summed over channels.
+    """
     # heads of the same tokens run together: in the pipelines' layout they are neighbours.
     pid = tl.program_id(0)
     head = pid % BH
@@ -100,9 +105,13 @@ def moments_kernel(
     entry = head.to(tl.int64) * T + tile
     off = entry[:, None] * D + off_d[None, :]
     there = (tile < T)[:, None] & dim_alive
-    tl.store(mean_ptr + off, mean.to(mean_ptr.dtype.element_ty), mask=there)
-    if SUMMED:
+    mean = mean.to(mean_ptr.dtype.element_ty)
+    tl.store(mean_ptr + off, mean, mask=there)
+    if square_ptr is not None:
         tl.store(variance_ptr + entry, tl.sum(variance, 1), mask=tile < T)
+        # of what is stored, which products are made of.
+        mean = mean.to(tl.float32)
+        tl.store(square_ptr + entry, tl.sum(mean * mean, 1), mask=tile < T)
     else:
         tl.store(variance_ptr + off, variance.to(variance_ptr.dtype.element_ty), mask=there)
 
@@ -210,7 +219,7 @@ def reorder_and_measure(
         source: ``[S]`` token numbers; token i of the result is token ``source[i]`` of ``x``. None
             leaves ``x`` as it is.
         size: tokens of a tile.
-        summed: variances are summed over channels.
+        summed: variances are summed over channels, and the squared lengths of means are taken.
         about_zero: variances are about zero: mean squares.
     """
     if x.stride(-1) != 1:
@@ -221,8 +230,10 @@ def reorder_and_measure(
     if source is not None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean = x.new_empty(batch, heads, tiles, dim)
+    square = None
     if summed:
         variance = mean.new_empty(batch, heads, tiles, dtype=torch.float32)
+        square = torch.empty_like(variance)
     else:
         # squares of fp16's numbers need more range than it has.
         wide = torch.float32 if x.dtype == torch.float32 else torch.bfloat16
@@ -237,6 +248,7 @@ def reorder_and_measure(
             out,
             mean,
             variance,
+            square,
             tokens,
             tiles,
             heads,
@@ -247,8 +259,7 @@ def reorder_and_measure(
             N=size,
             BLOCK_T=block_t,
             UNROLL=min(size, UNROLL),
-            SUMMED=summed,
             ABOUT_ZERO=about_zero,
             num_warps=WARPS,
         )
-    return x if out is None else out, Moments(mean, variance, size, tokens)
+    return x if out is None else out, Moments(mean, variance, size, tokens, square)

@@ -1,5 +1,7 @@
 """Rotary embedding in one pass: what PyTorch does in eight, six of them over fp32 copies.
 
+Of neighbouring channels the norm of each head may come before, in the same pass.
+
 Shape legend: B batch, S tokens, H heads, D head dim, P = D / 2 pairs of channels.
 
 A program owns one token and walks through its heads, a few at a time; angles that heads share stay
@@ -8,7 +10,7 @@ that a thread has both and its angle; halves of a head that form pairs are two r
 
 Products are rounded before they are added, as PyTorch's separate operations round them; where the
 host multiplies and adds at once (``halves``), so does the kernel. The answer is the same to the
-last bit.
+last bit; with a norm, whose mean is a sum in another order, but for a rounding.
 """
 
 # what triton compiles is not typed python.
@@ -32,8 +34,12 @@ def rotate_kernel(
     cos_ptr,
     sin_ptr,
     out_ptr,
+    weight_ptr,
+    eps,
     S,
     H,
+    FIRST,
+    TURNED,
     stride_xb,
     stride_xs,
     stride_xh,
@@ -50,6 +56,9 @@ def rotate_kernel(
 ):
     """Rotate one token; ``out`` is contiguous, the last stride of ``x`` is 1.
 
+    TURNED tokens from FIRST on have angles, the others turn by nothing. With a ``weight`` every
+    head is normed before, by the root of its mean square.
+
     ``x`` and ``out`` are words of two channels, and so are strides of ``x``; with HALVES they are
     channels. With SHARED all heads have the same angles.
     """
@@ -59,17 +68,22 @@ def rotate_kernel(
     pair_alive = pair < P
     x_ptr += sample * stride_xb + token * stride_xs + pair[None, :]
     out_ptr += place * H * P * (2 if HALVES else 1) + pair[None, :]
-    off_c = sample * stride_cb + token * stride_cs + pair * stride_cp
+    turns = (token >= FIRST) & (token < FIRST + TURNED)
+    off_c = sample * stride_cb + (token - FIRST) * stride_cs + pair * stride_cp
     if SHARED:
-        cos = tl.load(cos_ptr + off_c, mask=pair_alive, other=0.0)[None, :]
-        sin = tl.load(sin_ptr + off_c, mask=pair_alive, other=0.0)[None, :]
+        cos = tl.load(cos_ptr + off_c, mask=pair_alive & turns, other=1.0)[None, :]
+        sin = tl.load(sin_ptr + off_c, mask=pair_alive & turns, other=0.0)[None, :]
+    dtype: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    if weight_ptr is not None:
+        even_weight = tl.load(weight_ptr + 2 * pair, mask=pair_alive, other=0.0)[None, :]
+        odd_weight = tl.load(weight_ptr + 2 * pair + 1, mask=pair_alive, other=0.0)[None, :]
     for start in range(0, H, BLOCK_H):
         head = (start + tl.arange(0, BLOCK_H))[:, None]
         alive = (head < H) & pair_alive[None, :]
         if not SHARED:
             off = off_c[None, :] + head * stride_ch
-            cos = tl.load(cos_ptr + off, mask=alive, other=0.0)
-            sin = tl.load(sin_ptr + off, mask=alive, other=0.0)
+            cos = tl.load(cos_ptr + off, mask=alive & turns, other=1.0)
+            sin = tl.load(sin_ptr + off, mask=alive & turns, other=0.0)
         if HALVES:
             first = tl.load(x_ptr + head * stride_xh, mask=alive, other=0.0).to(tl.float32)
             second = tl.load(x_ptr + head * stride_xh + P, mask=alive, other=0.0).to(tl.float32)
@@ -80,9 +94,14 @@ def rotate_kernel(
             tl.store(into + P, turned.to(out_ptr.dtype.element_ty), mask=alive)
         else:
             word = tl.load(x_ptr + head * stride_xh, mask=alive, other=0)
-            dtype: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
             even = word.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
             odd = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+            if weight_ptr is not None:
+                square = tl.sum(even * even + odd * odd, 1)[:, None] / (2 * P)
+                factor = tl.rsqrt(square + eps)
+                # rounded where the host's norm rounds.
+                even = ((even * factor).to(dtype) * even_weight).to(dtype).to(tl.float32)
+                odd = ((odd * factor).to(dtype) * odd_weight).to(dtype).to(tl.float32)
             low = (even * cos - odd * sin).to(dtype).to(tl.int16, bitcast=True)
             high = (even * sin + odd * cos).to(dtype).to(tl.int16, bitcast=True)
             word = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)
@@ -102,7 +121,15 @@ def can_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     )
 
 
-def rotate_rows(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) -> Tensor:
+def rotate_rows(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    halves: bool = False,
+    first: int | None = None,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
     """Rotary embedding of ``x`` ``[B, S, H, D]`` or ``[B, S, D]``, fp16 or bf16.
 
     Args:
@@ -110,13 +137,20 @@ def rotate_rows(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) ->
         cos: fp32, broadcasts to ``[..., D / 2]``, one angle for each pair of channels.
         sin: the same, of equal strides.
         halves: the first half of the channels pairs up with the second; otherwise neighbours do.
+        first: the token that the angles, ``[T, H or 1, D / 2]``, begin at; there may be fewer than
+            S. None: every token has its own.
+        norm: each head of neighbouring channels is divided by the root of its mean square plus a
+            number, and multiplied by a weight ``[D]`` of the dtype of ``x``, before.
 
     Returns:
         A contiguous tensor of the shape and dtype of ``x``.
     """
+    assert norm is None or not halves
     shape = x.shape
     pairs = shape[-1] // 2
-    cos, sin = (angle.expand(*shape[:-1], pairs) for angle in (cos, sin))
+    turned = shape[1] if first is None else cos.shape[-3]
+    wide = (shape[0], turned, *shape[2:-1], pairs)
+    cos, sin = (angle.expand(wide) for angle in (cos, sin))
     if x.ndim == 3:
         x, cos, sin = (part.unsqueeze(2) for part in (x, cos, sin))
     batch, tokens, heads, _ = x.shape
@@ -132,8 +166,12 @@ def rotate_rows(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool = False) ->
             cos,
             sin,
             target,
+            None if norm is None else norm[0],
+            0.0 if norm is None else norm[1],
             tokens,
             heads,
+            first or 0,
+            turned,
             *source.stride()[:3],
             *cos.stride(),
             P=pairs,

@@ -96,17 +96,19 @@ def pooling(cc: int, head_dim: int, size: int, *, reordered: bool, judged: bool)
     )
 
 
-def rotation(cc: int, head_dim: int, *, halves: bool) -> Variant:
-    """Rotary embedding, of angles that stand there twice."""
+def rotation(cc: int, head_dim: int, *, halves: bool, normed: bool = False) -> Variant:
+    """Rotary embedding, of angles that stand there twice, of heads that may be normed before."""
     pairs = head_dim // 2
     block_p = triton.next_power_of_2(pairs)
     channels = "bf16" if halves else "i32"
     return make_variant(
         cc,
-        f"rotate D={head_dim}" + " halves" * halves,
+        f"rotate D={head_dim}" + " halves" * halves + " normed" * normed,
         rotate.rotate_kernel,
-        pointers_to(x=channels, cos="fp32", sin="fp32", out=channels),
-        {
+        pointers_to(x=channels, cos="fp32", sin="fp32", out=channels)
+        | (pointers_to(weight="bf16") if normed else {}),
+        ({} if normed else {"weight_ptr": None})
+        | {
             "P": pairs,
             "BLOCK_P": block_p,
             "BLOCK_H": rotate.STEP_PAIRS // block_p,
@@ -116,6 +118,7 @@ def rotation(cc: int, head_dim: int, *, halves: bool) -> Variant:
             "BF16": True,
         },
         rotate.WARPS,
+        floats=("eps",),
         aligned=tuple(f"stride_x{d}" for d in "bsh"),
     )
 
@@ -397,14 +400,15 @@ def measuring(
         cc,
         f"moments of {tile} D={head_dim}" + " summed" * summed + " about zero" * about_zero,
         moments.moments_kernel,
-        pointers_to(x="bf16", source="i64", out="bf16", mean="bf16", variance=variance),
-        {
+        pointers_to(x="bf16", source="i64", out="bf16", mean="bf16", variance=variance)
+        | (pointers_to(square="fp32") if summed else {}),
+        ({} if summed else {"square_ptr": None})
+        | {
             "D": head_dim,
             "BLOCK_D": block_d,
             "N": tile,
             "BLOCK_T": max(1, moments.STEP_ELEMENTS // block_d),
             "UNROLL": min(tile, moments.UNROLL),
-            "SUMMED": summed,
             "ABOUT_ZERO": about_zero,
         },
         moments.WARPS,
@@ -467,11 +471,8 @@ def merging(cc: int, head_dim: int, *, variances: bool) -> Variant:
 
 def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
     """What Foresight ranks chunks by."""
-    sizes = {
-        "D": head_dim,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "STAGES": residual.STAGES,
-    }
+    block_d = triton.next_power_of_2(head_dim)
+    sizes = {"D": head_dim, "BLOCK_D": block_d}
     both = pointers_to(q="bf16", q_square="bf16", k="bf16", k_variance="bf16", v="bf16")
     both |= pointers_to(out="bf16", lse="fp32")
     yield make_variant(
@@ -479,7 +480,13 @@ def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
         f"outputs D={head_dim}",
         residual.outputs_kernel,
         both,
-        sizes | {"N": 64, "BLOCK_Q": residual.OUTPUT_TILES, "BLOCK_K": residual.OUTPUT_GROUPS},
+        sizes
+        | {
+            "N": 64,
+            "BLOCK_Q": residual.OUTPUT_TILES,
+            "BLOCK_K": residual.OUTPUT_GROUPS,
+            "STAGES": residual.output_stages(SHARED_KIB[cc] * 1024, block_d),
+        },
         residual.OUTPUT_WARPS,
         floats=("scale",),
     )
@@ -489,7 +496,7 @@ def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
             cc,
             f"residual of {rows} D={head_dim}",
             residual.residual_kernel,
-            both | pointers_to(v_variance="fp32", ranks="i16"),
+            both | pointers_to(v_variance="fp32", v_square="fp32", ranks="i16"),
             sizes
             | {
                 "M": rows,
@@ -498,6 +505,7 @@ def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
                 "BLOCK_Q": residual.SCORE_TILES,
                 "BLOCK_K": residual.SCORE_CHUNKS,
                 "STEPS": residual.SCORE_STEPS,
+                "STAGES": residual.STAGES,
             },
             residual.SCORE_WARPS,
             floats=("scale",),
@@ -510,7 +518,7 @@ def choosing(cc: int, chunks: int) -> Variant:
         cc,
         f"largest of {chunks}",
         residual.largest_kernel,
-        pointers_to(ranks="i16", kept="i32", words="i32", count="i32"),
+        pointers_to(pairs="i32", kept="i32", words="i32", count="i32"),
         dict(zip(("FIRST", "SECOND"), residual._in_two(chunks), strict=True)),
         residual.TOP_WARPS,
     )
@@ -524,6 +532,7 @@ def planning(cc: int, head_dims: list[int], *, every: bool = False) -> Iterator[
         yield scores(cc, head_dim)
         yield rotation(cc, head_dim, halves=False)
     yield rotation(cc, max(head_dims), halves=True)
+    yield rotation(cc, max(head_dims), halves=False, normed=True)
     yield pooling(cc, max(head_dims), 128, reordered=False, judged=True)
     yield scores(cc, max(head_dims), judged=True)
     # the default tile at 75,600 and 17,776 tokens, and the longest row held on chip.
