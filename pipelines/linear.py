@@ -163,6 +163,17 @@ def quantize_linear(
     return facts
 
 
+def bytes_spared(transformer: nn.Module, kind: str = "cuda") -> int:
+    """Bytes that a transformer's weights in 8 bits take less than they did.
+
+    Of those that are on a device of that ``kind``.
+    """
+    weights = [
+        module.weight for module in transformer.modules() if _ROUNDED.get(module, "bf16") != "bf16"
+    ]
+    return sum(one.nbytes - _bytes(one) for one in weights if one.device.type == kind)
+
+
 def _decoder(pipe: Any) -> int:
     from vidsparse.pipelines.bf16 import decoder_to_bf16
 

@@ -21,7 +21,7 @@ from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.pipelines.adapter import transformers_of
 from vidsparse.pipelines.generate import generate
-from vidsparse.pipelines.linear import LinearFacts, fuse_lora, quantize_linear
+from vidsparse.pipelines.linear import LinearFacts, bytes_spared, fuse_lora, quantize_linear
 from vidsparse.pipelines.lookup import find_adapter
 from vidsparse.pipelines.models import load
 from vidsparse.pipelines.request import GenerateRequest, settings_hash
@@ -129,6 +129,9 @@ def test_the_bytes_are_those_of_weights_and_their_scales() -> None:
     assert facts.bytes_before == before
     # of each row torchao keeps a scale in fp32 and a zero point in int8.
     assert facts.bytes_after == before - 3 * elements + 5 * rows
+    assert bytes_spared(pipe.transformer, "cpu") == facts.bytes_before - facts.bytes_after
+    # what waits in the machine's memory leaves a GPU nothing.
+    assert bytes_spared(pipe.transformer) == 0
     assert f"{facts.layers} of {facts.of} linear layers in int8" in str(facts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,14 @@ from vidsparse.pipelines.caching import StepCache
 from vidsparse.pipelines.generate import generate
 from vidsparse.pipelines.models import load
 from vidsparse.pipelines.request import GenerateRequest
-from vidsparse.remainder import Keeping, Remainder, choose_keeping, likeness, weights
+from vidsparse.remainder import (
+    Keeping,
+    Remainder,
+    choose_keeping,
+    lack_of_room,
+    likeness,
+    weights,
+)
 from vidsparse.schedule import Action, Schedule
 from vidsparse.work import SelectionCost
 
@@ -164,7 +172,7 @@ def test_adding_what_was_kept_gives_the_dense_output_to_half_a_step(
     dense = torch.randn(2, 3, 50, head_dim).to(dtype)
     sparse = (dense + 0.2 * torch.randn(2, 3, 50, head_dim).to(dtype)).to(dtype)
     keeping = Keeping(bits)
-    kept = Remainder.of(dense, sparse, keeping)
+    kept = Remainder.of(dense, sparse, bits)
     # a step, and what the dtype rounds: the difference, the scale, the sum.
     most = 2 ** (bits - 1) - 1
     step = (dense - sparse).abs().amax(-1, keepdim=True).double() / most
@@ -176,8 +184,8 @@ def test_adding_what_was_kept_gives_the_dense_output_to_half_a_step(
 
 def test_half_of_it_is_half_in_any_form() -> None:
     dense, sparse, _ = operands()
-    for keeping in (Keeping(8), Keeping(4), Keeping(4, on_host=True)):
-        kept = Remainder.of(dense, sparse, keeping)
+    for how in ({"bits": 8}, {"bits": 4}, {"bits": 4, "on_host": True}):
+        kept = Remainder.of(dense, sparse, **how)
         whole, half = (kept.add_to(torch.zeros_like(dense), factor) for factor in (1.0, 0.5))
         assert torch.allclose(0.5 * whole, half, rtol=1e-6, atol=0)
         assert bool(half.any())
@@ -185,7 +193,7 @@ def test_half_of_it_is_half_in_any_form() -> None:
 
 def test_in_the_machine_s_memory_the_same_is_kept() -> None:
     dense, sparse, _ = operands()
-    here, there = (Remainder.of(dense, sparse, Keeping(4, on_host=host)) for host in (False, True))
+    here, there = (Remainder.of(dense, sparse, 4, on_host=host) for host in (False, True))
     assert torch.equal(here.add_to(sparse.clone()), there.add_to(sparse.clone()))
 
 
@@ -193,29 +201,46 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "calls", "on_gpu", "on_host", "expected"),
+    ("tokens", "heads", "calls", "on_gpu", "on_host", "spared", "expected"),
     [
         # a small model, whatever the machine has.
-        (2304, 6, 16, 4 * GIB, 0, Keeping(8)),
-        # Wan 14B at 720p with guidance on large and small GPUs.
-        (75_600, 40, 80, 100 * GIB, 0, Keeping(4)),
-        (75_600, 40, 80, 14 * GIB, 64 * GIB, Keeping(4, on_host=True)),
-        (75_600, 40, 80, 14 * GIB, 14 * GIB, None),
-        (2304, 6, 16, 0, 0, None),
+        (2304, 6, 16, 4 * GIB, 0, 0, Keeping(8)),
+        # Wan 14B at 720p with guidance on large and small GPUs: 15.3 GiB of 196 MiB each.
+        (75_600, 40, 80, 100 * GIB, 0, 0, Keeping(4)),
+        (75_600, 40, 80, 100 * GIB, 64 * GIB, 15 * GIB, Keeping(4)),
+        (75_600, 40, 80, 100 * GIB, 64 * GIB, 12 * GIB, Keeping(4, 67)),
+        (75_600, 40, 80, 100 * GIB, 64 * GIB, 0, Keeping(4, 5)),
+        (75_600, 40, 80, 14 * GIB, 64 * GIB, 0, Keeping(4, 5)),
+        # too little of the machine's memory for all but a little, and for what goes beyond room.
+        (75_600, 40, 80, 14 * GIB, 14 * GIB, 0, Keeping(4, 73)),
+        (75_600, 40, 80, 14 * GIB, GIB, 0, None),
+        (75_600, 40, 80, 0, 64 * GIB, 20 * GIB, Keeping(4, 0)),
+        (2304, 6, 16, 0, 0, 0, None),
     ],
 )
 def test_what_is_kept_goes_where_there_is_room(
-    tokens: int, heads: int, calls: int, on_gpu: int, on_host: int, expected: Keeping | None
+    tokens: int,
+    heads: int,
+    calls: int,
+    on_gpu: int,
+    on_host: int,
+    spared: int,
+    expected: Keeping | None,
 ) -> None:
     # of its shape and dtype alone.
     q = torch.empty(1, heads, tokens, 128, dtype=torch.bfloat16, device="meta")
-    assert choose_keeping(q, calls, on_gpu, on_host) == expected
+    found = choose_keeping(q, calls, on_gpu, on_host, spared)
+    assert found == expected
+    # on the GPU at most what is spared and a little, unless the machine has no room.
+    fits = Keeping(4).bytes_for(q) * calls <= on_gpu
+    told = lack_of_room(q, calls, on_gpu, found)
+    assert (told is None) == (fits and found is not None)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_row_that_lacks_nothing_stays_as_it_is(bits: int) -> None:
     dense, *_ = operands()
-    out = Remainder.of(dense, dense.clone(), Keeping(bits)).add_to(dense.clone())
+    out = Remainder.of(dense, dense.clone(), bits).add_to(dense.clone())
     assert torch.equal(out, dense)
 
 
@@ -224,7 +249,7 @@ def test_a_row_with_nan_shows_it_and_no_other_does(bits: int) -> None:
     dense, *_ = operands()
     broken = dense.clone()
     broken[0, 0, 7, 3] = torch.nan
-    out = Remainder.of(broken, dense, Keeping(bits)).add_to(dense.clone())
+    out = Remainder.of(broken, dense, bits).add_to(dense.clone())
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 7]]
 
 
@@ -257,8 +282,8 @@ def test_the_kernel_rounds_what_is_lacking_to_half_a_step(
     sparse[0, 0, 0] = dense[0, 0, 0]
     if dtype == torch.float16 and tokens > 1:
         dense[0, 0, 1, 0], sparse[0, 0, 1, 0] = 6e4, -6e4
-    found = Remainder.of(dense, sparse, Keeping(bits), by_kernel=True)
-    expected = Remainder.of(dense.cpu(), sparse.cpu(), Keeping(bits))
+    found = Remainder.of(dense, sparse, bits, by_kernel=True)
+    expected = Remainder.of(dense.cpu(), sparse.cpu(), bits)
     assert found.values.shape == expected.values.shape
     assert found.values.dtype == expected.values.dtype
     assert found.scale.shape == expected.scale.shape
@@ -279,7 +304,7 @@ def test_a_row_that_the_kernel_rounds_keeps_its_nan_and_its_infinity(bits: int) 
     dense, *_ = (x.to(DEVICE) for x in operands())
     broken = dense.clone()
     broken[0, 0, 7, 3], broken[0, 0, 9, 40] = torch.nan, torch.inf
-    out = Remainder.of(broken, dense, Keeping(bits), by_kernel=True).add_to(dense.clone()).cpu()
+    out = Remainder.of(broken, dense, bits, by_kernel=True).add_to(dense.clone()).cpu()
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 7], [0, 0, 9]]
     rest = out.isfinite().all(-1)
     assert torch.equal(out[rest], dense.cpu()[rest])
@@ -304,7 +329,7 @@ def test_the_kernel_adds_what_torch_adds(
     )
     if not neighbours:
         out = out.contiguous()
-    lacking = Remainder.of(dense, sparse, Keeping(bits))
+    lacking = Remainder.of(dense, sparse, bits)
     expected = lacking.add_to(out.clone(), 0.7)
     found = out.to(DEVICE, copy=True)
     values, scale = lacking.values.to(DEVICE), lacking.scale.to(DEVICE)
@@ -322,7 +347,7 @@ def test_the_kernel_too_leaves_rows_that_lack_nothing_and_shows_those_with_nan(b
     dense, *_ = operands()
     broken = dense.clone()
     broken[0, 0, 7, 3] = torch.nan
-    lacking = Remainder.of(broken, dense, Keeping(bits))
+    lacking = Remainder.of(broken, dense, bits)
     values, scale = lacking.values.to(DEVICE), lacking.scale.to(DEVICE)
     out = add_scaled(dense.clone().to(DEVICE), values, scale, 1.0, bits).cpu()
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 7]]
@@ -741,3 +766,46 @@ def test_without_room_it_waits_in_the_machine_s_memory_or_nothing_is_kept(
     plain.begin_run(STEPS)
     without = [plain.attend(q, k, v, site(step)) for step in range(STEPS)]
     assert float((outputs[3] - dense).norm()) < 0.3 * float((without[3] - dense).norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slope", [0.0, 0.5])
+@pytest.mark.parametrize("stays", [0, 2])
+def test_what_waits_in_the_machine_s_memory_gives_the_same_output(
+    stays: int, slope: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers, calls = 3, [tuple(x.cuda().bfloat16() for x in operands(seed)) for seed in range(STEPS)]
+    monkeypatch.setattr("vidsparse.remainder._SMALL", 0)
+    each = Keeping(4).bytes_for(calls[0][0])
+    # with a slope each keeps two.
+    most = layers * (1 + (slope > 0))
+    outputs, held = [], []
+    for on_gpu in (most, stays):
+        engine = engine_of(layers=layers, slope=slope)
+        engine.begin_run(STEPS)
+        engine.spared = partial(int, on_gpu * each)
+        outputs.append(
+            [
+                engine.attend(*(x + layer for x in calls[step]), site(step, layer=layer)).cpu()
+                for step in range(STEPS)
+                for layer in range(layers)
+            ]
+        )
+        held.append(engine._keeping)
+        assert engine.trace.summary().notes == ()
+    assert held == [Keeping(4), Keeping(4, stays)]
+    assert all(torch.equal(here, there) for here, there in zip(*outputs, strict=True))
+
+
+@pytest.mark.gpu
+def test_as_many_stay_on_the_gpu_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.cuda().bfloat16() for x in operands())
+    monkeypatch.setattr("vidsparse.remainder._SMALL", 0)
+    engine = engine_of(layers=4)
+    engine.begin_run(STEPS)
+    engine.spared = partial(int, 3 * Keeping(4).bytes_for(q))
+    for step in range(5):
+        for layer in range(4):
+            engine.attend(q, k, v, site(step, layer=layer))
+    assert [one.remainder.on_gpu for one in engine._lacking.values()] == [True, True, True, False]
+    assert engine._lacking.on_gpu() == 3

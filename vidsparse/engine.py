@@ -6,7 +6,7 @@ recorded as are decided together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -113,6 +113,8 @@ class AttentionEngine:
         kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
         any_process: where several processes make a run, whether a tensor is true in any of them;
             all of them ask.
+        spared: the bytes of a GPU that the run takes less than the model as it was; what refreshes
+            keep takes them.
 
     Raises:
         OptionError: ``method`` is no method; the order, the implementation or the dense kernel is
@@ -163,6 +165,7 @@ class AttentionEngine:
         self.probe: CellProbe | None = None
         self.only: Collection[int] | None = None
         self.any_process: Callable[[Tensor], bool] | None = None
+        self.spared: Callable[[], int] | None = None
         self._plans: dict[PlanKey, KeptPlan] = {}
         self._lacking, self._lending = AllLacking(), Lending()
         # of the run: the engines of a pipeline's transformers have one set, as they have one trace.
@@ -285,8 +288,10 @@ class AttentionEngine:
                 self._show(planned, site, cell)
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
+                lacks = self._lacks(q.device, site, key)
                 out, route = self._sparse(q, k, v, site, cell, key, ring)
-                self._add_remainder(out, site, key, route)
+                self._add_remainder(out, lacks, site, key, route)
+                del lacks
             if sparse and self.dense_fallback and not_finite(out, ring):
                 cell.action, cell.implementation = FELL_BACK, "dense"
                 cell.selected = cell.computed = cell.skipped = None
@@ -314,12 +319,14 @@ class AttentionEngine:
                 if planned is None:
                     cell.implementation = cell.dense_by
             if planned is not None:
-                how = {"by_kernel": route.reorders}
-                remainder = Remainder.of(out, planned[first:], self._keeping, **how)
+                how, keeping = {"by_kernel": route.reorders}, self._keeping or Keeping()
+                on_gpu = keeping.on_gpu
+                on_host = on_gpu is not None and self._lacking.on_gpu() >= on_gpu
+                remainder = Remainder.of(out, planned[first:], keeping.bits, on_host=on_host, **how)
                 lacking = Lacking(site.step, self._plans[key].made, remainder, earlier)
                 self._lacking[site.branch, key] = lacking
                 if first:
-                    remainder.add_to(planned[:first], **how)
+                    remainder.fetched(out.device).add_to(planned[:first], **how)
                     planned[first:], cell.whole = out, 1 - first / q.shape[0]
                     out = planned
         self._show(out, site, cell)
@@ -558,30 +565,49 @@ class AttentionEngine:
         free, all_of_it = free_bytes(q.device), torch.cuda.mem_get_info(q.device)[1]
         assert free is not None
         room = max(0, int(free - all_of_it * _LEFT_FREE))
-        self._keeping = keeping = choose_keeping(q, calls, room, lockable_bytes())
-        if keeping is None or keeping.on_host:
-            self.trace.notes.append(lack_of_room(q, calls, room, keeping))
+        spared = 0 if self.spared is None else self.spared()
+        self._keeping = keeping = choose_keeping(q, calls, room, lockable_bytes(), spared)
+        note = lack_of_room(q, calls, room, keeping)
+        if note is not None:
+            self.trace.notes.append(note)
         return keeping is not None
 
-    def _add_remainder(self, out: Tensor, site: CallSite, key: PlanKey, route: Route) -> None:
-        """Add to ``out``, in place, what its plan lacked at the last refresh."""
+    def _lacks(
+        self, device: torch.device, site: CallSite, key: PlanKey
+    ) -> list[tuple[Remainder, float]]:
+        """What the plan of a sparse call lacked at the last refresh, and how many times it counts.
+
+        It is on its way to ``device`` where it was not kept there.
+        """
         lacking = self._lacking.get((site.branch, key))
         if lacking is None:
-            return
+            return []
         assert isinstance(self.method, SparseMethod)
         # what another branch lent is of this very step, which may be one before the first refresh.
         lent = lacking.step == site.step
-        if lent or self.schedule.refresh_for(site.step, self.steps) is not None:
-            how = self.method.fading, self.method.slope
-            for remainder, factor in lacking.counted(site.step, self.steps, *how):
-                # of branches in one batch there may be that of one alone.
-                count = remainder.values.shape[0]
-                for first in range(0, out.shape[0], count):
-                    part = out if count == out.shape[0] else out[first : first + count]
-                    remainder.add_to(part, factor, by_kernel=route.reorders)
+        if not lent and self.schedule.refresh_for(site.step, self.steps) is None:
+            return []
+        counted = lacking.counted(site.step, self.steps, self.method.fading, self.method.slope)
+        return [(remainder.fetched(device), factor) for remainder, factor in counted]
+
+    def _add_remainder(
+        self,
+        out: Tensor,
+        lacks: Sequence[tuple[Remainder, float]],
+        site: CallSite,
+        key: PlanKey,
+        route: Route,
+    ) -> None:
+        """Add to ``out``, in place, what ``_lacks`` has found."""
+        for remainder, factor in lacks:
+            # of branches in one batch there may be that of one alone.
+            count = remainder.values.shape[0]
+            for first in range(0, out.shape[0], count):
+                part = out if count == out.shape[0] else out[first : first + count]
+                remainder.add_to(part, factor, by_kernel=route.reorders)
         if self.schedule.refresh_for(site.step + 1, self.steps) is None:
             # nothing follows that it serves, but a decoder that wants the memory.
-            del self._lacking[site.branch, key]
+            self._lacking.pop((site.branch, key), None)
 
     def _lends(self, site: CallSite, key: PlanKey, q: Tensor | None = None) -> bool:
         """Whether the conditional branch computes all pairs in this step for the other one, too."""

@@ -180,6 +180,12 @@ class Lacking:
 class AllLacking(dict[tuple[str, PlanKey], Lacking]):
     """What the plans of a run lack, by guidance branch and plan."""
 
+    def on_gpu(self) -> int:
+        """How many remainders are in a GPU's memory."""
+        kept = [each for one in self.values() for each in (one, one.earlier) if each is not None]
+        # one that is borrowed stands here twice.
+        return len({id(each.remainder) for each in kept if each.remainder.on_gpu})
+
     def go_back(self, step: int) -> None:
         """Forget what was kept in ``step`` and after it."""
         for at in [at for at, one in self.items() if one.step >= step]:

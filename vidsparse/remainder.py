@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -14,7 +15,8 @@ FADING: Final = 0.6
 
 _LARGEST: Final = {8: 127, 4: 7}
 
-# what all remainders of a run may take in 8 bits; beyond it 4 bits are worth what they cost.
+# what all remainders of a run may take in 8 bits, and on a GPU beside what a run has spared there;
+# beyond it 4 bits are worth what they cost.
 _SMALL: Final = 2**30
 
 
@@ -25,11 +27,11 @@ class Keeping:
     Args:
         bits: of a value, 8 or 4. Eight err by about one percent of the remainder, which is itself
             a small part of the output; four err by about a tenth (``docs/experiments.md``).
-        on_host: whether they wait in the machine's memory and not in the GPU's.
+        on_gpu: how many may be in the GPU's memory; others wait in the machine's. None: all.
     """
 
     bits: int = 8
-    on_host: bool = False
+    on_gpu: int | None = None
 
     def bytes_for(self, q: Tensor) -> int:
         """Bytes of the ``Remainder`` of a call with queries ``q`` ``[B, H, S, D]``."""
@@ -37,35 +39,46 @@ class Keeping:
         return rows * (math.ceil(q.shape[-1] * self.bits / 8) + scales * q.element_size())
 
 
-def choose_keeping(q: Tensor, calls: int, room: int, host_room: int) -> Keeping | None:
+def choose_keeping(
+    q: Tensor, calls: int, room: int, host_room: int, spared: int = 0
+) -> Keeping | None:
     """How to keep what ``calls`` calls with queries like ``q`` ``[B, H, S, D]`` lack.
 
-    Eight bits while that is little memory, then four, then four in the machine's memory.
+    Eight bits while that is little memory, then four. On the GPU they take no more than ``spared``
+    and a little, so that a run's peak stays where the model's own is; the rest waits in the
+    machine's memory where that has room, and on the GPU where only that has.
 
     Args:
         q: queries of one call.
         calls: of all layers and guidance branches.
         room: bytes there are for it on the GPU.
         host_room: bytes there are for it in the machine's memory.
+        spared: bytes that the run takes less than the model as it was.
 
     Returns:
         None where nothing fits.
     """
     if Keeping().bytes_for(q) * calls <= min(room, _SMALL):
         return Keeping()
-    needed = Keeping(4).bytes_for(q) * calls
-    if needed <= room:
-        return Keeping(4)
-    return Keeping(4, on_host=True) if needed <= host_room else None
+    each = Keeping(4).bytes_for(q)
+    for most in (min(room, spared + _SMALL), room):
+        on_gpu = most // each
+        if on_gpu >= calls:
+            return Keeping(4)
+        if (calls - on_gpu) * each <= host_room:
+            return Keeping(4, on_gpu)
+    return None
 
 
-def lack_of_room(q: Tensor, calls: int, room: int, keeping: Keeping | None) -> str:
-    """What is to be said where ``choose_keeping`` found no room on the GPU."""
+def lack_of_room(q: Tensor, calls: int, room: int, keeping: Keeping | None) -> str | None:
+    """What is to be said where ``choose_keeping`` found no room for all on the GPU."""
     needed = Keeping(4).bytes_for(q) * calls
+    if keeping is not None and (keeping.on_gpu is None or needed <= room):
+        return None
     return (
         f"refreshes keep {needed / 2**30:.1f} GiB, for which the GPU has room for "
         f"{room / 2**30:.1f}: "
-        + ("nothing was kept" if keeping is None else "they are in the machine's memory")
+        + ("nothing was kept" if keeping is None else "the rest is in the machine's memory")
     )
 
 
@@ -84,44 +97,75 @@ class Remainder:
         scale: what a step of ``values`` stands for, in the dtype of the output: ``[B, H, S, 1]``,
             or, of 4 bits, ``[B, H, S, 2]``, one for each half.
         bits: of a value.
+        there: what has to have happened on the GPU before it may be read, where it is a copy.
     """
 
     values: Tensor
     scale: Tensor
     bits: int = 8
+    there: torch.cuda.Event | None = None
 
     @classmethod
     def of(
         cls,
         dense: Tensor,
         sparse: Tensor,
-        how: Keeping | None = None,
+        bits: int = 8,
         *,
+        on_host: bool = False,
         by_kernel: bool = False,
     ) -> Remainder:
-        """What ``sparse`` lacks of ``dense``, both ``[B, H, S, D]``; in 8 bits unless told.
+        """What ``sparse`` lacks of ``dense``, both ``[B, H, S, D]``.
 
-        ``by_kernel`` says whether one of Triton's kernels rounds it, in one pass.
+        Args:
+            dense: output.
+            sparse: output.
+            bits: of a value, 8 or 4.
+            on_host: whether it waits in the machine's memory.
+            by_kernel: whether one of Triton's kernels rounds it, in one pass.
         """
-        how = how or Keeping()
         if by_kernel:
             from vidsparse.kernels.tokens.remainder import round_difference
 
-            values, scale = round_difference(dense, sparse, how.bits)
+            values, scale = round_difference(dense, sparse, bits)
         else:
-            values, scale = _in_bits(dense - sparse, how.bits)
-        if how.on_host:
+            values, scale = _in_bits(dense - sparse, bits)
+        if on_host:
             values, scale = _to_host(values), _to_host(scale)
-        return cls(values, scale, how.bits)
+        return cls(values, scale, bits)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is in a GPU's memory."""
+        return self.values.is_cuda
+
+    def fetched(self, device: torch.device) -> Remainder:
+        """It on ``device``; what comes of the machine's memory does so beside the GPU's other work.
+
+        To be asked for before the call that it is added to, so that nobody waits for it.
+        """
+        if device.type != "cuda" or self.on_gpu:
+            return self
+        stream, now = _copying(device), torch.cuda.current_stream(device)
+        copies = [torch.empty_like(x, device=device) for x in (self.values, self.scale)]
+        # whatever had that memory before is done with it then.
+        stream.wait_stream(now)
+        with torch.cuda.stream(stream):
+            for copy, x in zip(copies, (self.values, self.scale), strict=True):
+                copy.copy_(x, non_blocking=True)
+                # a call that fails lets go of it before it has come.
+                copy.record_stream(stream)
+            there = stream.record_event()
+        return Remainder(*copies, self.bits, there)
 
     def add_to(self, out: Tensor, factor: float = 1.0, *, by_kernel: bool = False) -> Tensor:
         """Add it, ``factor`` times, to ``out`` ``[B, H, S, D]``, in place; returns ``out``.
 
         ``by_kernel`` says whether one of Triton's kernels does so, in one pass.
         """
-        # of memory that the GPU reads by itself, so that nobody waits.
-        values, scale = (x.to(out.device, non_blocking=True) for x in (self.values, self.scale))
-        scale = scale.to(out.dtype)
+        if self.there is not None:
+            torch.cuda.current_stream(out.device).wait_event(self.there)
+        values, scale = self.values, self.scale.to(out.dtype)
         if by_kernel and out.stride(-1) == 1:
             from vidsparse.kernels.tokens.remainder import add_scaled
 
@@ -163,6 +207,11 @@ def _packed(first: Tensor, second: Tensor) -> Tensor:
     low, high = (part.nan_to_num_(0.0).add_(8).to(torch.uint8) for part in (first, second))
     low[..., : high.shape[-1]] |= high << 4
     return low
+
+
+@cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _to_host(x: Tensor) -> Tensor:
