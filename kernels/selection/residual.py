@@ -43,7 +43,7 @@ SCORE_TILES = 64
 # has. With 64 a program of twice the warps took 18 % longer on an H200.
 SCORE_CHUNKS = 32
 # steps of chunks that a program takes with the same query tiles.
-SCORE_STEPS = 16
+SCORE_STEPS = 30
 SCORE_WARPS = 4
 STAGES = 2
 TOP_WARPS = 4

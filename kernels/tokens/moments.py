@@ -23,7 +23,7 @@ WARPS = 4
 # elements that a program's step moves: 16 bytes of 16-bit numbers for each of its threads.
 STEP_ELEMENTS = 1024
 # loads in flight.
-UNROLL = 8
+UNROLL = 4
 
 
 @dataclass(frozen=True, slots=True)
