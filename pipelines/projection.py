@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from vidsparse.kernels.hardware import triton_reason
 from vidsparse.order import wants_gradient
+
+_NORM: Final = "diffusers.models.normalization.RMSNorm"
+"""The norm of heads that ``norm_and_rotate_rows`` computes."""
 
 
 def project_heads(
@@ -37,7 +40,7 @@ def norm_and_rotate(x: Tensor, norm: Any, cos: Tensor, sin: Tensor, first: int =
     """
     count, compiling = cos.shape[0], torch.compiler.is_compiling()
     assert first + count <= x.shape[1]
-    if compiling and _norms_in_one_pass(x, norm, cos):
+    if compiling and _norms_in_one_pass(x, norm, cos, sin):
         out: Tensor = norm_and_rotate_rows(x, norm.weight, norm.eps, cos, sin, first)
         return out
     if norm is not None:
@@ -53,19 +56,31 @@ def norm_and_rotate(x: Tensor, norm: Any, cos: Tensor, sin: Tensor, first: int =
     return x
 
 
-def _norms_in_one_pass(x: Tensor, norm: Any, cos: Tensor) -> bool:
-    """Whether the kernel knows such a norm and such angles; where PyTorch compiles, Triton is."""
-    if not x.is_cuda or wants_gradient(x) or type(norm).__name__ != "RMSNorm":
+def _norms_in_one_pass(x: Tensor, norm: Any, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernel knows such a norm, which nothing else is hooked to, and such angles."""
+    if not _has_triton(x.device) or wants_gradient(x):
+        return False
+    # torch's own rounds elsewhere.
+    if f"{type(norm).__module__}.{type(norm).__name__}" != _NORM or norm.bias is not None:
+        return False
+    hooked = norm._forward_hooks or norm._forward_pre_hooks
+    # weights that are offloaded come with the norm's own call.
+    if hooked or hasattr(norm, "_hf_hook") or hasattr(norm, "_diffusers_hook"):
         return False
     weight = norm.weight
     return (
         weight is not None
-        and getattr(norm, "bias", None) is None
+        and tuple(weight.shape) == (x.shape[-1],)
         and x.dtype in (torch.float16, torch.bfloat16)
-        # weights that are offloaded come with the norm's own call.
         and (weight.dtype, weight.device) == (x.dtype, x.device)
-        and cos.dtype == torch.float32
+        and cos.dtype == sin.dtype == torch.float32
+        and cos.stride() == sin.stride()
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_triton(device: torch.device) -> bool:
+    return triton_reason(device) is None
 
 
 @torch.library.custom_op("vidsparse::norm_and_rotate_rows", mutates_args=())

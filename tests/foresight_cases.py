@@ -83,6 +83,31 @@ def cases() -> Iterator[Case]:
 
     yield "of equal scores the first", ties
 
+    def two_pieces() -> None:
+        from vidsparse.kernels.selection.residual import _in_two, largest_chunks
+
+        chunks, opened = 2100, 2090
+        assert _in_two(chunks) == (2048, 512)
+        gen = torch.Generator().manual_seed(0)
+        # the last block's scores are all alike: the first ones end in the second piece.
+        ranks = torch.randint(0, 6, (1, 2, 3, chunks), generator=gen).to(torch.int16)
+        ranks[0, :, 2] = 4
+        place = torch.arange(opened)
+        for kept in (1, 700, 2060):
+            expected = (ranks[..., :opened].int() * chunks - place).topk(kept).indices
+            alike = torch.full((2,), kept, dtype=torch.int32, device=DEVICE)
+            # of any strides.
+            laid = ranks.transpose(1, 2).contiguous().transpose(1, 2)
+            words, count = largest_chunks(laid.to(DEVICE), alike, opened, 3)
+            chosen = unpack_bits(words.cpu(), chunks)
+            wanted = torch.zeros_like(chosen)
+            wanted[..., :opened].scatter_(-1, expected, True)
+            wanted[..., opened:] = True
+            assert torch.equal(chosen, wanted)
+            assert bool((count == kept + chunks - opened).all())
+
+    yield "of long rows in two pieces", two_pieces
+
     def moments() -> None:
         from vidsparse.kernels.tokens.moments import (
             merge_means,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from vidsparse import room
 
@@ -34,3 +35,15 @@ def test_processes_of_one_machine_share_what_they_may_lock(monkeypatch: pytest.M
     # where nobody tells what is free, nothing is locked.
     monkeypatch.setattr(room, "free_bytes", lambda device: None)
     assert room.lockable_bytes() == 0
+
+
+def test_what_a_run_before_has_locked_is_room_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # of the machine's 1,000 bytes a run has locked 400, and uses 100 of them.
+    stats = {"allocated_bytes.current": 400, "active_bytes.current": 100}
+    monkeypatch.setattr(room, "free_bytes", lambda device: 600)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: stats)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert room.lockable_bytes() == 240 + 300

@@ -6,7 +6,7 @@ recorded as are decided together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -38,7 +38,7 @@ from vidsparse.planning import (
     order_and_plan,
     share_with_means,
 )
-from vidsparse.remainder import Keeping, Remainder, choose_keeping, lack_of_room
+from vidsparse.remainder import Keeping, Remainder, arriving, choose_keeping, lack_of_room
 from vidsparse.ring import (
     Ring,
     attend_densely,
@@ -288,8 +288,11 @@ class AttentionEngine:
                 self._show(planned, site, cell)
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
-                lacks = self._lacks(q.device, site, key)
-                out, route = self._sparse(q, k, v, site, cell, key, ring)
+                lacks: list[tuple[Remainder, float]] = []
+                with arriving(lacks):
+                    for remainder, factor in self._lacks(site, key):
+                        lacks.append((remainder.fetched(q.device), factor))
+                    out, route = self._sparse(q, k, v, site, cell, key, ring)
                 self._add_remainder(out, lacks, site, key, route)
                 del lacks
             if sparse and self.dense_fallback and not_finite(out, ring):
@@ -320,15 +323,15 @@ class AttentionEngine:
                     cell.implementation = cell.dense_by
             if planned is not None:
                 how, keeping = {"by_kernel": route.reorders}, self._keeping or Keeping()
-                on_gpu = keeping.on_gpu
-                on_host = on_gpu is not None and self._lacking.on_gpu() >= on_gpu
-                remainder = Remainder.of(out, planned[first:], keeping.bits, on_host=on_host, **how)
-                lacking = Lacking(site.step, self._plans[key].made, remainder, earlier)
-                self._lacking[site.branch, key] = lacking
+                remainder = Remainder.of(out, planned[first:], keeping.bits, **how)
                 if first:
-                    remainder.fetched(out.device).add_to(planned[:first], **how)
+                    remainder.add_to(planned[:first], **how)
                     planned[first:], cell.whole = out, 1 - first / q.shape[0]
                     out = planned
+                if keeping.on_gpu is not None and self._lacking.on_gpu(earlier) >= keeping.on_gpu:
+                    remainder = remainder.to_host()
+                lacking = Lacking(site.step, self._plans[key].made, remainder, earlier)
+                self._lacking[site.branch, key] = lacking
         self._show(out, site, cell)
         if self.check_finite and not bool(out.isfinite().all()):
             raise VidsparseError(
@@ -572,23 +575,17 @@ class AttentionEngine:
             self.trace.notes.append(note)
         return keeping is not None
 
-    def _lacks(
-        self, device: torch.device, site: CallSite, key: PlanKey
-    ) -> list[tuple[Remainder, float]]:
-        """What the plan of a sparse call lacked at the last refresh, and how many times it counts.
-
-        It is on its way to ``device`` where it was not kept there.
-        """
+    def _lacks(self, site: CallSite, key: PlanKey) -> Iterator[tuple[Remainder, float]]:
+        """What a call's plan lacked at the last refresh, and how many times it counts."""
         lacking = self._lacking.get((site.branch, key))
         if lacking is None:
-            return []
+            return
         assert isinstance(self.method, SparseMethod)
         # what another branch lent is of this very step, which may be one before the first refresh.
         lent = lacking.step == site.step
-        if not lent and self.schedule.refresh_for(site.step, self.steps) is None:
-            return []
-        counted = lacking.counted(site.step, self.steps, self.method.fading, self.method.slope)
-        return [(remainder.fetched(device), factor) for remainder, factor in counted]
+        if lent or self.schedule.refresh_for(site.step, self.steps) is not None:
+            how = self.method.fading, self.method.slope
+            yield from lacking.counted(site.step, self.steps, *how)
 
     def _add_remainder(
         self,
@@ -598,7 +595,7 @@ class AttentionEngine:
         key: PlanKey,
         route: Route,
     ) -> None:
-        """Add to ``out``, in place, what ``_lacks`` has found."""
+        """Add to ``out``, in place, what it ``lacks``."""
         for remainder, factor in lacks:
             # of branches in one batch there may be that of one alone.
             count = remainder.values.shape[0]

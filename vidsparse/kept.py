@@ -180,9 +180,10 @@ class Lacking:
 class AllLacking(dict[tuple[str, PlanKey], Lacking]):
     """What the plans of a run lack, by guidance branch and plan."""
 
-    def on_gpu(self) -> int:
-        """How many remainders are in a GPU's memory."""
-        kept = [each for one in self.values() for each in (one, one.earlier) if each is not None]
+    def on_gpu(self, beside: Lacking | None = None) -> int:
+        """How many remainders are in a GPU's memory, with what is kept ``beside`` them."""
+        all_of_them = (each for one in self.values() for each in (one, one.earlier))
+        kept = [each for each in (*all_of_them, beside) if each is not None]
         # one that is borrowed stands here twice.
         return len({id(each.remainder) for each in kept if each.remainder.on_gpu})
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -45,8 +47,8 @@ def choose_keeping(
     """How to keep what ``calls`` calls with queries like ``q`` ``[B, H, S, D]`` lack.
 
     Eight bits while that is little memory, then four. On the GPU they take no more than ``spared``
-    and a little, so that a run's peak stays where the model's own is; the rest waits in the
-    machine's memory where that has room, and on the GPU where only that has.
+    and a little, so that a run's peak stays near the model's own; the rest waits in the machine's
+    memory where that has room, and on the GPU where only that has.
 
     Args:
         q: queries of one call.
@@ -72,13 +74,15 @@ def choose_keeping(
 
 def lack_of_room(q: Tensor, calls: int, room: int, keeping: Keeping | None) -> str | None:
     """What is to be said where ``choose_keeping`` found no room for all on the GPU."""
-    needed = Keeping(4).bytes_for(q) * calls
+    each = Keeping(4).bytes_for(q)
+    needed = each * calls
     if keeping is not None and (keeping.on_gpu is None or needed <= room):
         return None
+    away = 0 if keeping is None or keeping.on_gpu is None else (calls - keeping.on_gpu) * each
     return (
         f"refreshes keep {needed / 2**30:.1f} GiB, for which the GPU has room for "
         f"{room / 2**30:.1f}: "
-        + ("nothing was kept" if keeping is None else "the rest is in the machine's memory")
+        + (f"{away / 2**30:.1f} are in the machine's memory" if away else "nothing was kept")
     )
 
 
@@ -112,17 +116,11 @@ class Remainder:
         sparse: Tensor,
         bits: int = 8,
         *,
-        on_host: bool = False,
         by_kernel: bool = False,
     ) -> Remainder:
-        """What ``sparse`` lacks of ``dense``, both ``[B, H, S, D]``.
+        """What ``sparse`` lacks of ``dense``, both ``[B, H, S, D]``, in 8 or 4 bits.
 
-        Args:
-            dense: output.
-            sparse: output.
-            bits: of a value, 8 or 4.
-            on_host: whether it waits in the machine's memory.
-            by_kernel: whether one of Triton's kernels rounds it, in one pass.
+        ``by_kernel`` says whether one of Triton's kernels rounds it, in one pass.
         """
         if by_kernel:
             from vidsparse.kernels.tokens.remainder import round_difference
@@ -130,8 +128,6 @@ class Remainder:
             values, scale = round_difference(dense, sparse, bits)
         else:
             values, scale = _in_bits(dense - sparse, bits)
-        if on_host:
-            values, scale = _to_host(values), _to_host(scale)
         return cls(values, scale, bits)
 
     @property
@@ -139,10 +135,15 @@ class Remainder:
         """Whether it is in a GPU's memory."""
         return self.values.is_cuda
 
+    def to_host(self) -> Remainder:
+        """It in the machine's memory."""
+        return Remainder(_to_host(self.values), _to_host(self.scale), self.bits)
+
     def fetched(self, device: torch.device) -> Remainder:
         """It on ``device``; what comes of the machine's memory does so beside the GPU's other work.
 
-        To be asked for before the call that it is added to, so that nobody waits for it.
+        To be asked for before the call that it is added to, so that nobody waits for it, and within
+        ``arriving``.
         """
         if device.type != "cuda" or self.on_gpu:
             return self
@@ -153,18 +154,20 @@ class Remainder:
         with torch.cuda.stream(stream):
             for copy, x in zip(copies, (self.values, self.scale), strict=True):
                 copy.copy_(x, non_blocking=True)
-                # a call that fails lets go of it before it has come.
-                copy.record_stream(stream)
             there = stream.record_event()
         return Remainder(*copies, self.bits, there)
+
+    def wait(self) -> None:
+        """Let what the GPU is given from now on wait until it is there."""
+        if self.there is not None:
+            torch.cuda.current_stream(self.values.device).wait_event(self.there)
 
     def add_to(self, out: Tensor, factor: float = 1.0, *, by_kernel: bool = False) -> Tensor:
         """Add it, ``factor`` times, to ``out`` ``[B, H, S, D]``, in place; returns ``out``.
 
         ``by_kernel`` says whether one of Triton's kernels does so, in one pass.
         """
-        if self.there is not None:
-            torch.cuda.current_stream(out.device).wait_event(self.there)
+        self.wait()
         values, scale = self.values, self.scale.to(out.dtype)
         if by_kernel and out.stride(-1) == 1:
             from vidsparse.kernels.tokens.remainder import add_scaled
@@ -179,6 +182,20 @@ class Remainder:
             steps = four[..., : part.shape[-1]].to(out.dtype).sub_(8)
             part.addcmul_(steps, scale[..., place : place + 1], value=factor)
         return out
+
+
+@contextmanager
+def arriving(fetched: Collection[tuple[Remainder, float]]) -> Iterator[None]:
+    """In the block what is ``fetched`` may be on its way, also where the block fails.
+
+    Its memory is given to others as soon as nobody has it: they must not come before the copy does.
+    """
+    try:
+        yield
+    except BaseException:
+        for remainder, _ in fetched:
+            remainder.wait()
+        raise
 
 
 def _in_bits(lacking: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -83,10 +83,15 @@ def lockable_bytes() -> int:
     """Bytes of the machine's memory that this process may lock for what its GPU has no room for.
 
     Locked memory cannot be swapped and is given out in powers of two, so that it is less than half
-    of what is free; the processes that a launcher started on this machine share it.
+    of what is free; the processes that a launcher started on this machine share it. What was locked
+    for a run before stays with the process, for the next one.
     """
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int((free_bytes(torch.device("cpu")) or 0) * _LOCKABLE) // beside
+    held = 0
+    if torch.cuda.is_initialized():
+        stats = torch.cuda.host_memory_stats()
+        held = stats["allocated_bytes.current"] - stats["active_bytes.current"]
+    return int((free_bytes(torch.device("cpu")) or 0) * _LOCKABLE) // beside + held
 
 
 def check_room(method: SparseMethod, q: Tensor, route: Route) -> None:

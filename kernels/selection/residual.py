@@ -509,8 +509,10 @@ def largest_chunks(
     batch, heads, blocks, chunks = ranks.shape
     width = triton.cdiv(chunks, 32)
     first, second = _in_two(chunks)
-    if ranks.stride()[:3] != (heads * blocks * (pitch := _pitch(chunks)), blocks * pitch, pitch):
-        ranks = F.pad(ranks, (0, pitch - chunks))
+    # counts of both of a pair share a number.
+    assert first < 2**17
+    if ranks.stride() != (heads * blocks * (pitch := _pitch(chunks)), blocks * pitch, pitch, 1):
+        ranks = F.pad(ranks.contiguous(), (0, pitch - chunks))
     words = torch.empty(batch, heads, blocks, width, dtype=torch.int32, device=ranks.device)
     count = torch.empty(batch, heads, blocks, dtype=torch.int32, device=ranks.device)
     with torch.cuda.device_of(ranks):  # type: ignore[no-untyped-call]
