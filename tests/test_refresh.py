@@ -782,7 +782,8 @@ def test_without_room_it_waits_in_the_machine_s_memory_or_nothing_is_kept(
 def test_what_waits_in_the_machine_s_memory_gives_the_same_output(
     stays: int, slope: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers, calls = 3, [tuple(x.cuda().bfloat16() for x in operands(seed)) for seed in range(STEPS)]
+    layers = 3
+    calls = [[x.cuda().bfloat16() for x in operands(seed)] for seed in range(STEPS)]
     monkeypatch.setattr("vidsparse.remainder._SMALL", 0)
     each = Keeping(4).bytes_for(calls[0][0])
     # with a slope each keeps two.
@@ -794,8 +795,8 @@ def test_what_waits_in_the_machine_s_memory_gives_the_same_output(
         engine.spared = partial(int, on_gpu * each)
         outputs.append(
             [
-                engine.attend(*(x + layer for x in calls[step]), site(step, layer=layer)).cpu()
-                for step in range(STEPS)
+                engine.attend(q + layer, k + layer, v + layer, site(step, layer=layer)).cpu()
+                for step, (q, k, v) in enumerate(calls)
                 for layer in range(layers)
             ]
         )

@@ -148,14 +148,15 @@ class Remainder:
         if device.type != "cuda" or self.on_gpu:
             return self
         stream, now = _copying(device), torch.cuda.current_stream(device)
-        copies = [torch.empty_like(x, device=device) for x in (self.values, self.scale)]
+        values = torch.empty_like(self.values, device=device)
+        scale = torch.empty_like(self.scale, device=device)
         # whatever had that memory before is done with it then.
         stream.wait_stream(now)
         with torch.cuda.stream(stream):
-            for copy, x in zip(copies, (self.values, self.scale), strict=True):
-                copy.copy_(x, non_blocking=True)
+            values.copy_(self.values, non_blocking=True)
+            scale.copy_(self.scale, non_blocking=True)
             there = stream.record_event()
-        return Remainder(*copies, self.bits, there)
+        return Remainder(values, scale, self.bits, there)
 
     def wait(self) -> None:
         """Let what the GPU is given from now on wait until it is there."""
@@ -228,7 +229,7 @@ def _packed(first: Tensor, second: Tensor) -> Tensor:
 
 @cache
 def _copying(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _to_host(x: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def lockable_bytes() -> int:
     """
     beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     held = 0
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         stats = torch.cuda.host_memory_stats()
         held = stats["allocated_bytes.current"] - stats["active_bytes.current"]
     return int((free_bytes(torch.device("cpu")) or 0) * _LOCKABLE) // beside + held

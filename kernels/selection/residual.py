@@ -479,7 +479,7 @@ def output_stages(shared: int, block_d: int) -> int:
 
 
 def _pitch(chunks: int) -> int:
-    return triton.cdiv(chunks, 16) * 16
+    return -(-chunks // 16) * 16
 
 
 def _in_two(chunks: int) -> tuple[int, int]:
