@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +25,7 @@ from vidsparse.pipelines.adapter import (
 )
 from vidsparse.pipelines.again import Forward, Watcher
 from vidsparse.pipelines.branches import BRANCHES_ARE_APART, HALVES
+from vidsparse.pipelines.linear import bytes_spared
 from vidsparse.pipelines.lookup import find_adapter
 from vidsparse.pipelines.parallel import (
     all_processes,
@@ -352,8 +355,14 @@ def sparsify(
     session = Session(pipe, adapter, engines)
     for part, (transformer, modules) in enumerate(zip(transformers, sites, strict=True)):
         session.attach(part, transformer, modules)
+        engines[part].spared = partial(_spared, weakref.ref(transformer))
     logger.info("%s on %d layers of %s", method.name, session.layers, type(pipe).__name__)
     return SparseHandle(method, session)
+
+
+def _spared(transformer: weakref.ref[nn.Module]) -> int:
+    alive = transformer()
+    return 0 if alive is None else bytes_spared(alive)
 
 
 def restore(pipe: Any) -> bool:

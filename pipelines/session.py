@@ -37,7 +37,6 @@ from vidsparse.pipelines.branches import Halves, check_apart
 from vidsparse.pipelines.copies import refuse_copies
 from vidsparse.pipelines.forwards import show_changes
 from vidsparse.pipelines.layout import Layout
-from vidsparse.pipelines.linear import bytes_spared
 from vidsparse.pipelines.operators import SESSIONS
 from vidsparse.pipelines.parallel import (
     Groups,
@@ -166,7 +165,6 @@ class Session:
         self._watches.append(transformer.register_forward_hook(after).remove)
         self._watch_context(transformer)
         self._watches.append(refuse_copies(transformer))
-        self.engines[part].spared = partial(self._spared, part)
         self._modules.update({(part, layer): module for layer, module in modules.items()})
         self.layers += len(modules)
         self.heads = heads_of(modules[0])
@@ -251,10 +249,6 @@ class Session:
         """Take back what the host has set of a parallel configuration that is refused."""
         for transformer in self._living():
             forget_config(transformer, config)
-
-    def _spared(self, part: int) -> int:
-        transformer = self._transformers[part]()
-        return 0 if transformer is None else bytes_spared(transformer)
 
     def _living(self) -> list[nn.Module]:
         return [one for reference in self._transformers if (one := reference()) is not None]

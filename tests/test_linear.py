@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from tiny_pipelines import tiny_wan
 
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
+from vidsparse.pipelines import sparsify
 from vidsparse.pipelines.adapter import transformers_of
 from vidsparse.pipelines.generate import generate
 from vidsparse.pipelines.linear import LinearFacts, bytes_spared, fuse_lora, quantize_linear
@@ -133,6 +135,18 @@ def test_the_bytes_are_those_of_weights_and_their_scales() -> None:
     # what waits in the machine's memory leaves a GPU nothing.
     assert bytes_spared(pipe.transformer) == 0
     assert f"{facts.layers} of {facts.of} linear layers in int8" in str(facts)
+
+
+def test_what_weights_spare_is_what_refreshes_may_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = tiny_wan(layers=3)
+    with sparsify(pipe, "foresight", share=0.1) as handle:
+        facts = quantize_linear(pipe, "int8", smallest=32)
+        monkeypatch.setattr(
+            "vidsparse.pipelines.handle.bytes_spared", partial(bytes_spared, kind="cpu")
+        )
+        assert handle.engine.spared is not None
+        assert handle.engine.spared() == facts.bytes_before - facts.bytes_after > 0
+    assert handle.engine.spared is None
 
 
 # what it goes with
