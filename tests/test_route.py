@@ -15,7 +15,7 @@ from vidsparse.grid import TokenGrid
 from vidsparse.kernels import dispatch
 from vidsparse.kernels.attention.gates import Gate
 from vidsparse.methods import Bsfa, FgAttn, Foresight, Sale, SpargeAttn, SparseMethod, XAttention
-from vidsparse.route import Route, find_route
+from vidsparse.route import Route, find_route, lacks_a_kernel
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
@@ -184,3 +184,35 @@ def test_nothing_asks_again_to_keep_and_add_what_a_plan_lacks(found: list[Route]
         engine.attend(q, k, v, CallSite(0, step, 0.0, grid))
     assert {cell.action for cell in engine.trace.cells} == {"refresh", "reuse"}
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "says"),
+    [
+        (torch.float32, 64, "not in fp32. Hint: load the pipeline in bf16."),
+        (torch.bfloat16, 72, "handles head dims 64, 96 and 128, not 72."),
+    ],
+)
+def test_a_gpu_that_runs_no_kernel_of_ours_is_told_why(
+    dtype: torch.dtype, dim: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "triton_reason", lambda device: None)
+    # of a device that is no CPU; nothing runs.
+    q = torch.empty(1, 2, 64, dim, dtype=dtype, device="meta")
+    note = lacks_a_kernel(q, "torch")
+    assert note is not None
+    assert note.endswith(says)
+    assert lacks_a_kernel(q, "triton") is None
+    assert lacks_a_kernel(torch.empty(1, 2, 64, dim), "torch") is None
+
+
+@pytest.mark.gpu
+def test_a_pipeline_in_fp32_on_a_gpu_says_that_it_is_slower() -> None:
+    q = torch.randn(1, 2, 64, 64, device="cuda")
+    for implementation, notes in (("auto", 1), ("torch", 0)):
+        engine = AttentionEngine(
+            FgAttn(), schedule=Schedule(dense_steps=0), layers=1, implementation=implementation
+        )
+        engine.begin_run(1)
+        engine.attend(q, q, q, CallSite(0, 0, 1.0, TokenGrid(1, 8, 8)))
+        assert sum("in fp32" in note for note in engine.trace.notes) == notes

@@ -57,6 +57,7 @@ from vidsparse.route import (
     check_implementation,
     dense_by_kernel,
     find_route,
+    lacks_a_kernel,
 )
 from vidsparse.schedule import Action, Schedule
 from vidsparse.selection_costs import selection_cost
@@ -425,9 +426,7 @@ class AttentionEngine:
     ) -> Tensor:
         assert isinstance(self.method, SparseMethod)
         method, grid = self.method, site.grid
-        note = gate_left_out(method, route)
-        if note is not None and note not in self.trace.notes:
-            self.trace.notes.append(note)
+        self._note(gate_left_out(method, route))
         deal = deal_tokens(self.order, grid, ring.count, ring.rank, stretch_step(method), q.device)
         plan = self._take_kept(site, cell, key)
         if plan is None:
@@ -555,7 +554,7 @@ class AttentionEngine:
             lacks = torch.tensor(not self._fits, device=q.device)
             if self.any_process is not None and self.any_process(lacks) and self._fits:
                 self._fits = False
-                self.trace.notes.append(NO_ROOM_ELSEWHERE)
+                self._note(NO_ROOM_ELSEWHERE)
         return self._fits
 
     def _find_room(self, q: Tensor, site: CallSite) -> bool:
@@ -570,9 +569,7 @@ class AttentionEngine:
         room = max(0, int(free - all_of_it * _LEFT_FREE))
         spared = 0 if self.spared is None else self.spared()
         self._keeping = keeping = choose_keeping(q, calls, room, lockable_bytes(), spared)
-        note = lack_of_room(q, calls, room, keeping)
-        if note is not None:
-            self.trace.notes.append(note)
+        self._note(lack_of_room(q, calls, room, keeping))
         return keeping is not None
 
     def _lacks(self, site: CallSite, key: PlanKey) -> Iterator[tuple[Remainder, float]]:
@@ -630,10 +627,15 @@ class AttentionEngine:
         asked = self.router, self.implementation
         key = *asked, q.device, q.dtype, q.shape[-1], wants_gradient(q, k, v)
         if key not in self._routes:
-            self._routes[key] = self.router(
-                self.method, q, k, v, implementation=self.implementation
-            )
+            found = self.router(self.method, q, k, v, implementation=self.implementation)
+            self._routes[key] = found
+            if self.implementation == "auto":
+                self._note(lacks_a_kernel(q, found.implementation))
         return self._routes[key]
+
+    def _note(self, note: str | None) -> None:
+        if note is not None and note not in self.trace.notes:
+            self.trace.notes.append(note)
 
     def _selection_cost(self, q: Tensor, tokens: int) -> SelectionCost | None:
         assert isinstance(self.method, SparseMethod)

@@ -48,6 +48,18 @@ class Route:
     block_rows: int
 
 
+def lacks_a_kernel(q: Tensor, implementation: str) -> str | None:
+    """What is to be said where a GPU's sparse calls run by PyTorch's own operations, else None.
+
+    ``q`` is of the call, in the dtype in which it runs.
+    """
+    if q.device.type == "cpu" or implementation != "torch":
+        return None
+    reason = support("triton", q.device, q.dtype, q.shape[-1])
+    hint = " Hint: load the pipeline in bf16." if q.dtype == torch.float32 else ""
+    return f"sparse calls run by PyTorch's own operations, which are slower: triton {reason}.{hint}"
+
+
 def find_route(
     method: SparseMethod,
     q: Tensor,
