@@ -135,6 +135,10 @@ def test_settings_outlive_a_reload_and_ctrl_enter_runs(visit: Any) -> None:
     visitor.prompt("a small blue ring that orbits")
     visitor.set("Seed", 11)
     visitor.set("share", 0.06)
+    # nobody reloads in the same moment, which on a busy machine is before the page hears of it.
+    page.wait_for_function(
+        "() => Object.values(JSON.parse(sessionStorage['vidsparse-form'])).includes(0.06)"
+    )
     page.reload()
     playwright.expect(page.locator("#prompt textarea")).to_have_value(
         "a small blue ring that orbits"
