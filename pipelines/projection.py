@@ -88,9 +88,9 @@ def norm_and_rotate_rows(
     x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, first: int
 ) -> Tensor:
     """``norm_and_rotate`` in one pass: compilers take three, at half of what memory gives."""
-    from vidsparse.kernels.tokens.rotate import rotate_rows
+    from vidsparse.kernels.tokens.rotate import can_rotate, rotate_rows
 
-    if x.stride(-1) != 1:
+    if not can_rotate(x, cos, sin):
         x = x.contiguous()
     return rotate_rows(x, cos, sin, first=first, norm=(weight, eps))
 

@@ -239,8 +239,8 @@ def test_what_is_kept_goes_where_there_is_room(
         assert told.endswith("nothing was kept")
     elif each * calls <= on_gpu:
         assert told is None
-    elif found.on_gpu is not None:
-        away = (calls - found.on_gpu) * each / GIB
+    elif found.most_on_gpu is not None:
+        away = (calls - found.most_on_gpu) * each / GIB
         assert told is not None
         assert told.endswith(f"{away:.1f} are in the machine's memory")
 
@@ -821,7 +821,7 @@ def test_as_many_stay_on_the_gpu_as_may(slope: float, monkeypatch: pytest.Monkey
         for step in range(STEPS - 1):
             for layer in range(4):
                 engine.attend(q, k, v, site(step, layer=layer))
-            most.append(engine._lacking.on_gpu())
+            most.append(engine._lacking.count_on_gpu())
         assert max(most) == 3
         kept.append(engine._keeping)
     assert kept == [Keeping(4, 3)] * 2

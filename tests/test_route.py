@@ -191,6 +191,7 @@ def test_nothing_asks_again_to_keep_and_add_what_a_plan_lacks(found: list[Route]
     [
         (torch.float32, 64, "not in fp32. Hint: load the pipeline in bf16."),
         (torch.bfloat16, 72, "handles head dims 64, 96 and 128, not 72."),
+        (torch.bfloat16, 64, "does not run the method's gate or its 8-bit format here."),
     ],
 )
 def test_a_gpu_that_runs_no_kernel_of_ours_is_told_why(

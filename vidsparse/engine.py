@@ -38,7 +38,7 @@ from vidsparse.planning import (
     order_and_plan,
     share_with_means,
 )
-from vidsparse.remainder import Keeping, Remainder, arriving, choose_keeping, lack_of_room
+from vidsparse.remainder import Keeping, Remainder, choose_keeping, lack_of_room
 from vidsparse.ring import (
     Ring,
     attend_densely,
@@ -114,8 +114,8 @@ class AttentionEngine:
         kernel: ``sparse_attention``. A benchmark may put a stopwatch around it.
         any_process: where several processes make a run, whether a tensor is true in any of them;
             all of them ask.
-        spared: the bytes of a GPU that the run takes less than the model as it was; what refreshes
-            keep takes them.
+        spared: says how many bytes of a GPU the run takes less than the model as it was; what
+            refreshes keep may take them.
 
     Raises:
         OptionError: ``method`` is no method; the order, the implementation or the dense kernel is
@@ -290,10 +290,14 @@ class AttentionEngine:
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
                 lacks: list[tuple[Remainder, float]] = []
-                with arriving(lacks):
+                try:
                     for remainder, factor in self._lacks(site, key):
                         lacks.append((remainder.fetched(q.device), factor))
                     out, route = self._sparse(q, k, v, site, cell, key, ring)
+                except BaseException:
+                    for remainder, _ in lacks:
+                        remainder.wait()
+                    raise
                 self._add_remainder(out, lacks, site, key, route)
                 del lacks
             if sparse and self.dense_fallback and not_finite(out, ring):
@@ -329,7 +333,8 @@ class AttentionEngine:
                     remainder.add_to(planned[:first], **how)
                     planned[first:], cell.whole = out, 1 - first / q.shape[0]
                     out = planned
-                if keeping.on_gpu is not None and self._lacking.on_gpu(earlier) >= keeping.on_gpu:
+                most = keeping.most_on_gpu
+                if most is not None and self._lacking.count_on_gpu(earlier) >= most:
                     remainder = remainder.to_host()
                 lacking = Lacking(site.step, self._plans[key].made, remainder, earlier)
                 self._lacking[site.branch, key] = lacking

@@ -180,7 +180,7 @@ class Lacking:
 class AllLacking(dict[tuple[str, PlanKey], Lacking]):
     """What the plans of a run lack, by guidance branch and plan."""
 
-    def on_gpu(self, beside: Lacking | None = None) -> int:
+    def count_on_gpu(self, beside: Lacking | None = None) -> int:
         """How many remainders are in a GPU's memory, with what is kept ``beside`` them."""
         all_of_them = (each for one in self.values() for each in (one, one.earlier))
         kept = [each for each in (*all_of_them, beside) if each is not None]

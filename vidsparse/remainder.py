@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -29,11 +27,11 @@ class Keeping:
     Args:
         bits: of a value, 8 or 4. Eight err by about one percent of the remainder, which is itself
             a small part of the output; four err by about a tenth (``docs/experiments.md``).
-        on_gpu: how many may be in the GPU's memory; others wait in the machine's. None: all.
+        most_on_gpu: how many may be in the GPU's memory; others wait in the machine's. None: all.
     """
 
     bits: int = 8
-    on_gpu: int | None = None
+    most_on_gpu: int | None = None
 
     def bytes_for(self, q: Tensor) -> int:
         """Bytes of the ``Remainder`` of a call with queries ``q`` ``[B, H, S, D]``."""
@@ -76,9 +74,10 @@ def lack_of_room(q: Tensor, calls: int, room: int, keeping: Keeping | None) -> s
     """What is to be said where ``choose_keeping`` found no room for all on the GPU."""
     each = Keeping(4).bytes_for(q)
     needed = each * calls
-    if keeping is not None and (keeping.on_gpu is None or needed <= room):
+    here = 0 if keeping is None else keeping.most_on_gpu
+    if here is None or (keeping is not None and needed <= room):
         return None
-    away = 0 if keeping is None or keeping.on_gpu is None else (calls - keeping.on_gpu) * each
+    away = 0 if keeping is None else (calls - here) * each
     return (
         f"refreshes keep {needed / 2**30:.1f} GiB, for which the GPU has room for "
         f"{room / 2**30:.1f}: "
@@ -142,8 +141,8 @@ class Remainder:
     def fetched(self, device: torch.device) -> Remainder:
         """It on ``device``; what comes of the machine's memory does so beside the GPU's other work.
 
-        To be asked for before the call that it is added to, so that nobody waits for it, and within
-        ``arriving``.
+        To be asked for before the call that it is added to, so that nobody waits for it. Whoever
+        lets go of it without adding it has to ``wait`` first: its memory may be another's by then.
         """
         if device.type != "cuda" or self.on_gpu:
             return self
@@ -183,20 +182,6 @@ class Remainder:
             steps = four[..., : part.shape[-1]].to(out.dtype).sub_(8)
             part.addcmul_(steps, scale[..., place : place + 1], value=factor)
         return out
-
-
-@contextmanager
-def arriving(fetched: Collection[tuple[Remainder, float]]) -> Iterator[None]:
-    """In the block what is ``fetched`` may be on its way, also where the block fails.
-
-    Its memory is given to others as soon as nobody has it: they must not come before the copy does.
-    """
-    try:
-        yield
-    except BaseException:
-        for remainder, _ in fetched:
-            remainder.wait()
-        raise
 
 
 def _in_bits(lacking: Tensor, bits: int) -> tuple[Tensor, Tensor]:

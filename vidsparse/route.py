@@ -55,7 +55,10 @@ def lacks_a_kernel(q: Tensor, implementation: str) -> str | None:
     """
     if q.device.type == "cpu" or implementation != "torch":
         return None
-    reason = support("triton", q.device, q.dtype, q.shape[-1])
+    # one that can run such tensors knows no such gate, or no such 8-bit format.
+    reason = support("triton", q.device, q.dtype, q.shape[-1]) or (
+        "does not run the method's gate or its 8-bit format here"
+    )
     hint = " Hint: load the pipeline in bf16." if q.dtype == torch.float32 else ""
     return f"sparse calls run by PyTorch's own operations, which are slower: triton {reason}.{hint}"
 

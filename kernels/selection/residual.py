@@ -45,7 +45,7 @@ SCORE_CHUNKS = 32
 # steps of chunks that a program takes with the same query tiles.
 SCORE_STEPS = 30
 SCORE_WARPS = 4
-STAGES = 2
+SCORE_STAGES = 2
 TOP_WARPS = 4
 # of the second piece of a row: a few for every thread.
 LEAST_BEHIND = 512
@@ -461,7 +461,7 @@ def residual_ranks(
             BLOCK_Q=SCORE_TILES,
             BLOCK_K=SCORE_CHUNKS,
             STEPS=SCORE_STEPS,
-            STAGES=STAGES,
+            STAGES=SCORE_STAGES,
             num_warps=SCORE_WARPS,
             **sizes,
         )
@@ -508,10 +508,10 @@ def largest_chunks(
     """
     batch, heads, blocks, chunks = ranks.shape
     width = triton.cdiv(chunks, 32)
-    first, second = _in_two(chunks)
+    first, second, pitch = *_in_two(chunks), _pitch(chunks)
     # counts of both of a pair share a number.
     assert first < 2**17
-    if ranks.stride() != (heads * blocks * (pitch := _pitch(chunks)), blocks * pitch, pitch, 1):
+    if ranks.stride() != (heads * blocks * pitch, blocks * pitch, pitch, 1):
         ranks = F.pad(ranks.contiguous(), (0, pitch - chunks))
     words = torch.empty(batch, heads, blocks, width, dtype=torch.int32, device=ranks.device)
     count = torch.empty(batch, heads, blocks, dtype=torch.int32, device=ranks.device)

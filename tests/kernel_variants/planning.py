@@ -505,7 +505,7 @@ def residuals(cc: int, head_dim: int) -> Iterator[Variant]:
                 "BLOCK_Q": residual.SCORE_TILES,
                 "BLOCK_K": residual.SCORE_CHUNKS,
                 "STEPS": residual.SCORE_STEPS,
-                "STAGES": residual.STAGES,
+                "STAGES": residual.SCORE_STAGES,
             },
             residual.SCORE_WARPS,
             floats=("scale",),
