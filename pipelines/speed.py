@@ -45,7 +45,8 @@ _ONE_FORWARD_SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
     "fast": {"dense_steps": 0.08, "refresh": 0.06},
 }
 """Its numbers where a step is one forward. Guidance makes errors larger than they are in either
-branch; without it, less work comes as near to the dense run (``BENCHMARKS.md``)."""
+branch; without it, less work comes as near to the dense run (``BENCHMARKS.md``). ``fast`` has them
+too where there is no step cache."""
 
 _FAST_EVERY: Final = 3
 """Of so many steps ``fast`` runs the unconditional branch in one, ``balanced`` in every second."""
@@ -123,7 +124,9 @@ def bundle_for(
         own = defaults.speeds.get(speed, {})
         if own_method != defaults.method:
             shares, schedules = _SHARES, _SCHEDULES
-            if defaults.one_forward:
+            # where no step can be left out, the fastest speed is so by what steps compute.
+            uncached = speed == "fast" and _cache(speed, defaults, guidance=True)[0] == "none"
+            if defaults.one_forward or uncached:
                 shares, schedules = _ONE_FORWARD_SHARES, _ONE_FORWARD_SCHEDULES
             share = _FEW_SHARE if few else shares.get(speed)
             own = {

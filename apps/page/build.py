@@ -43,6 +43,9 @@ SHARED_FROM = "https://gradio.s3-us-west-2.amazonaws.com"
 # gradio keeps all controls of a session, half a megabyte, until so many others have come after it;
 # ten thousand by its own default. A session that comes back later begins with fresh ones.
 MOST_SESSIONS = 200
+# seconds between two looks of gradio for calls. By its own default it looks a thousand times a
+# second, for which a page that nobody uses takes a twentieth of a core.
+_LOOKS_EVERY = 0.02
 # what gradio says of a value that its session has no choice for: of a window whose session gave way
 # to others it knows only what a new one is offered.
 _NO_CHOICE = re.compile(
@@ -114,6 +117,7 @@ def build(desk: Desk) -> gr.Blocks:
         gr.HTML(draw.note(_footer(desk)))
     # every job waits in the desk's queue; gradio's own only carries the answers.
     page.queue(default_concurrency_limit=None, api_open=False)
+    page._queue.sleep_when_free = _LOOKS_EVERY
     return page
 
 
