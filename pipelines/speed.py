@@ -46,7 +46,7 @@ _ONE_FORWARD_SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
 }
 """Its numbers where a step is one forward. Guidance makes errors larger than they are in either
 branch; without it, less work comes as near to the dense run (``BENCHMARKS.md``). ``fast`` has them
-too where there is no step cache."""
+too where there is no step cache; what they cost with guidance was not measured."""
 
 _FAST_EVERY: Final = 3
 """Of so many steps ``fast`` runs the unconditional branch in one, ``balanced`` in every second."""

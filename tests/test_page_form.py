@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -233,6 +234,34 @@ def test_a_link_brings_none_of_the_visitor_s_own_pictures(tmp_path: Path) -> Non
     assert "value" not in after
     shown = [built.desk.images(window) for window in windows]
     assert shown == [{"image": picture}, {"image": picture}, {}, {}]
+
+
+def test_gradio_looks_for_calls_no_more_often_than_a_page_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gr = pytest.importorskip("gradio")
+    from vidsparse.apps.page.build import build
+    from vidsparse.apps.page.desk import Desk
+
+    host = host_of(tmp_path)
+    desk = Desk(host, queue_of(), Visits(host.folder))
+    looks = []
+    monkeypatch.setattr("gradio.queueing.Queue.__len__", lambda queue: looks.append(queue) or 0)
+
+    async def watched(queue: Any) -> int:
+        looks.clear()
+        looking = asyncio.create_task(queue.start_processing())
+        await asyncio.sleep(0.3)
+        looking.cancel()
+        return len(looks)
+
+    with gr.Blocks() as plain:
+        pass
+    # each look takes a twentieth of a millisecond.
+    assert 1 <= asyncio.run(watched(build(desk)._queue)) <= 16
+    desk.queue.close()
+    # by its own default, a thousand times a second where the machine is fast enough.
+    assert asyncio.run(watched(plain.queue()._queue)) > 16
 
 
 def test_as_a_page_opens_the_server_puts_nothing_into_what_is_written(tmp_path: Path) -> None:

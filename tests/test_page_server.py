@@ -66,16 +66,6 @@ def test_the_page_makes_the_video_of_the_same_request(
     assert np.array_equal(read_video(video_of(answer)), read_video(tmp_path / "direct.mp4"))
 
 
-def test_a_page_that_nobody_uses_leaves_the_processor_alone(page: tuple[Any, str]) -> None:
-    # a page of this process: it is there, and has nothing to do.
-    assert page
-    before, began = time.process_time(), time.monotonic()
-    time.sleep(3)
-    share = (time.process_time() - before) / (time.monotonic() - began)
-    # gradio's own share is 0.045.
-    assert share < 0.025
-
-
 def test_files_of_a_visit_are_the_command_line_s(page: tuple[Any, str], out: Path) -> None:
     _, url = page
     answer = client_of(url).predict("a blue square", api_name="/generate", seed=11, **TINY)

@@ -54,8 +54,8 @@ def engine_of(
     )
 
 
-def operands(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    return random_qkv(GRID.tokens, 64, dtype, seed=seed)
+def operands(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    return random_qkv(GRID.tokens, 64, torch.float32, seed=seed)
 
 
 def run(engine: AttentionEngine, calls: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:

@@ -122,7 +122,7 @@ def test_faster_speeds_keep_less_and_have_the_cache_that_fits_the_family(family:
     made = {speed: bundle_for(speed, family.defaults, steps=50, **CPU) for speed in SPEEDS}
     assert [made[s].method for s in SPEEDS] == ["dense", *["foresight"] * 3]
     one = family.name in ("HunyuanVideo", "AnyFlow", "MiniMax-H3")
-    # of those no step can be left out, so that each computes less.
+    # one forward a step, or no step cache: each step of fast computes less.
     least = one or made["fast"].cache == "none"
     assert least == (one or family.name in UNCACHED)
     shares = [None, None, 0.11, 0.09 if least else 0.11]
