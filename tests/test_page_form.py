@@ -245,8 +245,13 @@ def test_gradio_looks_for_calls_no_more_often_than_a_page_needs(
 
     host = host_of(tmp_path)
     desk = Desk(host, queue_of(), Visits(host.folder))
-    looks = []
-    monkeypatch.setattr("gradio.queueing.Queue.__len__", lambda queue: looks.append(queue) or 0)
+    looks: list[Any] = []
+
+    def none_waits(queue: Any) -> int:
+        looks.append(queue)
+        return 0
+
+    monkeypatch.setattr("gradio.queueing.Queue.__len__", none_waits)
 
     async def watched(queue: Any) -> int:
         looks.clear()
