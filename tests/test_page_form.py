@@ -236,15 +236,23 @@ def test_a_link_brings_none_of_the_visitor_s_own_pictures(tmp_path: Path) -> Non
     assert shown == [{"image": picture}, {"image": picture}, {}, {}]
 
 
-def test_gradio_looks_for_calls_no_more_often_than_a_page_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gr = pytest.importorskip("gradio")
+@pytest.fixture
+def whole_page(tmp_path: Path) -> Iterator[Any]:
+    pytest.importorskip("gradio")
     from vidsparse.apps.page.build import build
     from vidsparse.apps.page.desk import Desk
 
     host = host_of(tmp_path)
     desk = Desk(host, queue_of(), Visits(host.folder))
+    yield build(desk)
+    desk.queue.close()
+
+
+def test_gradio_looks_for_calls_no_more_often_than_a_page_needs(
+    whole_page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gradio as gr
+
     looks: list[Any] = []
 
     def none_waits(queue: Any) -> int:
@@ -263,21 +271,23 @@ def test_gradio_looks_for_calls_no_more_often_than_a_page_needs(
     with gr.Blocks() as plain:
         pass
     # each look takes a twentieth of a millisecond.
-    assert 1 <= asyncio.run(watched(build(desk)._queue)) <= 16
-    desk.queue.close()
+    assert 1 <= asyncio.run(watched(whole_page._queue)) <= 16
     # by its own default, a thousand times a second where the machine is fast enough.
     assert asyncio.run(watched(plain.queue()._queue)) > 16
 
 
-def test_as_a_page_opens_the_server_puts_nothing_into_what_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("gradio")
-    from vidsparse.apps.page.build import build
-    from vidsparse.apps.page.desk import Desk
+def test_no_event_has_a_browser_look_for_places_of_progress_that_nobody_sees(
+    whole_page: Any,
+) -> None:
+    events = whole_page.config["dependencies"]
+    assert len(events) > 100
+    asked = [event["show_progress"] for event in events if event["backend_fn"]]
+    assert set(asked) == {"hidden"}
+    assert [event["id"] for event in events if event["show_progress_on"] != []] == []
 
-    host = host_of(tmp_path)
-    desk = Desk(host, queue_of(), Visits(host.folder))
-    config = build(desk).config
-    desk.queue.close()
+
+def test_as_a_page_opens_the_server_puts_nothing_into_what_is_written(whole_page: Any) -> None:
+    config = whole_page.config
     written = {
         each["id"]
         for each in config["components"]

@@ -115,6 +115,10 @@ def build(desk: Desk) -> gr.Blocks:
         gr.HTML(draw.head(back="./"))
         gr.HTML(studies.studies_page(form), elem_id="studies")
         gr.HTML(draw.note(_footer(desk)))
+    for event in page.fns.values():
+        # what is to be seen of a job the page draws itself. A browser finds all that may show
+        # gradio's progress anew at every event, though it is hidden there.
+        event.show_progress_on = []
     # every job waits in the desk's queue; gradio's own only carries the answers.
     page.queue(default_concurrency_limit=None, api_open=False)
     page._queue.sleep_when_free = _LOOKS_EVERY
