@@ -270,7 +270,7 @@ def test_gradio_looks_for_calls_no_more_often_than_a_page_needs(
 
     with gr.Blocks() as plain:
         pass
-    # each look takes a twentieth of a millisecond.
+    # fifteen at its own pace.
     assert 1 <= asyncio.run(watched(whole_page._queue)) <= 16
     # by its own default, a thousand times a second where the machine is fast enough.
     assert asyncio.run(watched(plain.queue()._queue)) > 16

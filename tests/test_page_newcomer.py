@@ -48,7 +48,8 @@ LISTEN = """() => {
   }).observe({ type: "event", durationThreshold: 16 });
 }"""
 
-# milliseconds from the next input until the frame after what the server answers stands there.
+# milliseconds from the next input until the frame after what the server answers stands there: what
+# is to be read or seen in its place is another then, not only elements that nobody sees.
 ANSWER = """(area) => {
   window.answered = 0;
   let begun;
@@ -56,11 +57,15 @@ ANSWER = """(area) => {
   for (const kind of ["pointerdown", "keydown"]) {
     addEventListener(kind, begin, { capture: true, once: true });
   }
+  const place = document.querySelector(area);
+  const pictures = () => [...place.querySelectorAll("img")].map((each) => each.src);
+  const shown = () => [place.innerText, ...pictures()].join();
+  const before = shown();
   new MutationObserver((_, seen) => {
-    if (begun === undefined) return;
+    if (begun === undefined || shown() === before) return;
     seen.disconnect();
     requestAnimationFrame(() => setTimeout(() => { answered = performance.now() - begun; }));
-  }).observe(document.querySelector(area), { subtree: true, childList: true, characterData: true });
+  }).observe(place, { subtree: true, childList: true, characterData: true, attributes: true });
 }"""
 
 
