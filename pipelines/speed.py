@@ -45,8 +45,11 @@ _ONE_FORWARD_SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
     "fast": {"dense_steps": 0.08, "refresh": 0.06},
 }
 """Its numbers where a step is one forward. Guidance makes errors larger than they are in either
-branch; without it, less work comes as near to the dense run (``BENCHMARKS.md``). ``fast`` has them
-too where there is no step cache; what they cost with guidance was not measured."""
+branch; without it, less work comes as near to the dense run (``BENCHMARKS.md``)."""
+
+_UNCACHED_SCHEDULE: Final = _ONE_FORWARD_SCHEDULES["balanced"]
+"""``fast`` where guidance takes two forwards and no step can be left out: fewer dense steps. A
+refresh fewer and a smaller share would cost 3 dB more, for a thirtieth of LTX-2's time."""
 
 _FAST_EVERY: Final = 3
 """Of so many steps ``fast`` runs the unconditional branch in one, ``balanced`` in every second."""
@@ -124,10 +127,11 @@ def bundle_for(
         own = defaults.speeds.get(speed, {})
         if own_method != defaults.method:
             shares, schedules = _SHARES, _SCHEDULES
-            # where no step can be left out, the fastest speed is so by what steps compute.
-            uncached = speed == "fast" and _cache(speed, defaults, guidance=True)[0] == "none"
-            if defaults.one_forward or uncached:
+            if defaults.one_forward:
                 shares, schedules = _ONE_FORWARD_SHARES, _ONE_FORWARD_SCHEDULES
+            elif _cache("fast", defaults, guidance=True)[0] == "none":
+                # where no step can be left out, the fastest speed is so by what steps compute.
+                schedules = {**_SCHEDULES, "fast": _UNCACHED_SCHEDULE}
             share = _FEW_SHARE if few else shares.get(speed)
             own = {
                 "method_options": {} if share is None else {"share": share},

@@ -122,12 +122,13 @@ def test_faster_speeds_keep_less_and_have_the_cache_that_fits_the_family(family:
     made = {speed: bundle_for(speed, family.defaults, steps=50, **CPU) for speed in SPEEDS}
     assert [made[s].method for s in SPEEDS] == ["dense", *["foresight"] * 3]
     one = family.name in ("HunyuanVideo", "AnyFlow", "MiniMax-H3")
-    # one forward a step, or no step cache: each step of fast computes less.
-    least = one or made["fast"].cache == "none"
-    assert least == (one or family.name in UNCACHED)
-    shares = [None, None, 0.11, 0.09 if least else 0.11]
+    # one forward a step: each step of fast computes less. No step cache: fewer steps are dense.
+    uncached = not one and made["fast"].cache == "none"
+    assert uncached == (family.name in UNCACHED)
+    shares = [None, None, 0.11, 0.09 if one else 0.11]
     assert [made[s].method_options.get("share") for s in SPEEDS] == shares
-    quick, fast = (0.08 if one else 0.12, 0.08), (0.08, 0.06) if least else (0.12, 0.08)
+    quick = 0.08 if one else 0.12, 0.08
+    fast = (0.08, 0.06) if one else (0.08, 0.08) if uncached else quick
     schedules = [dict(zip(("dense_steps", "refresh"), each, strict=True)) for each in (quick, fast)]
     assert [made[s].schedule for s in SPEEDS] == [{}, {"dense_steps": 0.12}, *schedules]
     caches = {speed: made[speed].cache for speed in SPEEDS}
