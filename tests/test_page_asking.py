@@ -174,7 +174,7 @@ def test_the_studies_are_a_page_of_their_own_whose_rows_can_be_run(visit: Any) -
     # rows of models that this page does not have cannot be run.
     runnable = page.locator(".vs-study", has=page.get_by_role("link", include_hidden=True)).first
     runnable.locator("summary").click()
-    row = runnable.get_by_role("row").filter(has_text="foresight")
+    row = runnable.get_by_role("row").filter(has_text="foresight").first
     share = row.locator("td").nth(1).inner_text().removeprefix("share ")
     row.get_by_role("link").click()
     visitor.unfold("By hand")

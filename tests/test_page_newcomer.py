@@ -59,7 +59,10 @@ ANSWER = """(area) => {
   }
   const place = document.querySelector(area);
   const pictures = () => [...place.querySelectorAll("img")].map((each) => each.src);
-  const shown = () => [place.innerText, ...pictures()].join();
+  // a status of gradio's own, which is there but not to be seen, counts seconds.
+  const unseen = () => [...place.querySelectorAll("[data-testid=status-tracker]")];
+  const text = () => unseen().reduce((all, at) => all.replace(at.innerText, ""), place.innerText);
+  const shown = () => [text().trim(), ...pictures()].join();
   const before = shown();
   new MutationObserver((_, seen) => {
     if (begun === undefined || shown() === before) return;

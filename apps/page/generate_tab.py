@@ -144,6 +144,7 @@ class GenerateTab:
             inputs=[self.search],
             outputs=[self.history, self.search],
             trigger_mode="always_last",
+            queue=False,
             show_progress="hidden",
             api_visibility="private",
         )
@@ -203,6 +204,7 @@ class GenerateTab:
             self.find,
             inputs=[self.search],
             outputs=[self.history, self.search],
+            queue=False,
             show_progress="hidden",
             api_visibility="private",
         )
