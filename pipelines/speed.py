@@ -45,11 +45,12 @@ _ONE_FORWARD_SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
     "fast": {"dense_steps": 0.08, "refresh": 0.06},
 }
 """Its numbers where a step is one forward. Guidance makes errors larger than they are in either
-branch; without it, less work comes as near to the dense run (``BENCHMARKS.md``)."""
+branch; without it ``balanced`` comes nearer with less work, and ``fast`` 3 dB nearer or up to
+2 dB less near than ``balanced`` does with it (``BENCHMARKS.md``)."""
 
 _UNCACHED_SCHEDULE: Final = _ONE_FORWARD_SCHEDULES["balanced"]
-"""``fast`` where guidance takes two forwards and no step can be left out: fewer dense steps. A
-refresh fewer and a smaller share would cost 3 dB more, for a thirtieth of LTX-2's time."""
+"""``fast`` where a step has both branches of guidance and none can be left out: fewer dense steps.
+A refresh fewer and a smaller share would cost 3 dB more, for a thirtieth of LTX-2's time."""
 
 _FAST_EVERY: Final = 3
 """Of so many steps ``fast`` runs the unconditional branch in one, ``balanced`` in every second."""
@@ -130,7 +131,7 @@ def bundle_for(
             if defaults.one_forward:
                 shares, schedules = _ONE_FORWARD_SHARES, _ONE_FORWARD_SCHEDULES
             elif _cache("fast", defaults, guidance=True)[0] == "none":
-                # where no step can be left out, the fastest speed is so by what steps compute.
+                # where no step can be left out, the fastest speed is so by fewer dense steps.
                 schedules = {**_SCHEDULES, "fast": _UNCACHED_SCHEDULE}
             share = _FEW_SHARE if few else shares.get(speed)
             own = {

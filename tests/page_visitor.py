@@ -116,7 +116,7 @@ class Visitor:
 
     def calls(self) -> int:
         """How often the page has called a function of the server's."""
-        return sum("/queue/join" in url or "/gradio_api/run/" in url for url in self.asked)
+        return sum(url.split("?")[0].endswith("/queue/join") for url in self.asked)
 
     def calls_at_rest(self) -> int:
         """``calls`` once the page has asked nothing for two seconds."""

@@ -104,7 +104,7 @@ def test_another_method_and_its_refreshes_are_measured_in_the_place_of_the_speed
     both = measured(file, "wan-1.3b", *given, "--whole", "--computed", "0.2", "--warmup", "0.16")
     assert both[0] == own
     row = both[1]
-    # the first refresh is the last dense step; LTX-2 has as many as at `balanced`.
+    # the first refresh is the last dense step.
     assert (row.dense_steps, row.refresh_steps, row.sparse_steps) == (1, 3, 3)
     assert row.halved_steps == 5
     assert row.refresh_ms is not None

@@ -26,7 +26,7 @@ pytestmark = MARKS
 
 # the schedule's fields as the page calls them, in the order of ``SCHEDULED``.
 FIELDS = ("first steps", "first layers", "last layers", "Steps a plan serves", "Refreshes")
-CALLS = re.compile(r"/gradio_api/(queue/join|run/)")
+CALLS = "**/queue/join*"
 
 # before any script of the page: types a text from the first sight of the prompt until the page has
 # asked for the settings to put back, and once more.

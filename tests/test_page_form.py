@@ -286,13 +286,6 @@ def test_no_event_has_a_browser_look_for_places_of_progress_that_nobody_sees(
     assert [event["id"] for event in events if event["show_progress_on"] != []] == []
 
 
-def test_only_what_never_refuses_or_warns_is_answered_without_the_queue(whole_page: Any) -> None:
-    # an answer without the queue brings neither a toast nor a warning with it.
-    events = [event for event in whole_page.config["dependencies"] if event["backend_fn"]]
-    without = {event["api_name"].rstrip("_0123456789") for event in events if not event["queue"]}
-    assert without == {"find", "offer", "tell", "cancels"}
-
-
 def test_as_a_page_opens_the_server_puts_nothing_into_what_is_written(whole_page: Any) -> None:
     config = whole_page.config
     written = {

@@ -59,14 +59,14 @@ ANSWER = """(area) => {
   }
   const place = document.querySelector(area);
   const pictures = () => [...place.querySelectorAll("img")].map((each) => each.src);
-  // a status of gradio's own, which is there but not to be seen, counts seconds.
-  const unseen = () => [...place.querySelectorAll("[data-testid=status-tracker]")];
-  const text = () => unseen().reduce((all, at) => all.replace(at.innerText, ""), place.innerText);
-  const shown = () => [text().trim(), ...pictures()].join();
+  // what nobody sees does not count: gradio's own status, without opacity, counts seconds.
+  const seen = (each) => each.checkVisibility?.({ opacityProperty: true }) ?? true;
+  const within = (each) => seen(each) ? [...each.childNodes].flatMap(within).concat(each.data) : [];
+  const shown = () => [...within(place), ...pictures()].join();
   const before = shown();
-  new MutationObserver((_, seen) => {
+  new MutationObserver((_, observer) => {
     if (begun === undefined || shown() === before) return;
-    seen.disconnect();
+    observer.disconnect();
     requestAnimationFrame(() => setTimeout(() => { answered = performance.now() - begun; }));
   }).observe(place, { subtree: true, childList: true, characterData: true, attributes: true });
 }"""

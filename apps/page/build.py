@@ -119,9 +119,7 @@ def build(desk: Desk) -> gr.Blocks:
         # what is to be seen of a job the page draws itself. A browser finds all that may show
         # gradio's progress anew at every event, though it is hidden there.
         event.show_progress_on = []
-    # every job waits in the desk's queue; gradio's own only carries the answers. What never refuses
-    # or warns does without it (queue=False): one request brings an answer, in the place of two, and
-    # nothing but an answer.
+    # every job waits in the desk's queue; gradio's own only carries the answers.
     page.queue(default_concurrency_limit=None, api_open=False)
     page._queue.sleep_when_free = _LOOKS_EVERY
     return page

@@ -158,7 +158,6 @@ class CompareTab:
             "fn": self.offer,
             "inputs": list(self.sides.values()),
             "outputs": list(self.sides.values()),
-            "queue": False,
             "show_progress": "hidden",
             "api_visibility": "private",
         }

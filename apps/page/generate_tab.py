@@ -144,7 +144,6 @@ class GenerateTab:
             inputs=[self.search],
             outputs=[self.history, self.search],
             trigger_mode="always_last",
-            queue=False,
             show_progress="hidden",
             api_visibility="private",
         )
@@ -204,7 +203,6 @@ class GenerateTab:
             self.find,
             inputs=[self.search],
             outputs=[self.history, self.search],
-            queue=False,
             show_progress="hidden",
             api_visibility="private",
         )

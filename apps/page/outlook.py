@@ -77,7 +77,6 @@ class Outlook:
             outputs=[*(tab.outlook for tab in self._tabs), self._timer],
             # of many changes at once, as another model brings them, the last one is answered.
             trigger_mode="always_last",
-            queue=False,
             show_progress="hidden",
             api_visibility="private",
         )
@@ -86,7 +85,6 @@ class Outlook:
         self._timer.tick(
             self._desk.cancels,
             outputs=[tab.stop for tab in self._tabs],
-            queue=False,
             show_progress="hidden",
             api_visibility="private",
         )
