@@ -239,6 +239,22 @@ def test_calls_that_nobody_meant(page: tuple[Any, str], out: Path, tmp_path: Pat
     assert not Path("/tmp/evil.txt").exists()
 
 
+def test_a_call_of_what_only_browsers_do_is_one_line_in_the_log(
+    page: tuple[Any, str], caplog: Any, capfd: Any
+) -> None:
+    caller = Caller(page[1], "asks a browser")
+    function = next(number for number, fn in caller.functions.items() if not fn["backend_fn"])
+    with caplog.at_level("INFO", "vidsparse"):
+        event = caller.start(function, caller.defaults(function)).json()["event_id"]
+        answer = caller.ends({event})[event]
+    assert not answer["success"]
+    assert "runs in its browser" in answer["output"]["error"]
+    # the model may load meanwhile, which is told as well.
+    told = [record.getMessage() for record in caplog.records if record.name == "vidsparse"]
+    assert len([line for line in told if "refused" in line]) == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def _inputs(caller: Caller, function: int, whole: bool = False) -> list[Any]:
     found = [caller.components[number] for number in caller.functions[function]["inputs"]]
     return found if whole else [each["props"] for each in found]

@@ -76,6 +76,12 @@ class Blocks(gr.Blocks):  # type: ignore[misc]
             logger.info("values were not understood: %s: %s", type(error).__name__, line)
             raise gr.Error(text, print_exception=False) from None
 
+    async def call_function(self, block_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Gradio does it; a caller who asks for what only browsers do is no traceback either."""
+        if not block_fn.fn:
+            raise toast(OptionError("this step runs in its browser, and answers nobody"))
+        return await super().call_function(block_fn, *args, **kwargs)
+
 
 def build(desk: Desk) -> gr.Blocks:
     """The page, ready to be served.
