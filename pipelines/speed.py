@@ -45,12 +45,12 @@ _ONE_FORWARD_SCHEDULES: Final[Mapping[str, Mapping[str, int | float]]] = {
     "fast": {"dense_steps": 0.08, "refresh": 0.06},
 }
 """Its numbers where a step is one forward. Guidance makes errors larger than they are in either
-branch; without it ``balanced`` comes nearer with less work, and ``fast`` 3 dB nearer or up to
-2 dB less near than ``balanced`` does with it (``BENCHMARKS.md``)."""
+branch: without it these come from 2 dB less near to 5 dB nearer than ``balanced`` does with it, and
+compute less (``BENCHMARKS.md``)."""
 
-_UNCACHED_SCHEDULE: Final = _ONE_FORWARD_SCHEDULES["balanced"]
-"""``fast`` where a step has both branches of guidance and none can be left out: fewer dense steps.
-A refresh fewer and a smaller share would cost 3 dB more, for a thirtieth of LTX-2's time."""
+_UNCACHED_SCHEDULES: Final = {**_SCHEDULES, "fast": _ONE_FORWARD_SCHEDULES["balanced"]}
+"""Where a step has both branches of guidance and none can be left out, ``fast`` has fewer dense
+steps. A refresh fewer and a smaller share would cost 3 dB more, for a thirtieth of LTX-2's time."""
 
 _FAST_EVERY: Final = 3
 """Of so many steps ``fast`` runs the unconditional branch in one, ``balanced`` in every second."""
@@ -132,7 +132,7 @@ def bundle_for(
                 shares, schedules = _ONE_FORWARD_SHARES, _ONE_FORWARD_SCHEDULES
             elif _cache("fast", defaults, guidance=True)[0] == "none":
                 # where no step can be left out, the fastest speed is so by fewer dense steps.
-                schedules = {**_SCHEDULES, "fast": _UNCACHED_SCHEDULE}
+                schedules = _UNCACHED_SCHEDULES
             share = _FEW_SHARE if few else shares.get(speed)
             own = {
                 "method_options": {} if share is None else {"share": share},

@@ -51,20 +51,20 @@ def measured(file: Path, family: str, *arguments: str, steps: int = 12) -> list[
 def test_every_kind_of_step_of_a_speed_is_measured(family: str, tmp_path: Path) -> None:
     asked = ("--speed", "fast", "--speed", "exact", "--whole")
     # where a step is one forward, or none can be left out, fewer of them are dense.
-    fewer = family in ("hunyuanvideo", "minimax-h3", "ltx-2")
-    steps, warmup = (16, 0.08) if fewer else (12, 0.12)
-    share = 0.09 if fewer and family != "ltx-2" else 0.11
+    one, uncached = family in ("hunyuanvideo", "minimax-h3"), family == "ltx-2"
+    steps, warmup = (16, 0.08) if one or uncached else (12, 0.12)
+    share = 0.09 if one else 0.11
     exact, fast = measured(tmp_path / "rows.json", family, *asked, steps=steps)
     assert (exact.speed, fast.speed) == ("exact", "fast")
     assert (exact.dense_steps, exact.sparse_steps, exact.cached_steps) == (steps, 0, 0)
     assert exact.sparse_ms is exact.computed is exact.cached_ms is None
     assert fast.method == "foresight"
-    # the first refresh is the last dense step; LTX-2 has as many as at `balanced`.
-    refreshes = 2 if family == "ltx-2" else 1
+    # the first refresh is the last dense step. Of 16 steps 8 % are two, and 6 % one.
+    refreshes = 2 if uncached else 1
     assert (fast.warmup, fast.dense_steps, fast.refresh_steps) == (warmup, 1, refreshes)
     # the step cache leaves a third of the steps out, or a branch of two in steps in turn.
     turns = family.startswith("wan")
-    cached = 0 if turns or family in ("ltx-2", "minimax-h3") else steps // 3
+    cached = 0 if turns or uncached or family == "minimax-h3" else steps // 3
     halved = 7 if turns else 0
     sparse = steps - 1 - refreshes - cached - halved
     assert (fast.sparse_steps, fast.cached_steps) == (sparse, cached)

@@ -56,7 +56,7 @@ _MONO_FONTS = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace
 
 
 class Blocks(gr.Blocks):  # type: ignore[misc]
-    """Gradio's page, which calls values that do not fit their control an error of its own."""
+    """Gradio's page, where a call that makes no sense is a line in the log and no traceback."""
 
     async def preprocess_data(self, *args: Any, **kwargs: Any) -> Any:
         """As Gradio does it; what fails here the caller sent, and is no traceback in the log."""
@@ -77,7 +77,7 @@ class Blocks(gr.Blocks):  # type: ignore[misc]
             raise gr.Error(text, print_exception=False) from None
 
     async def call_function(self, block_fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Gradio does it; a caller who asks for what only browsers do is no traceback either."""
+        """As Gradio does it; what runs in browsers alone has no function to call."""
         if not block_fn.fn:
             raise toast(OptionError("this step runs in its browser, and answers nobody"))
         return await super().call_function(block_fn, *args, **kwargs)
