@@ -261,6 +261,8 @@ class Configuration:
         calibrated: whether the numbers of each layer and head come from a preset.
         promise: the PSNR that the preset is made for, which settles the schedule and all numbers.
         speed: the bundle that settles the method and everything else.
+        by_card: whether the schedule, and the method's numbers beside its knob, are those that the
+            model's card has, which settles ``reuse``, ``refresh`` and what is dense too.
     """
 
     study: str
@@ -276,6 +278,7 @@ class Configuration:
     calibrated: bool = False
     promise: float | None = None
     speed: str | None = None
+    by_card: bool = False
 
     def describes(self, row: Mapping[str, Any]) -> bool:
         """Whether ``row`` was measured with this configuration, whatever the knob was set to."""
@@ -286,8 +289,12 @@ class Configuration:
         same = (
             (row["study"], row["method"], aim, own)
             == (self.study, self.method, self.aim, self.order is None)
-        ) and (row.get("calibrated", False), row.get("promise")) == (self.calibrated, self.promise)
-        if self.promise is not None:
+        ) and (row.get("calibrated", False), row.get("promise"), row.get("by_card", False)) == (
+            self.calibrated,
+            self.promise,
+            self.by_card,
+        )
+        if self.promise is not None or self.by_card:
             return same
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
         # what a row does not tell is what versions did that did not know of it.
@@ -320,6 +327,7 @@ class Configuration:
         words += [f"by {self.knob.name}"] if self.knob is not None else []
         words += [str(word) for word in (self.aim, self.order) if word is not None]
         words += ["calibrated"] if self.calibrated else []
+        words += ["as its card has it"] if self.by_card else []
         words += [f"for {self.promise:g} dB"] if self.promise is not None else []
         words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
         words += [f"refresh={self.refresh}"] if self.refresh else []
@@ -364,6 +372,20 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 reuse=TIMED_REUSE,
                 calibrated=calibrated,
             )
+        for value in TIMED_COMPUTED:
+            aim = Aim("computed", value, tolerance=1.0)
+            for method in KNOBS:
+                # one that brings refreshes has a schedule of its own on models that ship, with
+                # fewer dense steps than the others need.
+                if SPARSE_METHODS[method].refresh:
+                    yield Configuration(
+                        study="seconds",
+                        method=method,
+                        options={},
+                        order=None,
+                        aim=aim,
+                        by_card=True,
+                    )
 
 
 def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:

@@ -10,6 +10,7 @@ from typing import Any
 from vidsparse.apps.results.figures import save_figure
 from vidsparse.apps.results.row_file import Row
 from vidsparse.apps.studies.configurations import TILES
+from vidsparse.apps.studies.quality_tables import schedule_text
 from vidsparse.errors import OptionError
 
 # told apart by lightness as well as by hue, and by their marks.
@@ -53,14 +54,7 @@ def draw_lines(rows: Sequence[Row], path: Path, label: Callable[[Row], str]) -> 
     def draw(panel: Any, rows: Sequence[Row], density: str) -> None:
         for place, name in enumerate(names):
             own = [row for row in rows if label(row) == name]
-            # more lines than colours get other marks, and are dashed.
-            again = place // len(_COLOURS)
-            style = {
-                "color": _COLOURS[place % len(_COLOURS)],
-                "marker": _MARKS[(place + again) % len(_MARKS)],
-                "linestyle": "--" if again else "-",
-            }
-            _line(panel, own, density, label=name, **style)
+            _line(panel, own, density, label=name, **_style(place))
 
     _draw(rows, path, ("computed",), None, draw)
 
@@ -73,16 +67,12 @@ def draw_seconds(rows: Sequence[Row], path: Path) -> None:
         OutputError: the file cannot be written.
     """
     timed = [row for row in rows if row["study"] == "seconds"]
-    methods = list(dict.fromkeys(row["method"] for row in timed))
+    lines = list(dict.fromkeys(map(schedule_text, timed)))
 
     def draw(panel: Any, rows: Sequence[Row], seconds: str) -> None:
-        for place, method in enumerate(methods):
-            own = [row for row in rows if row["method"] == method]
-            style = {
-                "color": _COLOURS[place % len(_COLOURS)],
-                "marker": _MARKS[place % len(_MARKS)],
-            }
-            _line(panel, own, seconds, label=method, **style)
+        for place, name in enumerate(lines):
+            own = [row for row in rows if schedule_text(row) == name]
+            _line(panel, own, seconds, label=name, **_style(place))
         panel.axvline(median(row[f"dense_{seconds}"] for row in rows), color="#444444", ls=":")
 
     _draw(
@@ -126,6 +116,16 @@ def draw_bars(rows: Sequence[Row], path: Path, axis: str, columns: Mapping[str, 
                 panel.set_title(size, fontsize=10)
 
     _figure(path, (1, len(sizes)), draw)
+
+
+def _style(place: int) -> dict[str, str]:
+    """How the line at a place looks; more lines than colours get other marks, and are dashed."""
+    again = place // len(_COLOURS)
+    return {
+        "color": _COLOURS[place % len(_COLOURS)],
+        "marker": _MARKS[(place + again) % len(_MARKS)],
+        "linestyle": "--" if again else "-",
+    }
 
 
 def _line(panel: Any, rows: Sequence[Row], density: str, **style: Any) -> None:

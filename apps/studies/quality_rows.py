@@ -100,6 +100,7 @@ class PendingRow:
             "study": configuration.study,
             "own_order": configuration.order is None,
             "calibrated": configuration.calibrated,
+            "by_card": configuration.by_card,
             **own,
         }
         measured = [

@@ -283,6 +283,8 @@ class QualityStudy:
         from vidsparse.methods import make_method
 
         order = configuration.order or own_order(configuration.method, self.order)
+        if configuration.by_card:
+            configuration = self._carded(configuration)
         if configuration.aim is None:
             options = dict(configuration.options)
             made = self._make(configuration, options, order, label)
@@ -401,6 +403,24 @@ class QualityStudy:
             "calibration_seconds": seconds,
         }
         return row, made
+
+    def _carded(self, configuration: Configuration) -> Configuration:
+        """The configuration with what the model's card says of the method filled in."""
+        from vidsparse.pipelines.request import resolve
+
+        wanted = unsettled(self._requests[0], method=configuration.method)
+        own = resolve(wanted, self._model.defaults, own_presets=False)
+        assert own.reuse is not None
+        assert own.refresh is not None
+        assert own.dense_layers is not None
+        return replace(
+            configuration,
+            options={**configuration.options, **own.method_options},
+            reuse=own.reuse,
+            refresh=own.refresh,
+            dense_steps=own.dense_steps,
+            dense_ends=own.dense_layers,
+        )
 
     def _dense_steps(self, configuration: Configuration) -> int | float | None:
         own = configuration.dense_steps

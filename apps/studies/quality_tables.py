@@ -79,6 +79,11 @@ def knob_text(row: Row) -> str:
     return ", ".join(words)
 
 
+def schedule_text(row: Row) -> str:
+    """The method, told apart where its schedule is that of the model's card."""
+    return f"{row['method']}, card's schedule" if row.get("by_card") else str(row["method"])
+
+
 def _listed_text(row: Row) -> str:
     """The table cell with the share of chunks or tiles that every block lists."""
     options = row["options"]
@@ -244,7 +249,7 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
     },
     "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
-        "method": lambda row: str(row["method"]),
+        "method": schedule_text,
         "set to": lambda row: "-" if row["method"] == "dense" else knob_text(row),
         "s a video": number_text("video_seconds", ".2f"),
         "times stock": number_text("speedup", ".2f"),
