@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from click.testing import CliRunner, Result
 from matplotlib.figure import Figure
 
 from vidsparse.apps.cli import main
+from vidsparse.apps.commands import bench_quality
 from vidsparse.apps.small_model.prompts import held_out_prompts
 from vidsparse.apps.studies import prepare_study, study_presets
 from vidsparse.apps.studies.aim import find_density
@@ -368,7 +370,7 @@ def test_rows_of_compiled_blocks_stand_apart_from_those_that_are_not(
     assert [title.endswith(", compiled") for title in titles] == [False, True]
     # each is found again, and the next one is measured.
     again = _quality(tiny_model, tmp_path, *one, "--compile")
-    assert "1 of 29 rows are there already." in again.stderr
+    assert "1 of 33 rows are there already." in again.stderr
     assert len(_rows(tmp_path)) == 3
 
 
@@ -396,6 +398,36 @@ def test_a_method_is_timed_against_the_stock_pipeline(tiny_model: Path, tmp_path
     assert again.exit_code == 0, again.output
     timed = [one for one in configurations(("seconds",)) if one.method == "dense"]
     assert [one.describes(dense) for one in timed] == [True]
+
+
+def test_a_row_by_the_card_has_its_schedule_and_numbers(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carded = shutil.copytree(tiny_model, tmp_path / "carded")
+    card = {
+        "method_options": {"foresight": {"share": 0.9, "fading": 0.3}},
+        "schedules": {"foresight": {"dense_steps": 2, "reuse": 1, "refresh": 1}},
+    }
+    (carded / "vidsparse.json").write_text(json.dumps(card), encoding="utf-8")
+    timed = list(configurations(("seconds",)))
+    by_card = [one for one in timed if one.by_card]
+    assert {one.method for one in by_card} == {"foresight"}
+    monkeypatch.setattr(bench_quality, "configurations", lambda studies: iter(by_card[:1]))
+    picture = tmp_path / "seconds.png"
+    options = ("--study", "seconds", "--table", "--seconds", str(picture))
+    done = _quality(carded, tmp_path, *options)
+    assert done.exit_code == 0, done.output
+    assert "| foresight, card's schedule |" in done.stdout
+    assert picture.is_file()
+    (row,) = _rows(tmp_path)
+    had = row["options"]
+    assert (had["fading"], had["dense_steps"], had["reuse"], had["refresh"]) == (0.3, 2, 1, 1)
+    # the knob is set for the density, whatever the card's is.
+    assert (row["target"], had["share"] < 0.9) == (0.2, True)
+    again = _quality(carded, tmp_path, *options)
+    assert "1 of 1 rows are there already." in again.stderr
+    # the row of the same density with the study's own schedule is another one.
+    assert [one.describes(row) for one in timed if one.method == "foresight"].count(True) == 1
 
 
 @pytest.mark.slow
