@@ -142,6 +142,12 @@ def test_a_speed_is_said_with_its_range_or_not_at_all() -> None:
     assert "too short to time: 4.00 s dense, 2.00 s sparse" in _page(report)
     assert _strict(report.to_json_text())["summary"]["denoise_speedup"] is None
 
+    on_gpu = {"device": {"kind": "cuda", "name": "a GPU"}}
+    quick = [
+        replace(each, sparse=replace(each.sparse, record=on_gpu)) for each in report.comparisons
+    ]
+    assert replace(report, comparisons=quick).speedup.ratio == 2.0
+
     long = [
         replace(each, dense=_facts(dense, None), sparse=_facts(4.0, 0.4))
         for each, dense in zip(report.comparisons, (8.0, 10.0), strict=True)

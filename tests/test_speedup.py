@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vidsparse.speedup import Speedup, TimedPair
+from vidsparse.speedup import SHORT_ON_GPU, Speedup, TimedPair
 
 
 def _pairs(*seconds: tuple[float, float], kept: str | None = None) -> list[TimedPair]:
@@ -39,6 +39,12 @@ def test_pairs_of_different_machines_have_no_ratio() -> None:
 @pytest.mark.parametrize("short", [(2.9, 10.0), (10.0, 2.9)])
 def test_a_run_of_under_three_seconds_is_too_short_to_time(short: tuple[float, float]) -> None:
     assert str(Speedup.of(_pairs((10.0, 5.0), short))) == "too short to time"
+
+
+def test_what_is_too_short_to_time_is_a_pair_s_own() -> None:
+    quick = [TimedPair(dense=2.0, sparse=1.0, shortest=SHORT_ON_GPU)] * 2
+    assert Speedup.of(quick).ratio == 2.0
+    assert Speedup.of([*quick, *_pairs((2.0, 1.0))]).why == "too short to time"
 
 
 def test_runs_of_unknown_time_are_no_pairs() -> None:

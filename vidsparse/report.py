@@ -29,7 +29,7 @@ import numpy as np
 
 from vidsparse.markdown import markdown_table
 from vidsparse.metrics import SSIM_WINDOW, Sides, Spread, VideoQuality, spread_of
-from vidsparse.speedup import FEWEST, SHORT, Speedup, TimedPair
+from vidsparse.speedup import FEWEST, SHORT, SHORT_ON_GPU, Speedup, TimedPair
 from vidsparse.wording import (
     format_number,
     format_psnr,
@@ -72,7 +72,7 @@ CONVENTIONS: Mapping[str, str] = {
     "other, each against the dense side; the last is the sparse side; empty unless asked for",
     "speedup": "denoising seconds of all dense runs over those of all sparse runs, with the range "
     f"over pairs; null unless at least {FEWEST} pairs were timed, dense and sparse in turns on "
-    f"one machine, with {SHORT:.0f} s or more a run",
+    f"one machine, with {SHORT:g} s or more a run, on a GPU {SHORT_ON_GPU:g} s",
 }
 
 
@@ -320,6 +320,7 @@ class Report:
                     sparse=None if other is None else other * batch,
                     kept=each.kept,
                     machine=_machine(each.sparse.record),
+                    shortest=SHORT_ON_GPU if _on_gpu(each.sparse.record) else SHORT,
                 )
             )
             at += batch
@@ -558,6 +559,11 @@ def _machine(record: Mapping[str, Any]) -> str:
     """What a run was made on and by, as far as its record says; equal for equal ones."""
     facts = [record.get(name) for name in ("device", "versions")]
     return json.dumps(facts, sort_keys=True, default=str)
+
+
+def _on_gpu(record: Mapping[str, Any]) -> bool:
+    device = record.get("device")
+    return isinstance(device, Mapping) and device.get("kind") == "cuda"
 
 
 def _shape(density_map: Sequence[Sequence[float | None]]) -> tuple[int, ...]:

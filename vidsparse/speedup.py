@@ -14,6 +14,9 @@ from typing import Any, Final
 SHORT: Final = 3.0
 """Seconds: a run below this is too short to time, since set-up and noise are a part of it."""
 
+SHORT_ON_GPU: Final = 0.5
+"""The same where the GPU has run the like before: it then takes as long again within percents."""
+
 FEWEST: Final = 2
 """Pairs that a range takes."""
 
@@ -28,12 +31,14 @@ class TimedPair:
         kept: when the dense run was made, if that was for an earlier job, as a reader reads it;
             None where it ran beside the sparse one.
         machine: what both ran on; pairs of different ones have no ratio in common.
+        shortest: seconds below which a run of it is too short to time.
     """
 
     dense: float | None
     sparse: float | None
     kept: str | None = None
     machine: str = ""
+    shortest: float = SHORT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +70,7 @@ class Speedup:
             why = "not timed"
         elif len({each.machine for each in ran}) > 1:
             why = "measured on different machines"
-        elif min(min(each.dense or 0, each.sparse or 0) for each in ran) < SHORT:
+        elif any(min(each.dense or 0, each.sparse or 0) < each.shortest for each in ran):
             why = "too short to time"
         elif len(ran) < FEWEST:
             why = "timed once"

@@ -51,7 +51,7 @@ from vidsparse.apps.terminal.progress import short
 from vidsparse.apps.terminal.tables import print_pairs, print_table
 from vidsparse.errors import FolderError, OptionError
 from vidsparse.report import PromptComparison, Report, format_worst, stage_rows
-from vidsparse.speedup import FEWEST, SHORT
+from vidsparse.speedup import FEWEST, SHORT, SHORT_ON_GPU
 from vidsparse.wording import (
     format_psnr,
     format_seconds,
@@ -325,8 +325,8 @@ def _speed(report: Report) -> str:
     speedup = report.speedup
     if speedup.ratio is not None:
         return str(speedup)
-    need = f"a ratio takes {FEWEST} prompts of {SHORT:.0f} s or more a side on one machine"
-    return f"no ratio: {speedup}; {need}"
+    need = f"{FEWEST} prompts of {SHORT:g} s or more a side ({SHORT_ON_GPU:g} s on a GPU)"
+    return f"no ratio: {speedup}; a ratio takes {need} on one machine"
 
 
 def _when(report: Report) -> str:
