@@ -24,6 +24,7 @@ from vidsparse.apps.studies.configurations import STUDIES, configurations
 from vidsparse.apps.studies.quality_plots import draw_curve
 from vidsparse.apps.studies.quality_study import AIM_TRIALS
 from vidsparse.apps.studies.quality_tables import total_of
+from vidsparse.calibration import CALIBRATORS
 from vidsparse.methods import SPARSE_METHODS, make_method
 from vidsparse.methods.studied import Knob
 from vidsparse.pipelines.families import WAN
@@ -435,7 +436,12 @@ def test_a_promise_is_held_against_prompts_that_its_preset_has_not_seen(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = ("a green ring", "a red ball", "a blue square")
-    monkeypatch.setattr(study_presets, "calibration_prompts", lambda model, count: own)
+    asked: list[int] = []
+    monkeypatch.setattr(
+        study_presets,
+        "calibration_prompts",
+        lambda model, count: asked.append(count) or own[: max(2, count - 5)],
+    )
     presets = tmp_path / "presets"
     given = ("--study", "promises", "--limit-rows", "1", "--table", "--presets", str(presets))
     done = _quality(tiny_model, tmp_path, *given)
@@ -452,3 +458,10 @@ def test_a_promise_is_held_against_prompts_that_its_preset_has_not_seen(
     (preset,) = presets.glob("*-foresight-*-32dB.json")
     told = json.loads(preset.read_text(encoding="utf-8"))
     assert told["schedule"]["refresh"] == row["options"]["refresh"]
+    # a promise from another number of prompts is another row, from a preset of its own.
+    again = _quality(tiny_model, tmp_path, *given, "--samples", "2")
+    assert again.exit_code == 0, again.output
+    assert [row["promised"]["prompts"] for row in _rows(tmp_path)] == [3, 2]
+    assert asked == [CALIBRATORS["foresight"].samples, 2]
+    assert list(presets.glob("*-32dB-2.json"))
+    assert _quality(tiny_model, tmp_path, *given, "--samples", "0").exit_code == 2

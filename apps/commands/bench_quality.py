@@ -43,6 +43,13 @@ prompts, with SSIM on the same frames.
     is_flag=True,
     help="Compile the blocks of every row's transformer, but not of the stock pipeline beside it.",
 )
+@click.option(
+    "--samples",
+    type=int,
+    metavar="N",
+    help="Calibration prompts of a preset that --study promises makes.  "
+    "[default: the method's number]",
+)
 @click.option("--limit-rows", type=int, metavar="N", help="Measure at most N missing rows.")
 @click.option(
     "--out",

@@ -35,8 +35,8 @@ def prepare_study(
     Raises:
         OptionError: an option, the prompt file or the model is not valid.
     """
-    for name in ("batch", "prompts", "ssim_every"):
-        if options[name] is not None and options[name] < 1:
+    for name in ("batch", "prompts", "ssim_every", "samples"):
+        if options.get(name) is not None and options[name] < 1:
             raise OptionError(f"{name} must be at least 1, got {options[name]}")
     from vidsparse.pipelines.models import resolve_model
     from vidsparse.pipelines.request import GenerateRequest, resolve
@@ -82,6 +82,7 @@ def prepare_study(
         presets=Path(options["presets"]),
         commit=options["commit"] or _commit(),
         compile=options.get("compile", False),
+        samples=options.get("samples"),
     )
 
 

@@ -57,6 +57,7 @@ class QualityStudy:
         presets: Path,
         commit: str,
         compile: bool = False,
+        samples: int | None = None,
     ) -> None:
         self._terminal = terminal
         self._file = file
@@ -67,6 +68,7 @@ class QualityStudy:
         self._ssim_every = ssim_every
         self._folder = presets
         self._compile = compile
+        self._samples = samples
         self._prepared: dict[tuple[bool, str], LoadedPipeline] = {}
         self.commit = commit
 
@@ -79,6 +81,10 @@ class QualityStudy:
         return lambda row: (
             all(row.get(name) == value for name, value in conditions.items())
             and configuration.describes(row)
+            # without a number asked for, any will do.
+            and (
+                configuration.promise is None or self._samples in (None, row["promised"]["prompts"])
+            )
             # a speed says itself whether it compiles.
             and (configuration.speed is not None or bool(row.get("compile")) == self._compile)
         )
@@ -460,7 +466,12 @@ class QualityStudy:
     def presets(self) -> StudyPresets:
         """The presets of this study's rows."""
         return StudyPresets(
-            self._terminal, self._loaded, self._requests[0], self._folder, self._batch
+            self._terminal,
+            self._loaded,
+            self._requests[0],
+            self._folder,
+            self._batch,
+            self._samples,
         )
 
     @cached_property

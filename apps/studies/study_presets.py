@@ -50,6 +50,8 @@ class StudyPresets:
         request: for a dense video of the study.
         folder: where presets lie.
         batch: prompts that are denoised at once.
+        samples: calibration prompts of a preset that is made for a PSNR; None is the method's
+            number.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class StudyPresets:
         request: GenerateRequest,
         folder: Path,
         batch: int = 1,
+        samples: int | None = None,
     ) -> None:
         self._terminal = terminal
         self._loaded = loaded
         self._request = request
         self._folder = folder
         self._batch = batch
+        self._samples = samples
         self._known: dict[str, Preset] = {}
 
     def of(self, method: str) -> Preset:
@@ -97,7 +101,9 @@ class StudyPresets:
             OptionError: what lies there cannot be read, or was made for another model.
         """
         request = unsettled(self._request, method=method)
-        return self._made(request, ending=f"-{psnr:g}dB", settings={"target_psnr": psnr})
+        ending = f"-{psnr:g}dB" + (f"-{self._samples}" if self._samples else "")
+        settings = {"target_psnr": psnr}
+        return self._made(request, ending=ending, settings=settings, samples=self._samples)
 
     def _made(
         self,
@@ -105,6 +111,7 @@ class StudyPresets:
         *,
         ending: str = "",
         settings: Mapping[str, Any] | None = None,
+        samples: int | None = None,
     ) -> tuple[Preset, float | None]:
         from vidsparse.calibration import CALIBRATORS
         from vidsparse.pipelines.calibrate import calibrate
@@ -121,7 +128,7 @@ class StudyPresets:
                 calibrate(
                     self._loaded,
                     replace(request, seed=CALIBRATION_SEED),
-                    calibration_prompts(self._loaded.ref, CALIBRATORS[method].samples),
+                    calibration_prompts(self._loaded.ref, samples or CALIBRATORS[method].samples),
                     path,
                     settings=dict(settings or {}),
                     batch=self._batch,
