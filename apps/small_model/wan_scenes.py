@@ -73,7 +73,15 @@ class Scenes(Wan):
         dense_last_layers=0,
         order="rowmajor",
         reuse=2,
-        method_options={"foresight": {"share": 0.12, "fading": 0.3, "slope": 0.5}},
+        method_options={
+            "foresight": {"share": 0.12, "fading": 0.3, "slope": 0.5},
+            # of the rows of "seconds" each method's that comes to 31 dB, or to most (BENCHMARKS.md).
+            "fg-attn": {"top_p": 0.9316},
+            "spargeattn": {"tau": 0.9941},
+            "xattention": {"tau": 0.9629},
+            "sale": {"tau": 0.007986},
+            "sol-attn": {"tau": 0.3906},
+        },
         schedules={
             "foresight": {
                 "dense_steps": 0.12,
