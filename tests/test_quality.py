@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from vidsparse.apps.studies.configurations import STUDIES, configurations
 from vidsparse.apps.studies.quality_plots import draw_curve
 from vidsparse.apps.studies.quality_study import AIM_TRIALS
 from vidsparse.apps.studies.quality_tables import total_of
-from vidsparse.calibration import CALIBRATORS
 from vidsparse.methods import SPARSE_METHODS, make_method
 from vidsparse.methods.studied import Knob
 from vidsparse.pipelines.families import WAN
@@ -418,7 +418,7 @@ def test_a_row_by_the_card_has_its_schedule_and_numbers(
     options = ("--study", "seconds", "--table", "--seconds", str(picture))
     done = _quality(carded, tmp_path, *options)
     assert done.exit_code == 0, done.output
-    assert "| foresight, card's schedule |" in done.stdout
+    assert "| foresight, model's schedule |" in done.stdout
     assert picture.is_file()
     (row,) = _rows(tmp_path)
     had = row["options"]
@@ -427,8 +427,10 @@ def test_a_row_by_the_card_has_its_schedule_and_numbers(
     assert (row["target"], had["share"] < 0.9) == (0.2, True)
     again = _quality(carded, tmp_path, *options)
     assert "1 of 1 rows are there already." in again.stderr
-    # the row of the same density with the study's own schedule is another one.
+    # the row of the same density with the study's own schedule is another one, either way.
     assert [one.describes(row) for one in timed if one.method == "foresight"].count(True) == 1
+    before = {name: value for name, value in row.items() if name != "by_card"}
+    assert not any(one.describes(before) for one in by_card)
 
 
 @pytest.mark.slow
@@ -440,7 +442,7 @@ def test_a_promise_is_held_against_prompts_that_its_preset_has_not_seen(
     monkeypatch.setattr(
         study_presets,
         "calibration_prompts",
-        lambda model, count: asked.append(count) or own[: max(2, count - 5)],
+        lambda model, count: asked.append(count) or tuple(islice(cycle(own), count)),
     )
     presets = tmp_path / "presets"
     given = ("--study", "promises", "--limit-rows", "1", "--table", "--presets", str(presets))
@@ -449,7 +451,7 @@ def test_a_promise_is_held_against_prompts_that_its_preset_has_not_seen(
     (row,) = _rows(tmp_path)
     assert (row["method"], row["promise"], row["calibrated"]) == ("foresight", 32.0, True)
     # what the preset says, which is of other prompts than the row's.
-    assert (row["promised"]["prompts"], row["prompts"]) == (3, 2)
+    assert (row["promised"]["prompts"], row["prompts"]) == (8, 2)
     assert row["promised"]["psnr"] != row["psnr_mean"]
     assert row["calibration_seconds"] > 0
     assert "own prompts" in done.stdout
@@ -459,9 +461,14 @@ def test_a_promise_is_held_against_prompts_that_its_preset_has_not_seen(
     told = json.loads(preset.read_text(encoding="utf-8"))
     assert told["schedule"]["refresh"] == row["options"]["refresh"]
     # a promise from another number of prompts is another row, from a preset of its own.
-    again = _quality(tiny_model, tmp_path, *given, "--samples", "2")
-    assert again.exit_code == 0, again.output
-    assert [row["promised"]["prompts"] for row in _rows(tmp_path)] == [3, 2]
-    assert asked == [CALIBRATORS["foresight"].samples, 2]
+    for more in (["--samples", "2"], ["--overwrite"], ["--overwrite", "--samples", "2"], []):
+        again = _quality(tiny_model, tmp_path, *given, *more)
+        assert again.exit_code == 0, again.output
+        assert [row["promised"]["prompts"] for row in _rows(tmp_path)][:2] == [8, 2]
+    # at last the usual number was there, and the next promise was made.
+    assert [(row["promise"], row["promised"]["prompts"]) for row in _rows(tmp_path)] == [
+        (32.0, 8), (32.0, 2), (36.0, 8),
+    ]  # fmt: skip
+    assert asked == [8, 2, 8]
     assert list(presets.glob("*-32dB-2.json"))
     assert _quality(tiny_model, tmp_path, *given, "--samples", "0").exit_code == 2

@@ -29,7 +29,7 @@ import numpy as np
 
 from vidsparse.markdown import markdown_table
 from vidsparse.metrics import SSIM_WINDOW, Sides, Spread, VideoQuality, spread_of
-from vidsparse.speedup import FEWEST, SHORT, SHORT_ON_GPU, Speedup, TimedPair
+from vidsparse.speedup import FEWEST, SHORT, SHORT_ON_GPU, Speedup, TimedPair, shortest_of
 from vidsparse.wording import (
     format_number,
     format_psnr,
@@ -320,7 +320,7 @@ class Report:
                     sparse=None if other is None else other * batch,
                     kept=each.kept,
                     machine=_machine(each.sparse.record),
-                    shortest=SHORT_ON_GPU if _on_gpu(each.sparse.record) else SHORT,
+                    shortest=shortest_of(each.sparse.record),
                 )
             )
             at += batch
@@ -559,11 +559,6 @@ def _machine(record: Mapping[str, Any]) -> str:
     """What a run was made on and by, as far as its record says; equal for equal ones."""
     facts = [record.get(name) for name in ("device", "versions")]
     return json.dumps(facts, sort_keys=True, default=str)
-
-
-def _on_gpu(record: Mapping[str, Any]) -> bool:
-    device = record.get("device")
-    return isinstance(device, Mapping) and device.get("kind") == "cuda"
 
 
 def _shape(density_map: Sequence[Sequence[float | None]]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ that were made one after the other by one process, and it comes with its range.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,10 +15,18 @@ SHORT: Final = 3.0
 """Seconds: a run below this is too short to time, since set-up and noise are a part of it."""
 
 SHORT_ON_GPU: Final = 0.5
-"""The same where the GPU has run the like before: it then takes as long again within percents."""
+"""The same on a GPU, where ``compare`` first runs two untimed steps. Runs of one to two seconds
+differed there by 2 % (dense) and by 8 to 12 % (sparse), which a ratio's range says."""
 
 FEWEST: Final = 2
 """Pairs that a range takes."""
+
+
+def shortest_of(record: Mapping[str, Any]) -> float:
+    """Seconds below which a run is too short to time on the device that its ``record`` names."""
+    device = record.get("device")
+    on_gpu = isinstance(device, Mapping) and device.get("kind") == "cuda"
+    return SHORT_ON_GPU if on_gpu else SHORT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

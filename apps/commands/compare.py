@@ -51,7 +51,7 @@ from vidsparse.apps.terminal.progress import short
 from vidsparse.apps.terminal.tables import print_pairs, print_table
 from vidsparse.errors import FolderError, OptionError
 from vidsparse.report import PromptComparison, Report, format_worst, stage_rows
-from vidsparse.speedup import FEWEST, SHORT, SHORT_ON_GPU
+from vidsparse.speedup import FEWEST, shortest_of
 from vidsparse.wording import (
     format_psnr,
     format_seconds,
@@ -325,7 +325,8 @@ def _speed(report: Report) -> str:
     speedup = report.speedup
     if speedup.ratio is not None:
         return str(speedup)
-    need = f"{FEWEST} prompts of {SHORT:g} s or more a side ({SHORT_ON_GPU:g} s on a GPU)"
+    least = shortest_of(report.comparisons[0].sparse.record)
+    need = f"{FEWEST} pairs of runs (a batch is one) of {least:g} s or more a side"
     return f"no ratio: {speedup}; a ratio takes {need} on one machine"
 
 

@@ -126,6 +126,8 @@ def _chart(study: Mapping[str, Any], across: str) -> dict[str, Any]:
         {
             "name": name,
             "colour": place % 7,
+            # more lines than colours: those are dashed.
+            "again": place >= 7,
             "path": " ".join(
                 f"{'L' if i else 'M'}{dot['x']:.4f} {dot['y']:.4f}" for i, dot in enumerate(dots)
             ),

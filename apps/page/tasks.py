@@ -23,7 +23,7 @@ from vidsparse.errors import OutputError, UnsupportedError
 from vidsparse.files import partial_name, put_in_place, unwritten
 from vidsparse.metrics import Frames, VideoQuality, amplified_difference
 from vidsparse.report import PromptComparison, Report
-from vidsparse.speedup import TimedPair
+from vidsparse.speedup import TimedPair, shortest_of
 
 if TYPE_CHECKING:
     from vidsparse.pipelines.generate import Generated
@@ -237,6 +237,7 @@ def _timed(dense: Generated, sparse: Generated) -> TimedPair:
         dense=dense.record["times"]["denoise"],
         sparse=sparse.record["times"]["denoise"],
         kept=dense.record.get("kept"),
+        shortest=shortest_of(sparse.record),
     )
 
 

@@ -75,7 +75,7 @@ class Scenes(Wan):
         reuse=2,
         method_options={
             "foresight": {"share": 0.12, "fading": 0.3, "slope": 0.5},
-            # of each method the row of "seconds" that comes to 31 dB, or to most.
+            # each method's sparsest row of "seconds" with at least 31 dB; sol-attn's best.
             "fg-attn": {"top_p": 0.9316},
             "spargeattn": {"tau": 0.9941},
             "xattention": {"tau": 0.9629},

@@ -261,8 +261,8 @@ class Configuration:
         calibrated: whether the numbers of each layer and head come from a preset.
         promise: the PSNR that the preset is made for, which settles the schedule and all numbers.
         speed: the bundle that settles the method and everything else.
-        by_card: whether the schedule, and the method's numbers beside its knob, are those that the
-            model's card has, which settles ``reuse``, ``refresh`` and what is dense too.
+        by_card: whether the model's card settles the schedule (``reuse``, ``refresh``, what is
+            dense) and the method's numbers, all but its knob.
     """
 
     study: str
@@ -294,6 +294,7 @@ class Configuration:
             self.promise,
             self.by_card,
         )
+        # what a preset or a card had is not known before it is made or the model is loaded.
         if self.promise is not None or self.by_card:
             return same
         mine = dict(self.options) if self.order is None else {**self.options, "order": self.order}
@@ -327,7 +328,7 @@ class Configuration:
         words += [f"by {self.knob.name}"] if self.knob is not None else []
         words += [str(word) for word in (self.aim, self.order) if word is not None]
         words += ["calibrated"] if self.calibrated else []
-        words += ["as its card has it"] if self.by_card else []
+        words += ["by the model's schedule"] if self.by_card else []
         words += [f"for {self.promise:g} dB"] if self.promise is not None else []
         words += [f"reuse={self.reuse}"] if self.reuse != 1 else []
         words += [f"refresh={self.refresh}"] if self.refresh else []

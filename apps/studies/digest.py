@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Final
 
 from vidsparse.apps.results.row_file import Row, hardware_text
-from vidsparse.apps.studies.quality_tables import knob_text, quality_file, schedule_text, total_of
+from vidsparse.apps.studies.quality_tables import knob_text, method_text, quality_file, total_of
 from vidsparse.errors import OptionError
 from vidsparse.files import write_text
 from vidsparse.methods import SPARSE_METHODS
@@ -34,7 +34,7 @@ def _by_refreshes(row: Row) -> str:
 
 
 _LINES: Final[Mapping[str, Callable[[Row], str]]] = {
-    _TIMED: schedule_text,
+    _TIMED: method_text,
     "curves": _by_tile,
     "refreshes": _by_refreshes,
     "tiles": _by_tile,

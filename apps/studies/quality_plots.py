@@ -10,7 +10,7 @@ from typing import Any
 from vidsparse.apps.results.figures import save_figure
 from vidsparse.apps.results.row_file import Row
 from vidsparse.apps.studies.configurations import TILES
-from vidsparse.apps.studies.quality_tables import schedule_text
+from vidsparse.apps.studies.quality_tables import method_text
 from vidsparse.errors import OptionError
 
 # told apart by lightness as well as by hue, and by their marks.
@@ -60,18 +60,21 @@ def draw_lines(rows: Sequence[Row], path: Path, label: Callable[[Row], str]) -> 
 
 
 def draw_seconds(rows: Sequence[Row], path: Path) -> None:
-    """PSNR over the seconds of denoising of a video, a panel a size and a line a method.
+    """PSNR over the seconds of denoising of a video, a panel a size.
+
+    There is a line a method, and one more for a method that also ran by its model's own schedule.
 
     Raises:
         OptionError: there is no row to draw, or no such picture format.
         OutputError: the file cannot be written.
     """
-    timed = [row for row in rows if row["study"] == "seconds"]
-    lines = list(dict.fromkeys(map(schedule_text, timed)))
+    # the dense run by another kernel is one point, and what it computes is no method's.
+    timed = [row for row in rows if row["study"] == "seconds" and row["computed"] is not None]
+    lines = list(dict.fromkeys(map(method_text, timed)))
 
     def draw(panel: Any, rows: Sequence[Row], seconds: str) -> None:
         for place, name in enumerate(lines):
-            own = [row for row in rows if schedule_text(row) == name]
+            own = [row for row in rows if method_text(row) == name]
             _line(panel, own, seconds, label=name, **_style(place))
         panel.axvline(median(row[f"dense_{seconds}"] for row in rows), color="#444444", ls=":")
 

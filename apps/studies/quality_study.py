@@ -76,15 +76,19 @@ class QualityStudy:
         """Whether the file holds this row already, measured on as many prompts."""
         return self._file.find(self._is(configuration)) is not None
 
-    def _is(self, configuration: Configuration) -> Callable[[Row], bool]:
+    def _is(
+        self, configuration: Configuration, samples: int | None = None
+    ) -> Callable[[Row], bool]:
+        """Whether a row is the configuration's, of a preset of ``samples`` prompts if of one."""
+        from vidsparse.calibration import CALIBRATORS
+
         conditions = self.conditions()
+        if configuration.promise is not None:
+            samples = samples or self._samples or CALIBRATORS[configuration.method].samples
         return lambda row: (
             all(row.get(name) == value for name, value in conditions.items())
             and configuration.describes(row)
-            # without a number asked for, any will do.
-            and (
-                configuration.promise is None or self._samples in (None, row["promised"]["prompts"])
-            )
+            and (configuration.promise is None or row["promised"]["prompts"] == samples)
             # a speed says itself whether it compiles.
             and (configuration.speed is not None or bool(row.get("compile")) == self._compile)
         )
@@ -279,7 +283,9 @@ class QualityStudy:
 
     def _finish(self, pending: PendingRow) -> None:
         row, words = pending.finish(self.conditions(), self.commit)
-        self._file.put(row, self._is(pending.configuration))
+        # a preset that lay there may be of another number of prompts than was asked for.
+        samples = row["promised"]["prompts"] if pending.configuration.promise else None
+        self._file.put(row, self._is(pending.configuration, samples))
         self._terminal.say(words)
 
     def _configured(
@@ -411,7 +417,7 @@ class QualityStudy:
         return row, made
 
     def _carded(self, configuration: Configuration) -> Configuration:
-        """The configuration with what the model's card says of the method filled in."""
+        """The configuration with what the model has for its method filled in."""
         from vidsparse.pipelines.request import resolve
 
         wanted = unsettled(self._requests[0], method=configuration.method)
@@ -419,6 +425,13 @@ class QualityStudy:
         assert own.reuse is not None
         assert own.refresh is not None
         assert own.dense_layers is not None
+        # a configuration has one number for both ends, and rows are told apart by that.
+        if own.dense_layers != own.dense_last_layers or own.dense_last_steps:
+            raise OptionError(
+                f"{own.model} keeps {own.dense_layers} first and {own.dense_last_layers} last "
+                f"layers and {own.dense_last_steps} last steps dense, which this study cannot. "
+                "Hint: leave the study out."
+            )
         return replace(
             configuration,
             options={**configuration.options, **own.method_options},

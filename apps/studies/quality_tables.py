@@ -79,9 +79,9 @@ def knob_text(row: Row) -> str:
     return ", ".join(words)
 
 
-def schedule_text(row: Row) -> str:
-    """The method, told apart where its schedule is that of the model's card."""
-    return f"{row['method']}, card's schedule" if row.get("by_card") else str(row["method"])
+def method_text(row: Row) -> str:
+    """The row's method; says so where it ran by the model's own schedule."""
+    return f"{row['method']}, model's schedule" if row.get("by_card") else str(row["method"])
 
 
 def _listed_text(row: Row) -> str:
@@ -249,7 +249,7 @@ STUDY_COLUMNS: Final[Mapping[str, Columns[Row]]] = {
     },
     "few-steps": {"steps": lambda row: str(row["steps"]), **_REFRESH_COLUMNS},
     "seconds": {
-        "method": schedule_text,
+        "method": method_text,
         "set to": lambda row: "-" if row["method"] == "dense" else knob_text(row),
         "s a video": number_text("video_seconds", ".2f"),
         "times stock": number_text("speedup", ".2f"),

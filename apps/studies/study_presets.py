@@ -101,9 +101,14 @@ class StudyPresets:
             OptionError: what lies there cannot be read, or was made for another model.
         """
         request = unsettled(self._request, method=method)
-        ending = f"-{psnr:g}dB" + (f"-{self._samples}" if self._samples else "")
+        from vidsparse.calibration import CALIBRATORS
+
+        usual, ending = CALIBRATORS[method].samples, f"-{psnr:g}dB"
+        samples = self._samples or usual
+        if samples != usual:
+            ending += f"-{samples}"
         settings = {"target_psnr": psnr}
-        return self._made(request, ending=ending, settings=settings, samples=self._samples)
+        return self._made(request, ending=ending, settings=settings, samples=samples)
 
     def _made(
         self,
