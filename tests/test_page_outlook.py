@@ -122,6 +122,24 @@ def test_the_nearest_video_counts_and_the_warm_up_only_where_there_is_no_other()
     assert seconds(estimates, asked()) == pytest.approx(20 * 1.5 + 2)
 
 
+def test_two_sizes_of_the_warm_up_tell_what_of_a_step_is_the_same_for_any_size() -> None:
+    def first_guess(small: float, large: float) -> float:
+        estimates = loaded()
+        for side, step in ((64, small), (128, large)):
+            request = asked(width=side, height=side, frames=5)
+            estimates.add(request, took(step=step, memory=None), warm_up=True)
+        return seconds(estimates, asked()) - 2.0 * 2304 / 128
+
+    alone = loaded()
+    alone.add(asked(width=128, height=128, frames=5), took(step=0.4, memory=None), warm_up=True)
+    one_size = seconds(alone, asked()) - 2.0 * 2304 / 128
+    # what both sizes have in common does not grow.
+    assert one_size / 4 < first_guess(0.2, 0.4) < 0.7 * one_size
+    # where the larger one hardly took longer, or more than its share, it is told from it alone.
+    assert first_guess(0.39, 0.4) == pytest.approx(one_size)
+    assert first_guess(0.01, 0.4) == pytest.approx(one_size)
+
+
 def test_new_measurements_move_the_mean_and_the_most_memory_stays() -> None:
     estimates = loaded()
     estimates.add(asked(), took(step=1.0, memory=3 * GIB))

@@ -32,6 +32,10 @@ Basis = Literal["alike", "other", "warm-up"]
 # kinds of videos that are remembered: more than a page's visitors tell apart.
 _MOST_KINDS = 500
 
+# how many times as long a step of the larger video of a warm-up takes, at the least, where its
+# products are what takes time: where it hardly takes longer, it waits for their launches.
+_LONGER = 1.5
+
 # of a new measurement in the mean: what else a machine does meanwhile changes.
 _NEW = 0.5
 
@@ -242,7 +246,18 @@ class Estimates:
         took, warm_up = same[nearest]
         from_tokens = nearest.tokens(defaults)
         share = tokens / from_tokens
-        step = took.step * share * (1 + tokens / even) / (1 + from_tokens / even)
+
+        def products(tokens: float) -> float:
+            return tokens * (1 + tokens / even)
+
+        step = took.step * products(tokens) / products(from_tokens)
+        smaller = min(same, key=lambda kind: kind.tokens(defaults))
+        if warm_up and took.step >= _LONGER * same[smaller][0].step:
+            # along the line through both videos of the warm-up: a part of a step is the same for
+            # any size.
+            few, many = products(smaller.tokens(defaults)), products(from_tokens)
+            slope = (took.step - same[smaller][0].step) / (many - few)
+            step = min(step, took.step + slope * (products(tokens) - many))
         if asked.guided != nearest.guided and branches > 1:
             step *= branches if asked.guided else 1 / branches
         memory = None

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # who tries a method's numbers compares with one dense video again and again: at the bundled
 # model's default size these bytes are eighty videos, at 81 frames of 832x480 five.
 DENSE_BYTES = 512 * 2**20
-# of the video that a model is warmed up with, in units of its smallest side.
-WARM_UP_SIDE = 8
+# of the videos that a model is warmed up with, in units of its smallest side.
+WARM_UP_SIDES = (8, 16)
 
 # diffusers loads into modules without memory by patching torch's module class meanwhile, which two
 # devices' threads must not do at once.
@@ -184,22 +184,32 @@ class Workbench:
         # a process's first call pays for its set-up, which is nothing that a visitor should see.
         if loaded.takes_image:
             return
-        from vidsparse.pipelines.generate import generate
+        from vidsparse.pipelines.generate import GenerationCancelled, generate
         from vidsparse.pipelines.request import GenerateRequest, resolve
 
         # a small video: set-up is the same for any size, and the visitor waits for this one.
-        side = WARM_UP_SIDE * loaded.defaults.size_factor
+        small, large = (side * loaded.defaults.size_factor for side in WARM_UP_SIDES)
         request = GenerateRequest(
-            prompt="", model=loaded.ref.name, steps=2, dense_steps=1, width=side, height=side,
+            prompt="", model=loaded.ref.name, steps=2, dense_steps=1, width=small, height=small,
             frames=loaded.defaults.few_frames,
         )  # fmt: skip
         taken: list[float] = []
         made = generate(loaded, request, lambda _, __, seconds: taken.append(seconds))
         # the second step alone: the first one is the set-up.
-        times = made.record["times"]
-        self._estimates.add(
-            resolve(request, loaded.defaults), _took(times, taken[1:], None), warm_up=True
-        )
+        took = _took(made.record["times"], taken[1:], None)
+        self._estimates.add(resolve(request, loaded.defaults), took, warm_up=True)
+        # steps of a larger one tell how they grow; what comes after them would take longest.
+        request = replace(request, width=large, height=large)
+        taken = []
+        with suppress(GenerationCancelled):
+            generate(
+                loaded,
+                request,
+                lambda _, __, seconds: taken.append(seconds),
+                cancel=lambda: len(taken) == request.steps,
+            )
+        took = replace(took, step=taken[-1], beside=took.beside * (large / small) ** 2)
+        self._estimates.add(resolve(request, loaded.defaults), took, warm_up=True)
 
 
 def _took(times: Mapping[str, float], steps: Sequence[float], memory: int | None) -> Took:
