@@ -439,11 +439,12 @@ def test_a_promise_is_held_against_prompts_that_its_preset_has_not_seen(
 ) -> None:
     own = ("a green ring", "a red ball", "a blue square")
     asked: list[int] = []
-    monkeypatch.setattr(
-        study_presets,
-        "calibration_prompts",
-        lambda model, count: asked.append(count) or tuple(islice(cycle(own), count)),
-    )
+
+    def calibration_prompts(_: object, count: int) -> tuple[str, ...]:
+        asked.append(count)
+        return tuple(islice(cycle(own), count))
+
+    monkeypatch.setattr(study_presets, "calibration_prompts", calibration_prompts)
     presets = tmp_path / "presets"
     given = ("--study", "promises", "--limit-rows", "1", "--table", "--presets", str(presets))
     done = _quality(tiny_model, tmp_path, *given)

@@ -351,19 +351,16 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
             yield Configuration(study="speeds", method="dense", options={}, order=None, speed=speed)
     if "seconds" in studies:
         yield Configuration(study="seconds", method="dense", options={}, order=None)
-        for value in TIMED_COMPUTED:
-            # every point is of use in a picture over seconds, wherever it falls.
-            aim = Aim("computed", value, tolerance=1.0)
-            for method in KNOBS:
-                yield Configuration(
-                    study="seconds",
-                    method=method,
-                    options={},
-                    order=None,
-                    aim=aim,
-                    reuse=TIMED_REUSE,
-                    refresh=SPARSE_METHODS[method].refresh,
-                )
+        # every point is of use in a picture over seconds, wherever it falls.
+        aims = [Aim("computed", value, tolerance=1.0) for value in TIMED_COMPUTED]
+        timed = [
+            Configuration(study="seconds", method=method, options={}, order=None, aim=aim)
+            for aim in aims
+            for method in KNOBS
+        ]
+        for one in timed:
+            refresh = SPARSE_METHODS[one.method].refresh
+            yield replace(one, reuse=TIMED_REUSE, refresh=refresh)
         for method, own, calibrated in _without_a_knob():
             yield Configuration(
                 study="seconds",
@@ -373,20 +370,11 @@ def configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:
                 reuse=TIMED_REUSE,
                 calibrated=calibrated,
             )
-        for value in TIMED_COMPUTED:
-            aim = Aim("computed", value, tolerance=1.0)
-            for method in KNOBS:
-                # one that brings refreshes has a schedule of its own on models that ship, with
-                # fewer dense steps than the others need.
-                if SPARSE_METHODS[method].refresh:
-                    yield Configuration(
-                        study="seconds",
-                        method=method,
-                        options={},
-                        order=None,
-                        aim=aim,
-                        by_card=True,
-                    )
+        # a method that brings refreshes has a schedule of its own on models that ship, with fewer
+        # dense steps than the others need.
+        yield from (
+            replace(one, by_card=True) for one in timed if SPARSE_METHODS[one.method].refresh
+        )
 
 
 def _configurations(studies: tuple[str, ...]) -> Iterator[Configuration]:

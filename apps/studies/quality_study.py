@@ -424,11 +424,11 @@ class QualityStudy:
         own = resolve(wanted, self._model.defaults, own_presets=False)
         assert own.reuse is not None
         assert own.refresh is not None
-        assert own.dense_layers is not None
+        ends = own.dense_layers
         # a configuration has one number for both ends, and rows are told apart by that.
-        if own.dense_layers != own.dense_last_layers or own.dense_last_steps:
+        if not isinstance(ends, int) or ends != own.dense_last_layers or own.dense_last_steps:
             raise OptionError(
-                f"{own.model} keeps {own.dense_layers} first and {own.dense_last_layers} last "
+                f"{own.model} keeps {ends} first and {own.dense_last_layers} last "
                 f"layers and {own.dense_last_steps} last steps dense, which this study cannot. "
                 "Hint: leave the study out."
             )
@@ -438,7 +438,7 @@ class QualityStudy:
             reuse=own.reuse,
             refresh=own.refresh,
             dense_steps=own.dense_steps,
-            dense_ends=own.dense_layers,
+            dense_ends=ends,
         )
 
     def _dense_steps(self, configuration: Configuration) -> int | float | None:
