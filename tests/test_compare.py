@@ -297,7 +297,12 @@ def test_quiet_prints_the_reports_only(tiny_model: Path, prompts: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [("--batch 0", "batch must be"), ("--frames 10", "Hint: use 9"), ("--overwrite", "No such")],
+    [
+        ("--batch 0", "batch must be"),
+        ("--turns 0", "turns must be"),
+        ("--frames 10", "Hint: use 9"),
+        ("--overwrite", "No such"),
+    ],
 )
 def test_bad_options_write_nothing(
     tiny_model: Path, prompts: Path, options: str, words: str
@@ -377,6 +382,39 @@ def test_parts_of_a_killed_compare_are_kept(
     assert _compare(wide_model, prompts, *options).exit_code == 0
     assert measured == [1, 2]
     assert [len(each["stages"]) for each in _document(prompts)["prompts"]] == [2, 2]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_both_sides_in_turns_tell_a_speed_that_outlives_a_kill(
+    tiny_model: Path,
+    prompts: Path,
+    watched: tuple[list[int], set[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+) -> None:
+    # a tiny pipeline's runs are far too short.
+    monkeypatch.setattr("vidsparse.speedup.SHORT", 0.0)
+    _, deadly = watched
+    options = ("--batch", str(batch), "--turns", "3")
+    with pytest.raises(Killed):
+        _compare(tiny_model, prompts, *options)
+    deadly.clear()
+    done = _compare(tiny_model, prompts, *options)
+    assert done.exit_code == 0, done.output
+    document = _document(prompts)
+    one, other = document["prompts"]
+    assert (len(one["turns"]), len(other["turns"])) == (3, 3)
+    for each in (one, other):
+        for side, taken in zip(("dense", "sparse"), zip(*each["turns"], strict=True), strict=True):
+            assert each["seconds"][side]["denoise"] == pytest.approx(sum(taken) / 3)
+            assert len(set(taken)) == 3
+    # the prompts of a batch are made at once, and are one pair in each turn.
+    assert document["summary"]["speedup"]["pairs"] == 6 // batch
+    assert (one["turns"] == other["turns"]) == (batch == 2)
+    dense, sparse = (sum(seconds) for seconds in zip(*one["turns"], *other["turns"], strict=True))
+    assert document["summary"]["denoise_speedup"] == pytest.approx(dense / sparse)
+    assert f"over {6 // batch} pairs)" in done.stdout
+    assert any("made 3 times in turns" in note for note in document["notes"])
 
 
 def test_a_run_of_one_part_is_not_taken_apart(tiny_model: Path, prompts: Path) -> None:

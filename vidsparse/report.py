@@ -70,6 +70,8 @@ CONVENTIONS: Mapping[str, str] = {
     "computed": "share of query-key pairs that the kernel multiplied, over the sparse calls only",
     "stages": "runs of the same seeds with the parts of the sparse side switched on one after the "
     "other, each against the dense side; the last is the sparse side; empty unless asked for",
+    "turns": "seconds of denoising of both sides, a pair for each time that they were made, where "
+    "they were made several times in turns; seconds of denoising are then their means",
     "speedup": "denoising seconds of all dense runs over those of all sparse runs, with the range "
     f"over pairs; null unless at least {FEWEST} pairs were timed, dense and sparse in turns on "
     f"one machine, with {SHORT:g} s or more a run, on a GPU {SHORT_ON_GPU:g} s",
@@ -160,6 +162,9 @@ class PromptComparison:
             ran for this one.
         stages: runs with the sparse side's parts switched on one after the other, the last with all
             of them; empty unless asked for.
+        turns: where both sides were made several times in turns, the seconds of denoising of the
+            dense and of the sparse run of each turn, in a batch this video's share of them; those
+            in ``dense`` and ``sparse`` are then their means. Else empty.
     """
 
     number: int
@@ -170,6 +175,7 @@ class PromptComparison:
     sparse: RunFacts
     kept: str | None = None
     stages: Sequence[Stage] = ()
+    turns: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,7 +293,8 @@ class Report:
 
         The prompts of a batch run at once and are one pair.
         """
-        return self._speedup([each.sparse.seconds.get("denoise") for each in self.comparisons])
+        seconds = [each.sparse.seconds.get("denoise") for each in self.comparisons]
+        return self._speedup(seconds, turns=True)
 
     @property
     def stages(self) -> list[StageMeans]:
@@ -307,22 +314,26 @@ class Report:
             for column in columns
         ]
 
-    def _speedup(self, seconds: Sequence[float | None]) -> Speedup:
-        """Speedup over the dense side of runs that took ``seconds``, one entry a prompt."""
+    def _speedup(self, seconds: Sequence[float | None], *, turns: bool = False) -> Speedup:
+        """Speedup over the dense side of runs that took ``seconds``, one entry a prompt.
+
+        With ``turns`` every turn of a prompt that has some is a pair.
+        """
         pairs, at = [], 0
         while at < len(self.comparisons):
             each = self.comparisons[at]
             batch = int(each.sparse.record.get("batch", 1))
-            dense, other = each.dense.seconds.get("denoise"), seconds[at]
-            pairs.append(
-                TimedPair(
-                    dense=None if dense is None else dense * batch,
-                    sparse=None if other is None else other * batch,
-                    kept=each.kept,
-                    machine=_machine(each.sparse.record),
-                    shortest=shortest_of(each.sparse.record),
+            once = [(each.dense.seconds.get("denoise"), seconds[at])]
+            for dense, other in (turns and each.turns) or once:
+                pairs.append(
+                    TimedPair(
+                        dense=None if dense is None else dense * batch,
+                        sparse=None if other is None else other * batch,
+                        kept=each.kept,
+                        machine=_machine(each.sparse.record),
+                        shortest=shortest_of(each.sparse.record),
+                    )
                 )
-            )
             at += batch
         return Speedup.of(pairs)
 
@@ -550,6 +561,7 @@ def _prompt_json(each: PromptComparison) -> dict[str, Any]:
         "seconds": {"dense": dict(each.dense.seconds), "sparse": dict(each.sparse.seconds)},
         "frames": list(frames),
         "stages": [asdict(stage) for stage in each.stages],
+        "turns": [list(turn) for turn in each.turns],
         "dense": dict(each.dense.record),
         "sparse": dict(each.sparse.record),
     }

@@ -71,6 +71,7 @@ Examples:
   vidsparse compare prompts.txt --method spargeattn --order rowmajor
   vidsparse compare prompts.txt --device cuda --batch 8
   vidsparse compare prompts.txt --speed fast --parts
+  vidsparse compare prompt.txt --turns 3                            how much faster, and how surely
   vidsparse compare prompts.txt --model path/to/Wan2.1 --gpus 4     each video on four GPUs
   vidsparse compare prompts.txt --gpus 4 --gpus-per-video 1         four prompts at a time
 
@@ -92,6 +93,14 @@ where the rest is the prompts, how they are measured, and the machine:
     help="Also switch the parts of the sparse side on one after the other: attention, linear "
     "layers, step cache. The report says what each cost and brought.",
 )
+@click.option(
+    "--turns",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Make both sides N times in turns: the speed is told with its range, also of one prompt.",
+)
 @gpus_options
 @crew_click_options
 @click.option(
@@ -110,6 +119,7 @@ def compare(
     prompts_file: str,
     batch: int,
     parts: bool,
+    turns: int,
     gpus: int | None,
     ring: int | None,
     apart: bool | None,
@@ -136,8 +146,9 @@ def compare(
     with said_once(team):
         if crew is None and team is None:
             check_ring(ring, gpus or 1, apart)
-        if batch < 1:
-            raise OptionError(f"batch must be at least 1, got {batch}")
+        for name, number in (("batch", batch), ("turns", turns)):
+            if number < 1:
+                raise OptionError(f"{name} must be at least 1, got {number}")
         if several:
             check_prompts_file(prompts_file)
         source = read_prompts(prompts_file)
@@ -162,9 +173,10 @@ def compare(
         assert request.device is not None
         team.connect(request.device)
         if not team.first:
-            return _take_part(team, prepared, chunks, parts, terminal)
+            return _take_part(team, prepared, chunks, parts, turns, terminal)
     settings = settings_hash(request)
     measured = f"{settings}, batches of {batch}" + (", part by part" if parts else "")
+    measured += f", in {turns} turns" if turns > 1 else ""
     if team is not None:
         # times are of so many, and may differ within rounding.
         measured += f", by {team}"
@@ -191,13 +203,13 @@ def compare(
             if team is not None:
                 team.tell(missing)
             maker = _maker(terminal, prepared, team) if missing and crew is None else None
-            comparison = Comparison(maker, folder.path, kept=folder, parts=parts)
+            comparison = Comparison(maker, folder.path, kept=folder, parts=parts, turns=turns)
             if maker is not None:
                 terminal.say("Warming up ...")
                 comparison.warm_up(chunks[missing[0]], maker.defaults)
             if missing and crew is not None:
                 waiting = [chunks[at] for at in missing]
-                if not _spread(terminal, crew, comparison, waiting, parts):
+                if not _spread(terminal, crew, comparison, waiting, parts, turns):
                     return FAILED
             for chunk in chunks:
                 for each in comparison.run(chunk):
@@ -245,10 +257,11 @@ def _spread(
     comparison: Comparison,
     waiting: Sequence[Sequence[PreparedPrompt]],
     parts: bool,
+    turns: int,
 ) -> bool:
     """Have chunks measured by workers; whether all were. What is measured is kept at once."""
     chunks = {chunk[0].prompt.number: chunk for chunk in waiting}
-    tasks = [(number, Measurement(tuple(chunk), parts)) for number, chunk in chunks.items()]
+    tasks = [(number, Measurement(tuple(chunk), parts, turns)) for number, chunk in chunks.items()]
     with crew.doing(terminal, tasks, "Comparisons") as outcomes:
         for outcome in outcomes:
             if isinstance(outcome.error, WorkerDied):
@@ -279,6 +292,7 @@ def _take_part(
     prepared: PreparedPrompts,
     chunks: Sequence[Sequence[PreparedPrompt]],
     parts: bool,
+    turns: int,
     terminal: Terminal,
 ) -> int:
     """Compute what the first process measures."""
@@ -288,7 +302,7 @@ def _take_part(
             for requests in warm_ups(missing[0], maker.defaults, parts):
                 maker(requests, "warm-up")
             for chunk in missing:
-                for name, requests in runs_of(chunk, parts):
+                for name, requests in runs_of(chunk, parts, turns):
                     maker(requests, name)
         team.leave()
     except Exception:
@@ -327,7 +341,8 @@ def _speed(report: Report) -> str:
         return str(speedup)
     least = shortest_of(report.comparisons[0].sparse.record)
     need = f"{FEWEST} pairs of runs (a batch is one) of {least:g} s or more a side"
-    return f"no ratio: {speedup}; a ratio takes {need} on one machine"
+    hint = ". Hint: --turns 3" if speedup.why == "timed once" else ""
+    return f"no ratio: {speedup}; a ratio takes {need} on one machine{hint}"
 
 
 def _when(report: Report) -> str:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +63,7 @@ class Comparison:
         kept: the same folder, where what was measured is to outlive this process: each prompt gets
             a record, from which a run with the same settings goes on. ``forget`` removes them.
         parts: whether to switch the parts of the sparse side on one after the other, each measured.
+        turns: how often both sides are made in turns; of all but the first only the time is taken.
     """
 
     def __init__(
@@ -71,12 +73,14 @@ class Comparison:
         kept: RunFolder | None = None,
         *,
         parts: bool = False,
+        turns: int = 1,
     ) -> None:
         self.videos: list[SideBySide] = []
         self._generate = generate
         self._folder = folder
         self._kept = kept
         self._parts = parts
+        self._turns = turns
         self.taken: set[int] = set()
         self._restored = 0
         self._records: list[Path] = []
@@ -115,7 +119,9 @@ class Comparison:
             self._restored += len({one.prompt.number for one in chunk} - self.taken)
             return found
         assert self._generate is not None
-        (side, requests), *before, (name, whole) = runs_of(chunk, self._parts)
+        runs = runs_of(chunk, self._parts, self._turns)
+        once = len(runs) - 2 * (self._turns - 1)
+        (side, requests), *before, (name, whole) = runs[:once]
         dense = self._generate(requests, _label(chunk, side))
         stages: list[list[Stage]] = [[] for _ in chunk]
         for part, requests in before:
@@ -124,9 +130,17 @@ class Comparison:
                 quality = video_quality(reference.frames, other.frames)
                 found_so_far.append(_stage(part, quality, run_facts(other.record)))
         sparse = self._generate(whole, _label(chunk, name))
+        # of every prompt, those of both sides in turns.
+        seconds = [[*pair] for pair in zip(_denoising(dense), _denoising(sparse), strict=True)]
+        for part, requests in runs[once:]:
+            made = self._generate(requests, _label(chunk, f"{part} again"))
+            for taken, more in zip(seconds, _denoising(made), strict=True):
+                taken.append(more)
         found = [
-            self._measure(one, reference, other, name, earlier)
-            for one, reference, other, earlier in zip(chunk, dense, sparse, stages, strict=True)
+            self._measure(one, reference, other, name, earlier, _turns(taken))
+            for one, reference, other, earlier, taken in zip(
+                chunk, dense, sparse, stages, seconds, strict=True
+            )
         ]
         self._comparisons += found
         return found
@@ -151,6 +165,11 @@ class Comparison:
         notes += _cache_notes(records)
         if (processes := record.get("processes", 1)) > 1:
             notes.append(f"Every video of both sides was made by {processes} processes together.")
+        if self._turns > 1:
+            notes.append(
+                f"Both sides were made {self._turns} times in turns, and seconds of denoising are "
+                "means over them."
+            )
         if batch > 1:
             notes.append(f"Times are those of batches of {batch}, divided by the batch's size.")
         if workers is not None:
@@ -184,22 +203,23 @@ class Comparison:
         sparse: Generated,
         part: str,
         earlier: Sequence[Stage],
+        turns: Sequence[tuple[float, float]],
     ) -> PromptComparison:
         density_map = sparse.record["density_map"]
         if density_map:
             self._maps.append(density_map)
         self.videos.append(self._side_by_side(one, dense.frames, sparse.frames))
-        quality, facts = video_quality(dense.frames, sparse.frames), run_facts(sparse.record)
+        quality = video_quality(dense.frames, sparse.frames)
+        sides = _both_sides(dense.record, sparse.record, turns)
         found = PromptComparison(
             number=one.prompt.number,
             prompt=one.prompt.text,
             seed=one.request.seed,
             quality=quality,
-            dense=run_facts(dense.record),
-            sparse=facts,
+            **sides,
             # a page keeps dense videos; a command makes every one anew.
             kept=dense.record.get("kept"),
-            stages=(*earlier, _stage(part, quality, facts)) if self._parts else (),
+            stages=(*earlier, _stage(part, quality, sides["sparse"])) if self._parts else (),
         )
         if self._kept is not None:
             target = self._kept.target(one.prompt)
@@ -209,6 +229,7 @@ class Comparison:
                 "quality": asdict(found.quality),
                 "picture": [video.width, video.height],
                 "stages": [asdict(stage) for stage in found.stages],
+                "turns": found.turns,
                 "dense": dense.record,
                 "sparse": sparse.record,
             }
@@ -282,8 +303,8 @@ def _as_recorded(one: PreparedPrompt, record: Mapping[str, Any]) -> PromptCompar
         prompt=one.prompt.text,
         seed=one.request.seed,
         quality=VideoQuality(frames=frames, **quality),
-        dense=run_facts(record["dense"]),
-        sparse=run_facts(record["sparse"]),
+        # records of earlier versions hold no turns.
+        **_both_sides(record["dense"], record["sparse"], record.get("turns", ())),
         stages=tuple(Stage(**stage) for stage in record["stages"]),
     )
 
@@ -376,18 +397,21 @@ def stages_of(request: GenerateRequest) -> list[tuple[str, GenerateRequest]]:
 
 
 def runs_of(
-    chunk: Sequence[PreparedPrompt], parts: bool
+    chunk: Sequence[PreparedPrompt], parts: bool, turns: int = 1
 ) -> list[tuple[str, list[GenerateRequest]]]:
     """The runs of a chunk in their order, each with its name: the dense side, then the sparse one.
 
-    With ``parts`` the parts of the sparse side come before it, one after the other.
+    With ``parts`` the parts of the sparse side come before it, one after the other. All ``turns``
+    but the first are the two sides alone.
     """
     whole = [one.request for one in chunk]
     dense = ("dense", [dense_side(request) for request in whole])
-    if not parts:
-        return [dense, (whole[0].method, whole)]
-    columns = zip(*(stages_of(request) for request in whole), strict=True)
-    return [dense, *((column[0][0], [each for _, each in column]) for column in columns)]
+    if parts:
+        columns = zip(*(stages_of(request) for request in whole), strict=True)
+        others = [(column[0][0], [each for _, each in column]) for column in columns]
+    else:
+        others = [(whole[0].method, whole)]
+    return [dense, *others, *[dense, others[-1]] * (turns - 1)]
 
 
 def warm_ups(
@@ -484,6 +508,31 @@ def run_facts(record: dict[str, Any]) -> RunFacts:
         record=record,
         work=Work.from_json(record.get("work")),
     )
+
+
+def _denoising(made: Sequence[Generated]) -> list[float]:
+    """Seconds of denoising of each video, those of a batch shared out evenly."""
+    return [one.record["times"]["denoise"] / one.record["batch"] for one in made]
+
+
+def _turns(seconds: Sequence[float]) -> Sequence[tuple[float, float]]:
+    """Pairs of dense and sparse ones, if there is more than one."""
+    pairs = list(zip(seconds[::2], seconds[1::2], strict=True))
+    return pairs if len(pairs) > 1 else ()
+
+
+def _both_sides(
+    dense: dict[str, Any], sparse: dict[str, Any], turns: Sequence[Sequence[float]]
+) -> dict[str, Any]:
+    """What a prompt's records say of both sides, their seconds of denoising those of all turns."""
+    sides = {}
+    for place, (name, record) in enumerate((("dense", dense), ("sparse", sparse))):
+        facts = run_facts(record)
+        if turns:
+            mean = fmean(each[place] for each in turns)
+            facts = replace(facts, seconds={**facts.seconds, "denoise": mean})
+        sides[name] = facts
+    return {**sides, "turns": tuple((each[0], each[1]) for each in turns)}
 
 
 def device_name(device: dict[str, Any]) -> str:

@@ -42,10 +42,12 @@ class Measurement:
     Args:
         chunk: the prompts that are made at once.
         parts: as ``Comparison`` has it.
+        turns: likewise.
     """
 
     chunk: tuple[PreparedPrompt, ...]
     parts: bool
+    turns: int = 1
 
     @property
     def request(self) -> GenerateRequest:
@@ -62,12 +64,15 @@ class Measurement:
             for requests in warm_ups(self.chunk, maker.defaults, self.parts):
                 maker(requests, "warm-up")
         if not first:
-            for name, requests in runs_of(self.chunk, self.parts):
+            for name, requests in runs_of(self.chunk, self.parts, self.turns):
                 maker(requests, name)
             return []
         with TemporaryDirectory() as path:
             folder = RunFolder(Path(path))
-            Comparison(maker, folder.path, kept=folder, parts=self.parts).run(self.chunk)
+            comparison = Comparison(
+                maker, folder.path, kept=folder, parts=self.parts, turns=self.turns
+            )
+            comparison.run(self.chunk)
             targets = [folder.target(one.prompt) for one in self.chunk]
             return [
                 Made(target.video.read_bytes(), parse_json(target.record.read_bytes()))
