@@ -131,10 +131,13 @@ class Comparison:
                 found_so_far.append(_stage(part, quality, run_facts(other.record)))
         sparse = self._generate(whole, _label(chunk, name))
         # of every prompt, those of both sides in turns.
-        seconds = [[*pair] for pair in zip(_denoising(dense), _denoising(sparse), strict=True)]
+        seconds = [
+            [*pair]
+            for pair in zip(denoising_seconds(dense), denoising_seconds(sparse), strict=True)
+        ]
         for part, requests in runs[once:]:
             made = self._generate(requests, _label(chunk, f"{part} again"))
-            for taken, more in zip(seconds, _denoising(made), strict=True):
+            for taken, more in zip(seconds, denoising_seconds(made), strict=True):
                 taken.append(more)
         found = [
             self._measure(one, reference, other, name, earlier, _turns(taken))
@@ -510,7 +513,7 @@ def run_facts(record: dict[str, Any]) -> RunFacts:
     )
 
 
-def _denoising(made: Sequence[Generated]) -> list[float]:
+def denoising_seconds(made: Sequence[Generated]) -> list[float]:
     """Seconds of denoising of each video, those of a batch shared out evenly."""
     return [one.record["times"]["denoise"] / one.record["batch"] for one in made]
 

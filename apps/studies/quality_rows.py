@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vidsparse.apps.results.row_file import Row
+from vidsparse.apps.runs.comparison import denoising_seconds
 from vidsparse.apps.studies.configurations import Configuration
 from vidsparse.apps.studies.study_calls import RECORDED_PROMPTS, RECORDED_STEPS
 from vidsparse.metrics import Frames, VideoQuality, compare_videos, spread_of
@@ -54,12 +55,7 @@ class DenseVideos:
     @classmethod
     def of(cls, made: Sequence[Generated]) -> DenseVideos:
         """Those that were made."""
-        return cls([one.frames for one in made], _denoising(made))
-
-
-def _denoising(made: Sequence[Generated]) -> list[float]:
-    """Seconds of denoising of each video, those of a batch shared out evenly."""
-    return [one.record["times"]["denoise"] / one.record["batch"] for one in made]
+        return cls([one.frames for one in made], denoising_seconds(made))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +79,7 @@ class PendingRow:
     ) -> PendingRow:
         """A row of its ``own`` facts and what ``made`` took; its metrics go to the pool."""
         records = [one.record for one in made]
-        seconds = _denoising(made)
+        seconds = denoising_seconds(made)
         facts = {
             "method": configuration.method,
             "total": spread_of([record["total"] for record in records]).mean,
