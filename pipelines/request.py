@@ -276,8 +276,8 @@ def check_ready(request: GenerateRequest, defaults: Defaults) -> None:
     if method.needs_numbers:
         raise OptionError(
             f"{method.name} needs calibrated numbers, and those that come with {request.model} are "
-            f"for {video} in the model's own order. Hint: leave size, order and options out, or "
-            f"make a preset with `vidsparse calibrate --method {method.name}`."
+            f"for {video} in the model's own order. Hint: ask for that size and leave order and "
+            f"options out, or make a preset with `vidsparse calibrate --method {method.name}`."
         )
 
 

@@ -406,7 +406,9 @@ def test_both_sides_in_turns_tell_a_speed_that_outlives_a_kill(
     assert (len(one["turns"]), len(other["turns"])) == (3, 3)
     for each in (one, other):
         for side, taken in zip(("dense", "sparse"), zip(*each["turns"], strict=True), strict=True):
-            assert each["seconds"][side]["denoise"] == pytest.approx(sum(taken) / 3)
+            found = each["seconds"][side]
+            assert found["denoise"] == pytest.approx(sum(taken) / 3)
+            assert found["total"] > found["denoise"]
             assert len(set(taken)) == 3
     # the prompts of a batch are made at once, and are one pair in each turn.
     assert document["summary"]["speedup"]["pairs"] == 6 // batch
@@ -415,6 +417,21 @@ def test_both_sides_in_turns_tell_a_speed_that_outlives_a_kill(
     assert document["summary"]["denoise_speedup"] == pytest.approx(dense / sparse)
     assert f"over {6 // batch} pairs)" in done.stdout
     assert any("made 3 times in turns" in note for note in document["notes"])
+
+
+def test_parts_run_once_and_the_last_of_them_in_every_turn(
+    wide_model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vidsparse.speedup.SHORT", 0.0)
+    prompts.write_text("a red circle\n", encoding="utf-8")
+    done = _compare(wide_model, prompts, "--linear", "int8", "--parts", "--turns", "2")
+    assert done.exit_code == 0, done.output
+    summary = _document(prompts)["summary"]
+    attention, linear = summary["stages"]
+    assert attention["speedup"]["why"] == "timed once"
+    assert linear["speedup"] == summary["speedup"]
+    assert linear["speedup"]["pairs"] == 2
+    assert re.search(r"timed +dense, then sparse, 2 times in turns; the first", done.stdout)
 
 
 def test_a_run_of_one_part_is_not_taken_apart(tiny_model: Path, prompts: Path) -> None:

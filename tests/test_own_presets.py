@@ -157,6 +157,15 @@ def test_a_bundled_model_brings_numbers_for_every_method(name: str) -> None:
     assert found == {method for method, kind in METHODS.items() if issubclass(kind, SparseMethod)}
 
 
+def test_a_preset_for_another_size_than_a_cpu_s_is_named_with_that_size() -> None:
+    ref = resolve_model("scenes")
+    request = GenerateRequest(prompt="a red circle", model="scenes", method="bsfa", device="cpu")
+    made = resolve(request, ref.defaults)
+    assert made.preset is None
+    with pytest.raises(OptionError, match=r"for 81 frames of 640x640.*Hint: ask for that size"):
+        check_ready(made, ref.defaults)
+
+
 @pytest.mark.parametrize(("name", "method"), SHIPPED)
 def test_what_a_bundled_model_brings_is_taken_out_of_the_box(name: str, method: str) -> None:
     ref = resolve_model(name)

@@ -33,6 +33,7 @@ from vidsparse.apps.page.outlook import Outlook
 from vidsparse.apps.page.queue import Job
 from vidsparse.apps.page.report_tab import ReportTab
 from vidsparse.apps.page.visits import Visits
+from vidsparse.apps.page.workbench import WARM_UP_SIDES, Workbench
 from vidsparse.apps.runs.comparison import dense_side
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.models import resolve_model
@@ -123,21 +124,50 @@ def test_the_nearest_video_counts_and_the_warm_up_only_where_there_is_no_other()
 
 
 def test_two_sizes_of_the_warm_up_tell_what_of_a_step_is_the_same_for_any_size() -> None:
-    def first_guess(small: float, large: float) -> float:
+    def first_guess(*steps: tuple[int, float], **changes: Any) -> float:
         estimates = loaded()
-        for side, step in ((64, small), (128, large)):
+        for side, step in steps:
             request = asked(width=side, height=side, frames=5)
-            estimates.add(request, took(step=step, memory=None), warm_up=True)
-        return seconds(estimates, asked()) - 2.0 * 2304 / 128
+            of_steps = Took(step=step, beside=0.0, memory=None)
+            estimates.add(request, of_steps, warm_up=True)
+        return seconds(estimates, asked(**changes)) / 20
 
-    alone = loaded()
-    alone.add(asked(width=128, height=128, frames=5), took(step=0.4, memory=None), warm_up=True)
-    one_size = seconds(alone, asked()) - 2.0 * 2304 / 128
+    one_size = first_guess((128, 0.4))
     # what both sizes have in common does not grow.
-    assert one_size / 4 < first_guess(0.2, 0.4) < 0.7 * one_size
+    assert one_size / 4 < first_guess((64, 0.2), (128, 0.4)) < 0.7 * one_size
     # where the larger one hardly took longer, or more than its share, it is told from it alone.
-    assert first_guess(0.39, 0.4) == pytest.approx(one_size)
-    assert first_guess(0.01, 0.4) == pytest.approx(one_size)
+    assert first_guess((64, 0.39), (128, 0.4)) == pytest.approx(one_size)
+    assert first_guess((64, 0.01), (128, 0.4)) == pytest.approx(one_size)
+    # a size between both takes a time between both, whichever is nearer.
+    for side in (80, 112):
+        between = {"width": side, "height": side, "frames": 5}
+        assert 0.2 < first_guess((64, 0.2), (128, 0.4), **between) < 0.4
+
+
+def test_the_warm_up_takes_steps_of_two_sizes_and_decodes_the_small_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vidsparse.pipelines import generate as module
+
+    made, ended, generate = [], [], module.generate
+
+    def watched(has: Any, request: GenerateRequest, *given: Any, **more: Any) -> Any:
+        made.append(request.width)
+        try:
+            return generate(has, request, *given, **more)
+        except module.GenerationCancelled:
+            ended.append(request.width)
+            raise
+
+    monkeypatch.setattr(module, "generate", watched)
+    estimates = Estimates()
+    has = Workbench("cpu", estimates=estimates).load("shapes")
+    small, large = (side * has.defaults.size_factor for side in WARM_UP_SIDES)
+    assert (made, ended) == ([small, large], [large])
+    guess = estimates.of([asked()], has.defaults)
+    assert guess is not None
+    assert guess.basis == "warm-up"
+    assert guess.size.startswith(f"{has.defaults.few_frames} frames of {large}x{large}")
 
 
 def test_new_measurements_move_the_mean_and_the_most_memory_stays() -> None:

@@ -473,3 +473,8 @@ def test_a_promise_is_held_against_prompts_that_its_preset_has_not_seen(
     assert asked == [8, 2, 8]
     assert list(presets.glob("*-32dB-2.json"))
     assert _quality(tiny_model, tmp_path, *given, "--samples", "0").exit_code == 2
+    for kind in (".json", ".safetensors"):
+        shutil.copy(preset.with_suffix(kind), preset.with_name(f"{preset.stem}-3{kind}"))
+    refused = _quality(tiny_model, tmp_path, *given, "--samples", "3")
+    assert refused.exit_code == 2
+    assert "was made of 8 prompts, not of 3" in refused.stderr

@@ -7,7 +7,8 @@
   pairs that the sparse side computed, and its split ``work``; both densities of the sparse calls;
   the share of dense steps; seconds of both sides; ``stages``, where the parts were switched on one
   after the other. Reports of versions before 0.2 have neither ``total`` nor ``work``.
-- ``prompts``: per prompt the same measures, one entry per frame, and both runs' records.
+- ``prompts``: per prompt the same measures, one entry per frame, and both runs' records; where
+  both sides were made several times, ``turns``, and the records are those of the first.
 - ``density_map``: computed density by denoising step (row) and transformer layer (column), mean
   over prompts; 1.0 is a dense call, null one that never happened.
 - ``settings``, ``environment``, ``conventions``, ``notes``, ``created``.
@@ -291,7 +292,7 @@ class Report:
     def speedup(self) -> Speedup:
         """How much faster the sparse side denoised, if enough pairs of runs were timed.
 
-        The prompts of a batch run at once and are one pair.
+        The prompts of a batch run at once and are one pair, in each turn.
         """
         seconds = [each.sparse.seconds.get("denoise") for each in self.comparisons]
         return self._speedup(seconds, turns=True)
@@ -299,7 +300,7 @@ class Report:
     @property
     def stages(self) -> list[StageMeans]:
         """Quality and time as the parts of the sparse side are switched on one after the other."""
-        columns = zip(*(each.stages for each in self.comparisons), strict=True)
+        columns = list(zip(*(each.stages for each in self.comparisons), strict=True))
         return [
             StageMeans(
                 name=column[0].name,
@@ -309,7 +310,10 @@ class Report:
                 ssim=spread_of([each.ssim for each in column]),
                 seconds=spread_of([each.seconds for each in column]).mean,
                 total=spread_of([each.total for each in column]).mean,
-                speedup=self._speedup([each.seconds for each in column]),
+                # the last is the sparse side, which ran in every turn; those before it ran once.
+                speedup=self._speedup(
+                    [each.seconds for each in column], turns=column is columns[-1]
+                ),
             )
             for column in columns
         ]

@@ -15,8 +15,9 @@ SHORT: Final = 3.0
 """Seconds: a run below this is too short to time, since set-up and noise are a part of it."""
 
 SHORT_ON_GPU: Final = 0.5
-"""The same on a GPU, where ``compare`` first runs two untimed steps. Runs of one to two seconds
-differed there by 2 % (dense) and by 8 to 12 % (sparse), which a ratio's range says."""
+"""The same on a GPU, where the like has always run before: untimed steps of ``compare``, a page's
+warm-up and first video. Runs of one to two seconds differed there by 2 % (dense) and by 8 to 12 %
+(sparse), which a ratio's range says."""
 
 FEWEST: Final = 2
 """Pairs that a range takes."""

@@ -99,7 +99,8 @@ where the rest is the prompts, how they are measured, and the machine:
     default=1,
     show_default=True,
     metavar="N",
-    help="Make both sides N times in turns: the speed is told with its range, also of one prompt.",
+    help="Make both sides N times in turns, parts once: the speed is told with its range, also of "
+    "one prompt.",
 )
 @gpus_options
 @crew_click_options
@@ -353,6 +354,9 @@ def _when(report: Report) -> str:
         for run in (each.dense, each.sparse)
     )
     first, last = (f"{each:%H:%M:%S}" for each in (began[0], began[-1]))
+    if turns := len(report.comparisons[0].turns):
+        # records are those of the first turn.
+        return f"dense, then sparse, {turns} times in turns; the first run began at {first}"
     return f"dense, then sparse, in turns; the first run began at {first}, the last at {last}"
 
 

@@ -251,13 +251,13 @@ class Estimates:
             return tokens * (1 + tokens / even)
 
         step = took.step * products(tokens) / products(from_tokens)
-        smaller = min(same, key=lambda kind: kind.tokens(defaults))
-        if warm_up and took.step >= _LONGER * same[smaller][0].step:
+        by_size = sorted(same, key=lambda kind: kind.tokens(defaults))
+        few, many = (products(kind.tokens(defaults)) for kind in (by_size[0], by_size[-1]))
+        least, most = (same[kind][0].step for kind in (by_size[0], by_size[-1]))
+        if warm_up and few < many and _LONGER * least <= most <= least * many / few:
             # along the line through both videos of the warm-up: a part of a step is the same for
             # any size.
-            few, many = products(smaller.tokens(defaults)), products(from_tokens)
-            slope = (took.step - same[smaller][0].step) / (many - few)
-            step = min(step, took.step + slope * (products(tokens) - many))
+            step = most + (most - least) / (many - few) * (products(tokens) - many)
         if asked.guided != nearest.guided and branches > 1:
             step *= branches if asked.guided else 1 / branches
         memory = None

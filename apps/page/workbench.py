@@ -198,7 +198,8 @@ class Workbench:
         # the second step alone: the first one is the set-up.
         took = _took(made.record["times"], taken[1:], None)
         self._estimates.add(resolve(request, loaded.defaults), took, warm_up=True)
-        # steps of a larger one tell how they grow; what comes after them would take longest.
+        # steps of a larger one tell how they grow. Its decoding would take longer than they do: it
+        # is left out, and taken to grow with the picture.
         request = replace(request, width=large, height=large)
         taken = []
         with suppress(GenerationCancelled):

@@ -63,7 +63,8 @@ class Comparison:
         kept: the same folder, where what was measured is to outlive this process: each prompt gets
             a record, from which a run with the same settings goes on. ``forget`` removes them.
         parts: whether to switch the parts of the sparse side on one after the other, each measured.
-        turns: how often both sides are made in turns; of all but the first only the time is taken.
+        turns: how often both sides are made in turns; of all but the first only the time is taken,
+            so that ``generate`` must make every video anew.
     """
 
     def __init__(
@@ -130,13 +131,14 @@ class Comparison:
                 quality = video_quality(reference.frames, other.frames)
                 found_so_far.append(_stage(part, quality, run_facts(other.record)))
         sparse = self._generate(whole, _label(chunk, name))
-        # of every prompt, those of both sides in turns.
+        # a list a prompt: dense, sparse, dense, sparse.
         seconds = [
             [*pair]
             for pair in zip(denoising_seconds(dense), denoising_seconds(sparse), strict=True)
         ]
-        for part, requests in runs[once:]:
-            made = self._generate(requests, _label(chunk, f"{part} again"))
+        for place, (part, requests) in enumerate(runs[once:]):
+            turn = f"{part}, turn {place // 2 + 2} of {self._turns}"
+            made = self._generate(requests, _label(chunk, turn))
             for taken, more in zip(seconds, denoising_seconds(made), strict=True):
                 taken.append(more)
         found = [
@@ -170,8 +172,8 @@ class Comparison:
             notes.append(f"Every video of both sides was made by {processes} processes together.")
         if self._turns > 1:
             notes.append(
-                f"Both sides were made {self._turns} times in turns, and seconds of denoising are "
-                "means over them."
+                f"Both sides were made {self._turns} times in turns, and their seconds of "
+                "denoising are means over them. All else is of the first turn."
             )
         if batch > 1:
             notes.append(f"Times are those of batches of {batch}, divided by the batch's size.")
@@ -532,8 +534,13 @@ def _both_sides(
     for place, (name, record) in enumerate((("dense", dense), ("sparse", sparse))):
         facts = run_facts(record)
         if turns:
-            mean = fmean(each[place] for each in turns)
-            facts = replace(facts, seconds={**facts.seconds, "denoise": mean})
+            # all else was taken in the first turn.
+            more = fmean(each[place] for each in turns) - turns[0][place]
+            seconds = dict(facts.seconds)
+            for phase in ("denoise", "total"):
+                if (taken := seconds.get(phase)) is not None:
+                    seconds[phase] = taken + more
+            facts = replace(facts, seconds=seconds)
         sides[name] = facts
     return {**sides, "turns": tuple((each[0], each[1]) for each in turns)}
 

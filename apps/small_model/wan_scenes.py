@@ -75,7 +75,8 @@ class Scenes(Wan):
         reuse=2,
         method_options={
             "foresight": {"share": 0.12, "fading": 0.3, "slope": 0.5},
-            # each method's sparsest row of "seconds" with at least 31 dB; sol-attn's best.
+            # each method's sparsest row of "seconds" with at least 31 dB; sol-attn's best. At other
+            # sizes they were not measured.
             "fg-attn": {"top_p": 0.9316},
             "spargeattn": {"tau": 0.9941},
             "xattention": {"tau": 0.9629},

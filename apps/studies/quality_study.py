@@ -76,15 +76,12 @@ class QualityStudy:
         """Whether the file holds this row already, measured on as many prompts."""
         return self._file.find(self._is(configuration)) is not None
 
-    def _is(
-        self, configuration: Configuration, samples: int | None = None
-    ) -> Callable[[Row], bool]:
-        """Whether a row is the configuration's, of a preset of ``samples`` prompts if of one."""
+    def _is(self, configuration: Configuration) -> Callable[[Row], bool]:
         from vidsparse.calibration import CALIBRATORS
 
-        conditions = self.conditions()
+        conditions, samples = self.conditions(), self._samples
         if configuration.promise is not None:
-            samples = samples or self._samples or CALIBRATORS[configuration.method].samples
+            samples = samples or CALIBRATORS[configuration.method].samples
         return lambda row: (
             all(row.get(name) == value for name, value in conditions.items())
             and configuration.describes(row)
@@ -138,6 +135,10 @@ class QualityStudy:
 
     def run(self, todo: Sequence[Configuration]) -> None:
         """Measure ``todo`` and write each row as soon as its metrics are there."""
+        # what cannot be measured is found before the first row.
+        for one in todo:
+            if one.by_card:
+                self._carded(one)
         dense = DenseVideos.of(self._generate(self._requests, "dense"))
         self.head(self._file)
         pending: list[PendingRow] = []
@@ -283,9 +284,7 @@ class QualityStudy:
 
     def _finish(self, pending: PendingRow) -> None:
         row, words = pending.finish(self.conditions(), self.commit)
-        # a preset that lay there may be of another number of prompts than was asked for.
-        samples = row["promised"]["prompts"] if pending.configuration.promise else None
-        self._file.put(row, self._is(pending.configuration, samples))
+        self._file.put(row, self._is(pending.configuration))
         self._terminal.say(words)
 
     def _configured(
@@ -429,8 +428,8 @@ class QualityStudy:
         if not isinstance(ends, int) or ends != own.dense_last_layers or own.dense_last_steps:
             raise OptionError(
                 f"{own.model} keeps {ends} first and {own.dense_last_layers} last "
-                f"layers and {own.dense_last_steps} last steps dense, which this study cannot. "
-                "Hint: leave the study out."
+                f"layers and {own.dense_last_steps} last steps dense, which the study over seconds "
+                "cannot run. Hint: name other studies with --study."
             )
         return replace(
             configuration,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vidsparse.apps.small_model.prompts import CALIBRATION_SEED, calibration_prompts
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.apps.terminal.progress import plain_bar
+from vidsparse.errors import OptionError
 
 if TYPE_CHECKING:
     from vidsparse.pipelines.models import LoadedPipeline
@@ -98,17 +99,25 @@ class StudyPresets:
             It, and the seconds that took; None where it lay there.
 
         Raises:
-            OptionError: what lies there cannot be read, or was made for another model.
+            OptionError: what lies there cannot be read, or was made for another model or of another
+                number of prompts.
         """
-        request = unsettled(self._request, method=method)
         from vidsparse.calibration import CALIBRATORS
 
+        request = unsettled(self._request, method=method)
         usual, ending = CALIBRATORS[method].samples, f"-{psnr:g}dB"
         samples = self._samples or usual
         if samples != usual:
             ending += f"-{samples}"
         settings = {"target_psnr": psnr}
-        return self._made(request, ending=ending, settings=settings, samples=samples)
+        preset, seconds = self._made(request, ending=ending, settings=settings, samples=samples)
+        if (found := preset.measured["prompts"]) != samples:
+            # its row would be told apart by that number, and never be found under the other.
+            raise OptionError(
+                f"{preset.source} was made of {found} prompts, not of {samples}. "
+                f"Hint: give --samples {found} and a name that ends in dB-{found}, or remove it."
+            )
+        return preset, seconds
 
     def _made(
         self,
