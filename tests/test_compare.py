@@ -324,6 +324,7 @@ def test_compare_s_answer_in_json_is_its_summary(tiny_model: Path, prompts: Path
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_parts_are_switched_on_one_after_the_other(wide_model: Path, prompts: Path) -> None:
     options = (
         "--top-p",
@@ -371,6 +372,7 @@ def test_parts_are_switched_on_one_after_the_other(wide_model: Path, prompts: Pa
             assert words in text
 
 
+@pytest.mark.slow
 def test_parts_of_a_killed_compare_are_kept(
     wide_model: Path, prompts: Path, watched: tuple[list[int], set[int]]
 ) -> None:

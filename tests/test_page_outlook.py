@@ -144,6 +144,7 @@ def test_two_sizes_of_the_warm_up_tell_what_of_a_step_is_the_same_for_any_size()
         assert 0.2 < first_guess((64, 0.2), (128, 0.4), **between) < 0.4
 
 
+@pytest.mark.slow
 def test_the_warm_up_takes_steps_of_two_sizes_and_decodes_the_small_one_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
