@@ -105,6 +105,16 @@ def test_every_point_is_drawn_inside_of_its_chart_and_listed(form: Any) -> None:
     assert max(places) <= 100
 
 
+def test_no_two_lines_of_a_chart_look_alike(form: Any) -> None:
+    charts = studies_page(form).split("<figure")[1:]
+    looks = [re.findall(r'<path class="line (c\d[^"]*)"', chart) for chart in charts]
+    named = [re.findall(r'<span><i class="(c\d[^"]*)"', chart) for chart in charts]
+    assert looks == named
+    assert [len(set(each)) for each in looks] == [len(each) for each in looks]
+    # more than there are colours.
+    assert max(map(len, looks)) > 7
+
+
 def test_no_axis_goes_below_zero_and_its_ticks_differ(form: Any) -> None:
     for chart in studies_page(form).split("<figure")[1:]:
         for side in "xy":

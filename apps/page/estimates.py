@@ -251,13 +251,14 @@ class Estimates:
             return tokens * (1 + tokens / even)
 
         step = took.step * products(tokens) / products(from_tokens)
-        by_size = sorted(same, key=lambda kind: kind.tokens(defaults))
-        few, many = (products(kind.tokens(defaults)) for kind in (by_size[0], by_size[-1]))
-        least, most = (same[kind][0].step for kind in (by_size[0], by_size[-1]))
-        if warm_up and few < many and _LONGER * least <= most <= least * many / few:
-            # along the line through both videos of the warm-up: a part of a step is the same for
-            # any size.
-            step = most + (most - least) / (many - few) * (products(tokens) - many)
+        if warm_up:
+            # then videos of the warm-up are all there is, two of them or one.
+            small, *_, large = sorted([*same, nearest], key=lambda kind: kind.tokens(defaults))
+            few, many = products(small.tokens(defaults)), products(large.tokens(defaults))
+            short, long = same[small][0].step, same[large][0].step
+            if few < many and _LONGER * short <= long <= short * many / few:
+                # along the line through both: a part of a step is the same for any size.
+                step = long + (long - short) / (many - few) * (products(tokens) - many)
         if asked.guided != nearest.guided and branches > 1:
             step *= branches if asked.guided else 1 / branches
         memory = None

@@ -142,7 +142,7 @@ class Comparison:
             for taken, more in zip(seconds, denoising_seconds(made), strict=True):
                 taken.append(more)
         found = [
-            self._measure(one, reference, other, name, earlier, _turns(taken))
+            self._measure(one, reference, other, name, earlier, _pairs(taken))
             for one, reference, other, earlier, taken in zip(
                 chunk, dense, sparse, stages, seconds, strict=True
             )
@@ -520,7 +520,7 @@ def denoising_seconds(made: Sequence[Generated]) -> list[float]:
     return [one.record["times"]["denoise"] / one.record["batch"] for one in made]
 
 
-def _turns(seconds: Sequence[float]) -> Sequence[tuple[float, float]]:
+def _pairs(seconds: Sequence[float]) -> Sequence[tuple[float, float]]:
     """Pairs of dense and sparse ones, if there is more than one."""
     pairs = list(zip(seconds[::2], seconds[1::2], strict=True))
     return pairs if len(pairs) > 1 else ()
