@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from vidsparse.calibration import CALIBRATORS, Calibrator, Extent, Pass
+from vidsparse.calibration import CALIBRATORS, DENSE_VIDEO, Calibrator, Extent, Pass
 from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, OutputError
 from vidsparse.files import clear_partial, write_whole
@@ -40,8 +41,10 @@ Progress = Callable[[str, int, int], None]
 """Told what is being done, the steps that are done and all steps."""
 
 
-_STATE: Final = 6
+_STATE: Final = 7
 """Version of what calibrators keep; progress of another is not taken up."""
+
+_ENDING: Final = ".safetensors"
 
 
 def calibrate(
@@ -81,10 +84,11 @@ def calibrate(
     """
     if not prompts:
         raise OptionError("calibration needs at least one prompt")
-    request = replace(request, model=loaded.ref.name)
+    # a step cache of the model's own stays off; one that was asked for is refused.
+    request = replace(request, model=loaded.ref.name, cache=request.cache or "none")
     request = resolve(request, loaded.defaults, own_presets=False)
     run = _Run(loaded, request, settings or {}, len(prompts))
-    file = _ProgressFile(out, _fingerprint(loaded, request, prompts, settings))
+    file = _ProgressFile(out, _fingerprint(loaded, request, prompts, settings), len(prompts))
     number, done = file.restore(run)
     # of the pass, counted from the first of all prompts.
     # finishing a pass may add another.
@@ -148,7 +152,7 @@ def _window(request: GenerateRequest, steps: int) -> range:
 
 def progress_file(out: Path) -> Path:
     """The file beside the preset ``out`` that holds what is known before it is finished."""
-    return preset_files(out)[0].with_suffix(".progress.safetensors")
+    return preset_files(out)[0].with_suffix(f".progress{_ENDING}")
 
 
 def _calibrator(request: GenerateRequest, extent: Extent, settings: dict[str, Any]) -> Calibrator:
@@ -356,14 +360,19 @@ class _Run:
 
 
 class _ProgressFile:
-    """What is known so far, in one file beside the preset: it is there whole or not at all."""
+    """What is known so far, in a file beside the preset: it is there whole or not at all.
 
-    def __init__(self, out: Path, fingerprint: str) -> None:
-        files = preset_files(out)
+    Dense videos are most of it and never change. Each is in a file of its own, written once.
+    """
+
+    def __init__(self, out: Path, fingerprint: str, prompts: int) -> None:
         self._path = progress_file(out)
         self._fingerprint = fingerprint
+        self._there: set[str] = set()
+        videos = (self._path_of(f"{DENSE_VIDEO}{prompt}") for prompt in range(prompts))
         # a calibration that was killed while it wrote one of them left a part of it.
-        clear_partial(self._path.parent, self._path.name, *(file.name for file in files))
+        names = [file.name for file in (self._path, *preset_files(out), *videos)]
+        clear_partial(self._path.parent, *names)
 
     def save(self, run: _Run, number: int, done: int) -> None:
         """Keep the state after ``done`` prompts of pass ``number``."""
@@ -371,9 +380,13 @@ class _ProgressFile:
 
         facts = {"for": self._fingerprint, "pass": str(number), "done": str(done)}
         state = {name: value.contiguous() for name, value in run.state().items()}
+        videos = {name: state.pop(name) for name in list(state) if name.startswith(DENSE_VIDEO)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, save(state, metadata=facts))
+            for name in videos.keys() - self._there:
+                write_whole(self._path_of(name), save({name: videos[name]}, metadata=facts))
+            write_whole(self._path, save(state, metadata=facts | {"videos": " ".join(videos)}))
+            self._there |= videos.keys()
         except OSError as error:
             raise OutputError(
                 f"{self._path} cannot be written: {error.strerror or error}. "
@@ -392,16 +405,33 @@ class _ProgressFile:
                 facts = file.metadata() or {}
                 if facts.get("for") != self._fingerprint:
                     return 0, 0
-                run.restore({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            videos = facts.get("videos", "").split()
+            for name in videos:
+                with safe_open(self._path_of(name), framework="pt") as file:
+                    if (file.metadata() or {}).get("for") != self._fingerprint:
+                        return 0, 0
+                    state[name] = file.get_tensor(name)
+            run.restore(state)
         except (OSError, SafetensorError):
             return 0, 0
+        self._there = set(videos)
         number, done = int(facts["pass"]), int(facts["done"])
         logger.info("going on with pass %d after %d prompts", number + 1, done)
         return number, done
 
     def remove(self) -> None:
-        """The preset is there: nothing is left to go on with."""
+        """The preset is there: nothing is left to go on with, nor of other settings."""
         self._path.unlink(missing_ok=True)
+        stem = re.escape(self._path.name.removesuffix(_ENDING))
+        for path in list(self._path.parent.iterdir()):
+            if re.fullmatch(rf"{stem}-\d+{re.escape(_ENDING)}", path.name):
+                path.unlink(missing_ok=True)
+
+    def _path_of(self, video: str) -> Path:
+        """The file of a dense video, by its name in the state."""
+        number = int(video.removeprefix(DENSE_VIDEO))
+        return self._path.with_name(f"{self._path.name.removesuffix(_ENDING)}-{number}{_ENDING}")
 
 
 def _telling(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from vidsparse.pipelines.calibrate import calibrate
 from vidsparse.pipelines.generate import generate
 from vidsparse.pipelines.handle import is_sparse, sparsify
 from vidsparse.pipelines.models import LoadedPipeline, load
-from vidsparse.pipelines.request import GenerateRequest, settings_hash
+from vidsparse.pipelines.request import GenerateRequest, resolve, settings_hash
 from vidsparse.presets import Preset, load_preset
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -215,6 +216,55 @@ def test_a_killed_calibration_goes_on(
     assert all(torch.equal(again.tables[name], straight.tables[name]) for name in again.tables)
     assert again.measured == straight.measured
     assert not (tmp_path / "p.progress.safetensors").exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_dense_videos_are_written_once_and_a_killed_calibration_goes_on_from_them(
+    damaged: bool, loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, settings = a_request("foresight"), {"look": "none", "target_psnr": 30.0}
+    straight = calibrate(loaded, request, PROMPTS, tmp_path / "straight", settings=settings)
+    written: list[str] = []
+    write = calibrating.write_whole
+
+    def counted(path: Path, data: bytes) -> None:
+        written.append(path.name)
+        write(path, data)
+
+    monkeypatch.setattr(calibrating, "write_whole", counted)
+    # of four steps each: three dense videos, and the first of the first try.
+    with pytest.raises(Killed):
+        calibrate(loaded, request, PROMPTS, tmp_path / "p", settings=settings, progress=killing(18))
+    videos = [f"p.progress-{prompt}.safetensors" for prompt in range(3)]
+    assert [name for name in written if name in videos] == videos
+    assert (tmp_path / "p.progress.safetensors").stat().st_size < 10_000
+    if damaged:
+        os.truncate(tmp_path / videos[1], 500)
+    made: list[str] = []
+    decoded = calibrating.decoded
+
+    def watched(*arguments: Any) -> Any:
+        made.extend(request.prompt for request in arguments[1])
+        return decoded(*arguments)
+
+    monkeypatch.setattr(calibrating, "decoded", watched)
+    again = calibrate(loaded, request, PROMPTS, tmp_path / "p", settings=settings)
+    # from a video that cannot be read nothing can go on.
+    assert made[:2] == (PROMPTS[:2] if damaged else PROMPTS[1:])
+    assert [name for name in written if name in videos] == (videos * 2 if damaged else videos)
+    assert again.measured["tries"] == straight.measured["tries"]
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"straight.json", "straight.safetensors", "p.json", "p.safetensors"}
+
+
+def test_a_step_cache_of_the_model_s_own_stays_off(loaded: LoadedPipeline, tmp_path: Path) -> None:
+    speeds = {"high": {"cache": "guidance", "cache_threshold": 2}}
+    card = replace(loaded.defaults, method="foresight", speeds=speeds)
+    request = a_request("foresight", method_options={"share": 0.3}, steps=12)
+    assert resolve(request, card).cache == "guidance"
+    cached = replace(loaded, ref=replace(loaded.ref, defaults=card))
+    preset = calibrate(cached, request, PROMPTS[:1], tmp_path / "p", settings={"probes": 1})
+    assert preset.method == "foresight"
 
 
 def test_the_progress_of_other_settings_is_not_taken_up(

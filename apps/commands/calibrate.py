@@ -105,7 +105,8 @@ Examples:
 
 \b
 Files: OUT.json and OUT.safetensors. A run that was stopped leaves
-OUT.progress.safetensors, and the same command goes on from there.
+OUT.progress.safetensors, and dense videos in OUT.progress-0.safetensors
+and so on. The same command goes on from there and removes them.
 """,
 )
 @click.option(

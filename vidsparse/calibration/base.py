@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from vidsparse.site import CallSite
 
 Video = NDArray[np.uint8]
 """Frames ``[T, H, W, 3]``."""
+
+DENSE_VIDEO: Final = "search.dense."
+"""How the names of dense videos begin in ``Calibrator.state()``; their prompt's number follows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +228,10 @@ class Calibrator(ABC):
             self.search.go_on(self.dial, len(self._schedules))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything known so far, which a killed run needs to go on."""
+        """Everything known so far, which a killed run needs to go on.
+
+        What a name of ``DENSE_VIDEO`` has never changes once it is there.
+        """
         tries = {f"search.{name}": value for name, value in self.search.state().items()}
         return {**self.known(), **tries}
 

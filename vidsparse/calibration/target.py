@@ -162,8 +162,12 @@ class Search:
 
     def log_error(self, prompt: int, video: Video) -> float:
         """The logarithm of a video's mean squared error to the prompt's dense one."""
-        away = torch.from_numpy(video).double() - self._dense[prompt].double()
-        return math.log(max(float(away.square().mean()), _LEAST_ERROR))
+        # frame by frame: long videos in 64 bits would take gigabytes, and seconds to fill them.
+        squared = math.fsum(
+            float((one.float() - other.float()).square().sum(dtype=torch.float64))
+            for one, other in zip(torch.from_numpy(video), self._dense[prompt], strict=True)
+        )
+        return math.log(max(squared / video.size, _LEAST_ERROR))
 
     def watch(self, prompt: int, video: Video, total: float, seconds: float) -> None:
         """Take in a video of the last look."""
