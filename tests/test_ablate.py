@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -206,6 +208,30 @@ def test_calibration_keeps_off_the_held_out_prompts(name: str) -> None:
     assert not set(prompts) & set(held_out_prompts(model))
     # those of five are the first of those of sixteen.
     assert calibration_prompts(model, 5) == prompts[:5]
+
+
+@pytest.mark.parametrize(
+    ("name", "traits"),
+    [
+        ("shapes", r"^a (small|medium|large) .* moves (?:left|right|up|down) on a (\w+) "),
+        ("scenes", r"^(a .*? over (?:a|the) [^,]+), .*?, .*?((?:, as .*)?)$"),
+    ],
+)
+def test_prompts_to_calibrate_with_are_of_the_kinds_of_the_held_out_ones(
+    name: str, traits: str
+) -> None:
+    model = resolve_model(name)
+
+    def kinds(prompts: Sequence[str]) -> list[tuple[str, ...]]:
+        return [re.findall(traits, prompt)[0] for prompt in prompts]
+
+    held_out = held_out_prompts(model)
+    # size and texture of bodies in straight motion; camera, ground and light.
+    assert len(set(kinds(held_out))) > 10
+    prompts = calibration_prompts(model, 48)
+    assert kinds(prompts) == kinds(held_out) * 2
+    assert len(set(prompts)) == 48
+    assert not set(prompts) & set(held_out)
 
 
 def test_errors_are_counted_by_video_and_by_head() -> None:

@@ -9,6 +9,7 @@ Tensors: clips are [B, 3, T, H, W] in [-1, 1].
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -175,6 +176,15 @@ def held_out_scenes() -> tuple[Scene, ...]:
         )
         scenes.append(Scene(bodies=(body,), texture=TEXTURES[i % 5], background=background))
     return tuple(scenes)
+
+
+def kind(scene: Scene) -> tuple[str, ...]:
+    """The texture behind it, and of each body the size, and the motion where it is not straight."""
+    bodies = (
+        (body.size, "straight" if body.motion in STRAIGHT_MOTIONS else body.motion)
+        for body in scene.bodies
+    )
+    return (scene.texture, *itertools.chain.from_iterable(bodies))
 
 
 def track(

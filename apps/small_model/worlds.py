@@ -43,6 +43,7 @@ class World:
     Args:
         sample: draws a training scene.
         held_out: the 24 test scenes.
+        kind: what makes scenes about as hard as each other, in words.
         render: films scenes: frames, height, width, device, and how many frames the whole course
             takes; clips [B, 3, T, H, W] in [-1, 1].
         centres: positions [bodies, T, 2] of a scene's bodies as shares of a square frame.
@@ -64,6 +65,7 @@ class World:
 
     sample: Callable[[random.Random], Any]
     held_out: Callable[[], tuple[Any, ...]]
+    kind: Callable[[Any], tuple[str, ...]]
     render: Render
     centres: Callable[[Any, int], np.ndarray]
     caption: Callable[[Any, random.Random | None], str]
@@ -89,6 +91,7 @@ class World:
 SHAPES_WORLD: Final = World(
     sample=world.sample_scene,
     held_out=world.held_out_scenes,
+    kind=world.kind,
     render=world.render,
     centres=world.centres,
     caption=text.caption,
@@ -118,6 +121,7 @@ SHAPES_WORLD: Final = World(
 SCENES_WORLD: Final = World(
     sample=scenes_world.sample_scene,
     held_out=scenes_world.held_out_scenes,
+    kind=scenes_world.kind,
     render=scenes_render.render,
     centres=scenes_world.centres,
     caption=captions.caption,

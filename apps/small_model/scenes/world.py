@@ -303,6 +303,11 @@ def held_out_scenes() -> tuple[Scene, ...]:
     return tuple(scenes)
 
 
+def kind(scene: Scene) -> tuple[str, ...]:
+    """Camera, ground and light, and how many bodies there are."""
+    return (scene.camera, scene.ground, scene.light, str(len(scene.bodies)))
+
+
 def centres(scene: Scene, frames: int) -> np.ndarray:
     """Positions [bodies, T, 2] as shares (x, y) of a square frame; (0, 0) is top left."""
     time = np.arange(frames) / max(frames - 1, 1)
