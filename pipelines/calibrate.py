@@ -155,6 +155,11 @@ def progress_file(out: Path) -> Path:
     return preset_files(out)[0].with_suffix(f".progress{_ENDING}")
 
 
+def is_progress(path: Path) -> bool:
+    """Whether a file has the name of some calibration's progress, or of a dense video beside it."""
+    return re.fullmatch(rf".*\.progress(-\d+)?{re.escape(_ENDING)}", path.name) is not None
+
+
 def _calibrator(request: GenerateRequest, extent: Extent, settings: dict[str, Any]) -> Calibrator:
     if request.method not in CALIBRATORS:
         raise OptionError(

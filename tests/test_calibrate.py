@@ -498,6 +498,14 @@ def test_a_preset_has_a_name(
     assert f"--out {out!r} gives the preset no name. Hint: name a file" in " ".join(said.split())
 
 
+@pytest.mark.parametrize("out", ["p.progress", "p.progress-0", "p.progress-12.json"])
+def test_no_preset_has_the_name_of_another_one_s_progress(
+    out: str, calibrating_to: Callable[..., Result], tmp_path: Path
+) -> None:
+    said = calibrating_to(tmp_path / out).output
+    assert "is the name of what calibrations keep until they end" in " ".join(said.split())
+
+
 @pytest.mark.parametrize("options", [(), ("--overwrite",)])
 def test_a_file_that_is_no_preset_s_is_not_replaced(
     options: tuple[str, ...], calibrating_to: Callable[..., Result], tmp_path: Path

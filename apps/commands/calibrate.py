@@ -206,16 +206,22 @@ def _check_place(out: str, overwrite: bool, lora: str | None) -> None:
         lora: the LoRA that is asked for, if any.
 
     Raises:
-        OptionError: it has no name, or a file is there that is not to be replaced.
+        OptionError: it has no name, or that of a calibration's progress, or a file is there that is
+            not to be replaced.
         OutputError: the folder cannot be written to.
     """
-    from vidsparse.pipelines.calibrate import progress_file
+    from vidsparse.pipelines.calibrate import is_progress, progress_file
     from vidsparse.presets import preset_files
 
     target, tables = preset_files(out)
     if target.name.removesuffix(".json") in ("", ".", ".."):
         raise OptionError(
             f"--out {out!r} gives the preset no name. Hint: name a file, such as --out my-preset."
+        )
+    if is_progress(tables):
+        raise OptionError(
+            f"{tables.name} is the name of what calibrations keep until they end. "
+            "Hint: give another name with --out."
         )
     try:
         for path in (target, tables):
