@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from vidsparse.calibration import CALIBRATORS, DENSE_VIDEO, Calibrator, Extent, Pass
+from vidsparse.calibration import CALIBRATORS, Calibrator, Extent, Pass
+from vidsparse.calibration.base import DENSE_VIDEO
 from vidsparse.engine import AttentionEngine
 from vidsparse.errors import OptionError, OutputError
 from vidsparse.files import clear_partial, write_whole
@@ -62,13 +63,15 @@ def calibrate(
     Each pass denoises the prompts once: densely, to look at the attention calls (their q, k and v
     are never kept), or to finished videos, to look at these. Numbers found by finished videos hold
     for the dense steps and layers that they were found with; with methods whose calibration finds
-    how much each layer needs, no layer is dense. After each batch everything known is written to a
-    file beside ``out``; when a call was interrupted, the same call goes on from there.
+    how much each layer needs, no layer is dense. After each batch everything known is on disk
+    beside ``out``, each dense video in a file of its own; when a call was interrupted, the same
+    call goes on from there.
 
     Args:
         loaded: the model.
         request: frames, size, steps, seed, order and the method's options; its prompt is not used.
-            Prompt i starts from the noise of ``seed + i``.
+            Prompt i starts from the noise of ``seed + i``. No step cache runs: one that is named
+            is refused.
         prompts: what to denoise; at least one.
         out: the preset's path.
         settings: settings of the method's calibrator, such as ``{"l1": 0.05}``.
@@ -84,11 +87,11 @@ def calibrate(
     """
     if not prompts:
         raise OptionError("calibration needs at least one prompt")
-    # a step cache of the model's own stays off; one that was asked for is refused.
+    # a step cache that a card or a speed brings stays off; one asked for by name is refused.
     request = replace(request, model=loaded.ref.name, cache=request.cache or "none")
     request = resolve(request, loaded.defaults, own_presets=False)
     run = _Run(loaded, request, settings or {}, len(prompts))
-    file = _ProgressFile(out, _fingerprint(loaded, request, prompts, settings), len(prompts))
+    file = _ProgressFile(out, _fingerprint(loaded, request, prompts, settings))
     number, done = file.restore(run)
     # of the pass, counted from the first of all prompts.
     # finishing a pass may add another.
@@ -365,18 +368,18 @@ class _Run:
 
 
 class _ProgressFile:
-    """What is known so far, in a file beside the preset: it is there whole or not at all.
+    """What is known so far, beside the preset: one file that is there whole or not at all.
 
-    Dense videos are most of it and never change. Each is in a file of its own, written once.
+    It names the dense videos that it builds on. These are most of the bytes and never change, so
+    that each is in a file of its own, written once, before the file that names it.
     """
 
-    def __init__(self, out: Path, fingerprint: str, prompts: int) -> None:
+    def __init__(self, out: Path, fingerprint: str) -> None:
         self._path = progress_file(out)
         self._fingerprint = fingerprint
         self._there: set[str] = set()
-        videos = (self._path_of(f"{DENSE_VIDEO}{prompt}") for prompt in range(prompts))
         # a calibration that was killed while it wrote one of them left a part of it.
-        names = [file.name for file in (self._path, *preset_files(out), *videos)]
+        names = [file.name for file in (self._path, *preset_files(out))]
         clear_partial(self._path.parent, *names)
 
     def save(self, run: _Run, number: int, done: int) -> None:
@@ -386,15 +389,19 @@ class _ProgressFile:
         facts = {"for": self._fingerprint, "pass": str(number), "done": str(done)}
         state = {name: value.contiguous() for name, value in run.state().items()}
         videos = {name: state.pop(name) for name in list(state) if name.startswith(DENSE_VIDEO)}
+        path = self._path
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            for name in videos.keys() - self._there:
-                write_whole(self._path_of(name), save({name: videos[name]}, metadata=facts))
-            write_whole(self._path, save(state, metadata=facts | {"videos": " ".join(videos)}))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for name in videos:
+                if name not in self._there:
+                    path = self._path_of(name)
+                    write_whole(path, save({name: videos[name]}, metadata={"for": facts["for"]}))
+            path = self._path
+            write_whole(path, save(state, metadata=facts | {"videos": " ".join(videos)}))
             self._there |= videos.keys()
         except OSError as error:
             raise OutputError(
-                f"{self._path} cannot be written: {error.strerror or error}. "
+                f"{path} cannot be written: {error.strerror or error}. "
                 "Hint: give another place with --out."
             ) from None
 
@@ -427,16 +434,24 @@ class _ProgressFile:
 
     def remove(self) -> None:
         """The preset is there: nothing is left to go on with, nor of other settings."""
+        stem, ending = (re.escape(text) for text in (self._stem, _ENDING))
+        whole = rf"{stem}-\d+{ending}"
+        videos = re.compile(rf"{whole}|\.{whole}\.[0-9a-f]{{8}}\.tmp")
+        # the large ones first: a run that is killed here leaves little. The preset is whole by now.
+        with suppress(OSError):
+            for path in list(self._path.parent.iterdir()):
+                if videos.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
         self._path.unlink(missing_ok=True)
-        stem = re.escape(self._path.name.removesuffix(_ENDING))
-        for path in list(self._path.parent.iterdir()):
-            if re.fullmatch(rf"{stem}-\d+{re.escape(_ENDING)}", path.name):
-                path.unlink(missing_ok=True)
+
+    @property
+    def _stem(self) -> str:
+        return self._path.name.removesuffix(_ENDING)
 
     def _path_of(self, video: str) -> Path:
         """The file of a dense video, by its name in the state."""
         number = int(video.removeprefix(DENSE_VIDEO))
-        return self._path.with_name(f"{self._path.name.removesuffix(_ENDING)}-{number}{_ENDING}")
+        return self._path.with_name(f"{self._stem}-{number}{_ENDING}")
 
 
 def _telling(

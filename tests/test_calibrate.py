@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 
 import vidsparse
@@ -218,43 +220,88 @@ def test_a_killed_calibration_goes_on(
     assert not (tmp_path / "p.progress.safetensors").exists()
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-def test_dense_videos_are_written_once_and_a_killed_calibration_goes_on_from_them(
-    damaged: bool, loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request, settings = a_request("foresight"), {"look": "none", "target_psnr": 30.0}
-    straight = calibrate(loaded, request, PROMPTS, tmp_path / "straight", settings=settings)
-    written: list[str] = []
-    write = calibrating.write_whole
+# of a calibration that was killed in the first try, after three dense videos.
+IN_A_TRY = 18
+TARGET: dict[str, Any] = {"look": "none", "target_psnr": 30.0}
 
-    def counted(path: Path, data: bytes) -> None:
-        written.append(path.name)
-        write(path, data)
 
-    monkeypatch.setattr(calibrating, "write_whole", counted)
-    # of four steps each: three dense videos, and the first of the first try.
-    with pytest.raises(Killed):
-        calibrate(loaded, request, PROMPTS, tmp_path / "p", settings=settings, progress=killing(18))
-    videos = [f"p.progress-{prompt}.safetensors" for prompt in range(3)]
-    assert [name for name in written if name in videos] == videos
-    assert (tmp_path / "p.progress.safetensors").stat().st_size < 10_000
-    if damaged:
-        os.truncate(tmp_path / videos[1], 500)
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], list[str]]]:
+    """Prompts of the videos that are made, and names of the files that are written."""
     made: list[str] = []
-    decoded = calibrating.decoded
+    written: list[str] = []
+    decoded, write = calibrating.decoded, calibrating.write_whole
 
-    def watched(*arguments: Any) -> Any:
+    def counted(*arguments: Any) -> Any:
         made.extend(request.prompt for request in arguments[1])
         return decoded(*arguments)
 
-    monkeypatch.setattr(calibrating, "decoded", watched)
-    again = calibrate(loaded, request, PROMPTS, tmp_path / "p", settings=settings)
-    # from a video that cannot be read nothing can go on.
-    assert made[:2] == (PROMPTS[:2] if damaged else PROMPTS[1:])
-    assert [name for name in written if name in videos] == (videos * 2 if damaged else videos)
+    def noted(path: Path, data: bytes) -> None:
+        written.append(path.name)
+        write(path, data)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(calibrating, "decoded", counted)
+        changed.setattr(calibrating, "write_whole", noted)
+        yield made, written
+
+
+@pytest.fixture
+def in_a_try(loaded: LoadedPipeline, tmp_path: Path) -> list[Path]:
+    """The dense videos that a calibration of ``p`` had made when it was killed."""
+    request = a_request("foresight")
+    with pytest.raises(Killed):
+        calibrate(
+            loaded, request, PROMPTS, tmp_path / "p", settings=TARGET, progress=killing(IN_A_TRY)
+        )
+    return [tmp_path / f"p.progress-{prompt}.safetensors" for prompt in range(3)]
+
+
+@pytest.mark.slow
+def test_dense_videos_are_written_once_and_a_killed_calibration_goes_on_from_them(
+    in_a_try: list[Path], loaded: LoadedPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(path.stat().st_size > 10_000 for path in in_a_try)
+    assert (tmp_path / "p.progress.safetensors").stat().st_size < 10_000
+    request = a_request("foresight")
+    with watched(monkeypatch) as (made, written):
+        again = calibrate(loaded, request, PROMPTS, tmp_path / "p", settings=TARGET)
+    assert made[:2] == PROMPTS[1:]
+    assert not [name for name in written if name.startswith("p.progress-")]
+    assert {path.name for path in tmp_path.iterdir()} == {"p.json", "p.safetensors"}
+    with watched(monkeypatch) as (made, written):
+        straight = calibrate(loaded, request, PROMPTS, tmp_path / "straight", settings=TARGET)
+    assert [name for name in written if "progress-" in name] == [
+        f"straight.progress-{prompt}.safetensors" for prompt in range(3)
+    ]
     assert again.measured["tries"] == straight.measured["tries"]
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"straight.json", "straight.safetensors", "p.json", "p.safetensors"}
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "of other settings"])
+def test_a_calibration_begins_anew_where_a_dense_video_cannot_be_had(
+    damage: str,
+    in_a_try: list[Path],
+    loaded: LoadedPipeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if damage == "cut":
+        os.truncate(in_a_try[1], 500)
+    elif damage == "missing":
+        in_a_try[1].unlink()
+    else:
+        save_file(load_file(in_a_try[1]), in_a_try[1], metadata={"for": "others"})
+    with watched(monkeypatch) as (made, written):
+        calibrate(loaded, a_request("foresight"), PROMPTS, tmp_path / "p", settings=TARGET)
+    assert made[:3] == PROMPTS
+    assert [name for name in written if "progress-" in name] == [path.name for path in in_a_try]
+
+
+def test_dense_videos_of_other_settings_go_when_the_preset_is_there(
+    in_a_try: list[Path], loaded: LoadedPipeline, tmp_path: Path
+) -> None:
+    calibrate(loaded, a_request("foresight", seed=5), PROMPTS[:1], tmp_path / "p", settings=TARGET)
+    assert {path.name for path in tmp_path.iterdir()} == {"p.json", "p.safetensors"}
 
 
 def test_a_step_cache_of_the_model_s_own_stays_off(loaded: LoadedPipeline, tmp_path: Path) -> None:
@@ -288,7 +335,10 @@ def test_what_a_killed_calibration_left_half_written_is_removed_and_nothing_else
     loaded: LoadedPipeline, tmp_path: Path
 ) -> None:
     parts = [".p.json.0123abcd.tmp", ".p.progress.safetensors.abcd0123.tmp"]
+    # of a calibration of more prompts.
+    parts.append(".p.progress-7.safetensors.abcd0123.tmp")
     others = [".q.json.0123abcd.tmp", ".p.json.notes.tmp", ".pp.json.0123abcd.tmp"]
+    others += ["p.progress-x.safetensors", "pp.progress-1.safetensors"]
     for name in parts + others:
         (tmp_path / name).write_bytes(b"half")
     calibrate(loaded, a_request("sale"), PROMPTS[:1], tmp_path / "p")
@@ -504,6 +554,12 @@ def test_no_preset_has_the_name_of_another_one_s_progress(
 ) -> None:
     said = calibrating_to(tmp_path / out).output
     assert "is the name of what calibrations keep until they end" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("name", ["p.progress", "p.progress-12", "p.progression", "p.progress-x"])
+def test_progress_is_told_by_its_name(name: str) -> None:
+    is_one = re.fullmatch(r"p\.progress(-12)?", name) is not None
+    assert calibrating.is_progress(Path("there") / f"{name}.safetensors") == is_one
 
 
 @pytest.mark.parametrize("options", [(), ("--overwrite",)])

@@ -106,7 +106,7 @@ Examples:
 \b
 Files: OUT.json and OUT.safetensors. A run that was stopped leaves
 OUT.progress.safetensors, and dense videos in OUT.progress-0.safetensors
-and so on. The same command goes on from there and removes them.
+and so on. The same command goes on from there, and removes them at its end.
 """,
 )
 @click.option(

@@ -27,7 +27,7 @@ def held_out_prompts(model: ModelRef) -> tuple[str, ...]:
 
 
 def calibration_prompts(model: ModelRef, count: int) -> tuple[str, ...]:
-    """Prompts to calibrate with: of the kinds of the held-out ones in turn, and none of those.
+    """Prompts to calibrate with: each of the kind of one held-out prompt in turn, none held out.
 
     A promise holds for prompts like those that it was made on. Motions, grounds and cameras are
     hard to a different degree, and a few prompts drawn blindly have other ones.

@@ -43,7 +43,7 @@ class World:
     Args:
         sample: draws a training scene.
         held_out: the 24 test scenes.
-        kind: what makes scenes about as hard as each other, in words.
+        kind: of a scene, in words; scenes of one kind are about as hard to make.
         render: films scenes: frames, height, width, device, and how many frames the whole course
             takes; clips [B, 3, T, H, W] in [-1, 1].
         centres: positions [bodies, T, 2] of a scene's bodies as shares of a square frame.

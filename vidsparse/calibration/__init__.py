@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from vidsparse.calibration.base import DENSE_VIDEO, Calibrator, Extent, Pass
+from vidsparse.calibration.base import Calibrator, Extent, Pass
 from vidsparse.calibration.bsfa import BsfaCalibrator
 from vidsparse.calibration.foresight import ForesightCalibrator
 from vidsparse.calibration.plain import FgAttnCalibrator, SolAttnCalibrator
@@ -37,7 +37,6 @@ CALIBRATORS: Final[Mapping[str, type[Calibrator]]] = MappingProxyType(
 
 __all__ = [
     "CALIBRATORS",
-    "DENSE_VIDEO",
     "BsfaCalibrator",
     "Calibrator",
     "Extent",

@@ -230,7 +230,7 @@ class Calibrator(ABC):
     def state(self) -> dict[str, Tensor]:
         """Everything known so far, which a killed run needs to go on.
 
-        What a name of ``DENSE_VIDEO`` has never changes once it is there.
+        A tensor whose name begins with ``DENSE_VIDEO`` never changes once it is there.
         """
         tries = {f"search.{name}": value for name, value in self.search.state().items()}
         return {**self.known(), **tries}
