@@ -267,6 +267,8 @@ def test_a_speed_stays_where_lists_are_merely_left_and_goes_with_its_words_other
     # a choice is by hand, also while the speed is still being answered.
     with _late(page):
         page.get_by_label("high", exact=True).check()
+        # what it stands for is read at once; its numbers come from the server.
+        visitor.see("#speed-facts", "high: ")
         visitor.set("share", 0.3)
         playwright.expect(by_hand).to_be_checked()
         visitor.see("#speed-facts", "The numbers under By hand are what runs.")
@@ -291,6 +293,9 @@ def test_numbers_stay_where_a_model_is_left_after_a_refusal(visit: Any) -> None:
     page.get_by_label("fast", exact=True).check()
     visitor.calls_at_rest()
     assert len(refused) == 1
+    # what would run is not what that speed stands for.
+    playwright.expect(page.get_by_label("by hand", exact=True)).to_be_checked()
+    visitor.see("#speed-facts", "The numbers under By hand are what runs.")
     visitor.set("Steps", 7)
     model = page.get_by_label("Model", exact=True)
     model.focus()

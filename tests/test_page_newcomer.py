@@ -72,6 +72,21 @@ ANSWER = """(area) => {
 }"""
 
 
+# the same until a field holds another value, of which nothing tells but the field.
+VALUE = """(field) => {
+  window.answered = 0;
+  let begun;
+  const begin = (event) => { begun = event.timeStamp; };
+  addEventListener("pointerdown", begin, { capture: true, once: true });
+  const place = document.querySelector(field), before = place.value;
+  const look = () => {
+    if (begun === undefined || place.value === before) requestAnimationFrame(look);
+    else answered = performance.now() - begun;
+  };
+  look();
+}"""
+
+
 @pytest.fixture(scope="module")
 def url(out: Path) -> Iterator[str]:
     # what nobody has chosen is as large as the host allows: small.
@@ -167,9 +182,11 @@ def _interactions(visitor: Visitor) -> dict[str, list[float]]:
             page.wait_for_timeout(500)
             found.setdefault(name, []).append(max(page.evaluate("painted"), default=16))
 
-    def ask(name: str, area: str, times: int, do: Callable[[int], object]) -> None:
+    def ask(
+        name: str, area: str, times: int, do: Callable[[int], object], until: str = ANSWER
+    ) -> None:
         for place in range(times):
-            page.evaluate(ANSWER, area)
+            page.evaluate(until, area)
             do(place)
             found.setdefault(name, []).append(page.wait_for_function("answered").json_value())
             page.wait_for_timeout(500)
@@ -188,6 +205,14 @@ def _interactions(visitor: Visitor) -> dict[str, list[float]]:
         "#speed-facts",
         6,
         lambda place: page.get_by_label(speeds[place % 3], exact=True).check(),
+    )
+    visitor.unfold("By hand")
+    ask(
+        "the numbers of another speed",
+        ".vs-field-refresh input, .vs-field-refresh textarea",
+        6,
+        lambda place: page.get_by_label(speeds[place % 3], exact=True).check(),
+        until=VALUE,
     )
     ask(
         "another video of the gallery",

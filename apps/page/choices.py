@@ -122,7 +122,6 @@ class Choices:
             (controls["model"].input, "model"),
             (controls["method"].input, "method"),
             (controls["preset"].input, "preset"),
-            (self._form.speed.input, "speed"),
             # not input, which gradio does not tell of what is pasted.
             (self._form.target.change, "target"),
         ):
@@ -133,6 +132,14 @@ class Choices:
                 outputs=[self._question],
                 **_QUIET,
             )
+        # what a speed stands for is known before its numbers are there: it is read at once.
+        self._form.speed.input(
+            None,
+            js=f"(...values) => vidsparseSpeed({held}, {json.dumps(self._speed_notes())})",
+            inputs=fields,
+            outputs=[self._question, self._form.speed_facts],
+            **_QUIET,
+        )
         # another window of the visitor may show another video: the name goes with the question.
         reuse.click(
             None,
@@ -159,15 +166,16 @@ class Choices:
             **_QUIET,
         )
         # what waited for an answer that does not come is asked for without it.
+        said = json.dumps(draw.note(speed_text(self._form, self._host.models[0], BY_HAND)))
+        speed = [self._form.speed, self._form.target, self._form.speed_facts]
         failed = answered.failure(
             None,
-            js=f"(...values) => vidsparseRefused({held})",
+            js=f"(...values) => vidsparseUnanswered({held}, {said})",
             inputs=fields,
-            outputs=[self._question],
+            outputs=[self._question, *speed],
             **_QUIET,
         )
         # numbers written by hand are no named speed any more; the server need not be asked.
-        said = json.dumps(draw.note(speed_text(self._form, self._host.models[0], BY_HAND)))
         for name in self._by_hand():
             # of a text, gradio's input does not tell what is taken away or pasted.
             text = isinstance(controls[name], gr.Textbox)
@@ -175,7 +183,7 @@ class Choices:
                 None,
                 js=f"(value) => vidsparseByHand('{name}', value, {said})",
                 inputs=[controls[name]],
-                outputs=[self._form.speed, self._form.target, self._form.speed_facts],
+                outputs=speed,
                 **_QUIET,
             )
         self._form.controls["prompt"].change(
@@ -186,6 +194,16 @@ class Choices:
         )
         self._connect_sizes()
         self._keep(page, [placed, failed])
+
+    def _speed_notes(self) -> dict[str, dict[str, str]]:
+        """By model and speed, what is said below the speeds."""
+        return {
+            model.name: {
+                speed: draw.note(speed_text(self._form, model, speed))
+                for speed in (*SPEEDS, BY_HAND)
+            }
+            for model in self._host.models
+        }
 
     def choose(self, request: gr.Request, question: Any) -> dict[Any, Any]:
         """Answer a choice.

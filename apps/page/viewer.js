@@ -497,6 +497,11 @@ function vidsparseChoose(name, held) {
   const left = standing[name] !== undefined && same(standing[name], held[name]);
   return left ? undefined : vidsparseAsk(name, held);
 }
+// where a model's own numbers are still to come, what is said of the speed waits with its question.
+function vidsparseSpeed(held, notes) {
+  const question = vidsparseChoose("speed", held);
+  return [question, question && notes[held.model]?.[held.speed]];
+}
 // what each field holds that a speed fills, as the page put it there or a visitor wrote it last. No named
 // speed stands for other numbers, and the line below it says so; a dropdown that is left changes nothing.
 const filled = {};
@@ -619,6 +624,12 @@ async function vidsparseRefused(now) {
   for (const { name } of due.values()) if (name in standing) standing[name] = undefined;
   due.clear();
   return behind.length ? askAgain(behind.at(-1)[1]) : askWaiting(now);
+}
+// a speed whose numbers did not come, and are not asked for again, is not what would run.
+async function vidsparseUnanswered(now, said) {
+  const speed = [...due.values()].at(-1)?.name === "speed";
+  const next = await vidsparseRefused(now);
+  return speed && !next ? [next, "", "", said] : [next];
 }
 
 // what is made begins with the pictures that stood in the form when its button was pressed, also with
