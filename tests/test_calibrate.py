@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -556,9 +555,11 @@ def test_no_preset_has_the_name_of_another_one_s_progress(
     assert "is the name of what calibrations keep until they end" in " ".join(said.split())
 
 
-@pytest.mark.parametrize("name", ["p.progress", "p.progress-12", "p.progression", "p.progress-x"])
-def test_progress_is_told_by_its_name(name: str) -> None:
-    is_one = re.fullmatch(r"p\.progress(-12)?", name) is not None
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [("p.progress", True), ("p.progress-12", True), ("p.progression", False), ("p-12", False)],
+)
+def test_progress_is_told_by_its_name(name: str, is_one: bool) -> None:
     assert calibrating.is_progress(Path("there") / f"{name}.safetensors") == is_one
 
 

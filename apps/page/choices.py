@@ -165,9 +165,9 @@ class Choices:
             outputs=[self._question, *self._places.values()],
             **_QUIET,
         )
-        # what waited for an answer that does not come is asked for without it.
         said = json.dumps(draw.note(speed_text(self._form, self._host.models[0], BY_HAND)))
         speed = [self._form.speed, self._form.target, self._form.speed_facts]
+        # what waited for an answer that does not come is asked for without it.
         failed = answered.failure(
             None,
             js=f"(...values) => vidsparseUnanswered({held}, {said})",
