@@ -108,9 +108,11 @@ def searched(
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.8])
 def test_a_psnr_is_met_whatever_the_first_guess(name: str, value: float, factor: float) -> None:
     dial = DIALS[name]
-    measured = searched(dial, Target("psnr", value), factor * dial.gain).measured(dial.name)
+    # as good a world that every dial comes to the highest of these values.
+    search = searched(dial, Target("psnr", value), factor * dial.gain, start=26.5)
+    measured = search.measured(dial.name)
     assert measured["met"]
-    assert measured["psnr"] == pytest.approx(value, abs=0.3)
+    assert value - 0.1 <= measured["psnr"] <= value + 0.5
     assert measured["psnr_worst"] < measured["psnr"]
     assert len(measured["tries"]) <= TRIES
     assert measured["target"] == {"psnr": value}
@@ -121,8 +123,8 @@ def test_an_ssim_is_met(name: str) -> None:
     dial = DIALS[name]
     measured = searched(dial, Target("ssim", 0.3), dial.gain).measured(dial.name)
     assert measured["met"]
-    # a third of a decibel of what is missing to one.
-    assert measured["ssim"] == pytest.approx(0.3, abs=0.06)
+    # what is missing to one is at most a tenth of a decibel more, or half of one less.
+    assert 1 - 0.7 * 10**0.01 <= measured["ssim"] <= 1 - 0.7 * 10**-0.05
 
 
 @pytest.mark.parametrize("name", DIALS)
@@ -131,7 +133,7 @@ def test_a_speed_is_met_by_less_work(name: str) -> None:
     search = searched(dial, Target("speed", 1.8), dial.gain)
     measured = search.measured(dial.name)
     assert measured["met"]
-    assert measured["speed"] == pytest.approx(1.8, rel=0.03)
+    assert 0.99 * 1.8 <= measured["speed"] <= 1.06 * 1.8
     assert measured["psnr"] < 26
 
 
@@ -237,9 +239,9 @@ def test_the_schedule_of_least_work_that_meets_the_target_is_kept(
     search = with_schedules(Target("psnr", value), lost)
     measured = search.measured("share", [{"refresh": n} for n in (4, 2, 1, 0)])
     assert measured["met"]
-    assert measured["psnr"] >= value - 0.3
-    # within what a third of a decibel costs in shares.
-    assert measured["total"] <= best_work(value, lost) + 0.03
+    assert measured["psnr"] >= value - 0.1
+    # within what half a decibel costs in shares.
+    assert measured["total"] <= best_work(value, lost) + 0.04
     kept = measured["tries"][search.best]
     assert kept["refresh"] == (4, 2, 1, 0)[search.schedule]
     assert "prompts" not in kept
