@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from concurrent.futures import wait
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from vidsparse.apps.studies import prepare_study, study_presets
 from vidsparse.apps.studies.aim import find_density
 from vidsparse.apps.studies.configurations import STUDIES, configurations
 from vidsparse.apps.studies.quality_plots import draw_curve
-from vidsparse.apps.studies.quality_study import AIM_TRIALS
+from vidsparse.apps.studies.quality_rows import PendingRow
+from vidsparse.apps.studies.quality_study import AIM_TRIALS, QualityStudy
 from vidsparse.apps.studies.quality_tables import total_of
 from vidsparse.methods import SPARSE_METHODS, make_method
 from vidsparse.methods.studied import Knob
@@ -85,6 +87,29 @@ def test_rows_are_written_resumed_drawn_and_tabled(tiny_model: Path, tmp_path: P
     assert curve.read_bytes().startswith(b"\x89PNG")
     assert "| 32x32 | 0.5 |" in shown.stdout
     assert _rows(tmp_path) == [first, second]
+
+
+def test_rows_that_are_measured_are_written_where_the_next_one_is_interrupted(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[PendingRow] = []
+    ended: list[bool] = []
+    measure = QualityStudy._measure
+
+    def measure_two(study: QualityStudy, *given: Any) -> PendingRow:
+        if len(begun) == 2:
+            wait([future for row in begun for future in row.measured])
+            ended.append(True)
+            raise KeyboardInterrupt
+        begun.append(measure(study, *given))
+        return begun[-1]
+
+    # as if each took as long as the videos of the next: no row is written before another is made.
+    monkeypatch.setattr(PendingRow, "measured_all", property(lambda _: bool(ended)))
+    monkeypatch.setattr(QualityStudy, "_measure", measure_two)
+    done = _quality(tiny_model, tmp_path, "--study", "tiles", "--limit-rows", "3")
+    assert done.exit_code == 130, done.output
+    assert [row["options"]["tile"] for row in _rows(tmp_path)] == ["16x16", "32x32"]
 
 
 def test_ssim_of_other_frames_is_not_put_beside_rows(tiny_model: Path, tmp_path: Path) -> None:

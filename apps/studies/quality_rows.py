@@ -107,8 +107,8 @@ class PendingRow:
 
     @property
     def measured_all(self) -> bool:
-        """Whether nothing has to be waited for."""
-        return all(future.done() for future in self.measured)
+        """Whether all metrics are there."""
+        return all(future.done() and not future.cancelled() for future in self.measured)
 
     def finish(self, conditions: Mapping[str, Any], commit: str) -> tuple[Row, str]:
         """The row, and what the terminal says of it; waits for the metrics.

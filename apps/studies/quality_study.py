@@ -154,6 +154,10 @@ class QualityStudy:
                     self._finish(each)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
+                # the videos of a row are minutes of work, and a calibration may lie between them.
+                for each in pending:
+                    if each.measured_all:
+                        self._finish(each)
                 raise
 
     def conditions(self) -> dict[str, Any]:
