@@ -466,6 +466,24 @@ def test_what_was_measured_is_printed_in_words_a_try_a_line(
     assert f"tries {first}" in lines
     assert [line for line in lines if line in others] == others
     assert not any("{" in line or "None" in line for line in lines)
+    # two means of two prompts each differ by as much as single prompts do.
+    expected = f"{measured['psnr']:.1f} ± {measured['psnr_std']:.1f} (one standard deviation"
+    assert any(f"psnr of as many others {expected}" in line for line in lines)
+    assert "not met" not in result.output
+
+
+def test_a_target_that_no_video_met_is_said(
+    tiny_model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    result = invoke(
+        "calibrate", "--model", str(tiny_model), "--prompts", str(prompts), "--samples", "1",
+        "--frames", "5", "--size", "32x32", "--steps", "2", "--device", "cpu",
+        "--method", "fg-attn", "--target-speed", "20", "--out", str(tmp_path / "p"),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    measured = load_preset(tmp_path / "p").measured
+    nearest = f"{measured['speed']:g} is the nearest that was found."
+    assert f"The target was not met: speed 20 was asked for, {nearest}" in result.stderr
 
 
 @pytest.mark.parametrize(

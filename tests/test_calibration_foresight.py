@@ -235,9 +235,9 @@ def test_layers_of_a_transformer_that_was_not_looked_at_count_as_alike() -> None
 
 @pytest.mark.parametrize("look", ["forwards", "videos", "none"])
 @pytest.mark.parametrize("target", [22.0, 25.0, 28.0])
-def test_a_target_is_met_within_a_third_of_a_decibel(target: float, look: str) -> None:
+def test_a_target_is_met_and_little_more(target: float, look: str) -> None:
     measured = watched(calibrator(target_psnr=target, look=look)).measured()
-    assert measured["psnr"] == pytest.approx(target, abs=0.3)
+    assert target - 0.1 <= measured["psnr"] <= target + 0.5
     assert measured["psnr_worst"] < measured["psnr"]
     assert len(measured["tries"]) <= 5
 

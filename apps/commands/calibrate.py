@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -188,13 +189,36 @@ def calibrate(
                 batch=batch,
                 progress=progress,
             )
+    if (short := _not_met(preset.measured)) is not None:
+        terminal.warn(short)
     if terminal.quiet:
         terminal.show(str(target))
         terminal.answer({"preset": str(target), "measured": dict(preset.measured)})
         return
     click.echo(f"{target}  {time.perf_counter() - began:.0f} s")
-    told = ((name.replace("_", " "), _told(value)) for name, value in preset.measured.items())
+    told = [(name.replace("_", " "), _told(value)) for name, value in preset.measured.items()]
+    told.append(("psnr of as many others", _of_others(preset.measured)))
     print_pairs(((name, text) for name, text in told if text), indent=INDENT)
+
+
+def _not_met(measured: Mapping[str, Any]) -> str | None:
+    """A sentence where a target was given that no video of the calibration met."""
+    if measured.get("met", True):
+        return None
+    ((kind, wanted),) = measured["target"].items()
+    return (
+        f"The target was not met: {kind} {wanted:g} was asked for, "
+        f"{measured[kind]:g} is the nearest that was found."
+    )
+
+
+def _of_others(measured: Mapping[str, Any]) -> str:
+    """What the mean PSNR of as many other prompts is to be expected at: both means are of samples
+    that differ by ``psnr_std``, so that they differ by the root of 2 / prompts of that."""
+    if "psnr_std" not in measured:
+        return ""
+    off = measured["psnr_std"] * math.sqrt(2 / measured["prompts"])
+    return f"{measured['psnr']:.1f} ± {off:.1f} (one standard deviation, where they are like these)"
 
 
 def _check_place(out: str, overwrite: bool, lora: str | None) -> None:
