@@ -271,7 +271,7 @@ class ForesightCalibrator(Calibrator):
             self._of_heads.zero_()
         target = self.search.target
         if target is not None and target.kind == "psnr":
-            missing = target.value - psnr_of(min(divided, alike))
+            missing = target.sought - psnr_of(min(divided, alike))
             self._start = self.dial.number(math.log(self._share) + missing / self.dial.gain)
 
     def _weigh(self) -> None:

@@ -66,9 +66,12 @@ class Target:
             )
 
     @property
-    def level(self) -> float:
-        """The target on a logarithmic scale (decibels), where equal steps are equal ratios."""
-        return _level(self.kind, self.value)
+    def sought(self) -> float:
+        """What a search aims at: 0.2 dB above the target, 2 % of a speed.
+
+        On a logarithmic scale (decibels), where equal steps are equal ratios.
+        """
+        return _level(self.kind, self.value) + _ABOVE * _NEAR[self.kind]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,9 +317,9 @@ class Search:
         return _level(self.target.kind, self._value(one, self.target.kind))
 
     def _missing(self, one: int) -> float:
-        """Decibels by which a try is below what is sought, which is a little above the target."""
+        """Decibels by which a try is below what is sought."""
         assert self.target is not None
-        return self.target.level + _ABOVE * _NEAR[self.target.kind] - self._at(one)
+        return self.target.sought - self._at(one)
 
     def _met(self, one: int) -> bool:
         assert self.target is not None
