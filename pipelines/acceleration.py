@@ -14,7 +14,7 @@ from vidsparse.pipelines.branches import has_one_branch
 from vidsparse.pipelines.caching import AnyCache, check_cache, check_family, open_cache
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.handle import SparseHandle, sparsify
-from vidsparse.pipelines.linear import LinearFacts, quantize_linear
+from vidsparse.pipelines.linear import LinearFacts, has_layers_for, quantize_linear
 from vidsparse.pipelines.lookup import find_adapter
 from vidsparse.pipelines.placement import LINEARS, check_choice
 from vidsparse.pipelines.speed import SPEEDS, Bundle, bundle_for, described
@@ -137,6 +137,9 @@ def accelerate(
         # what can be refused comes before what cannot be undone; hooks come last, around the rest.
         check_family(bundle.cache, family)
         facts = None
+        if linear is None and bundle.linear != "none" and not has_layers_for(pipe, bundle.linear):
+            # a model in few bits already, for one; nobody asked for this format.
+            bundle = replace(bundle, linear="none")
         if bundle.linear != "none":
             facts = quantize_linear(pipe, bundle.linear, device=device)
             if not facts.layers:

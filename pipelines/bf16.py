@@ -72,11 +72,11 @@ def _layout_of(module: nn.Module) -> torch.memory_format:
 
 
 def _round_arguments(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    # some are given what the call before had, too.
-    layout = _layout_of(module)
+    # some are given what the call before had, too. Weights may have been put into another format
+    # since.
+    layout, dtype = _layout_of(module), module.weight.dtype
     return tuple(
-        x.to(torch.bfloat16, memory_format=layout) if isinstance(x, torch.Tensor) else x
-        for x in args
+        x.to(dtype, memory_format=layout) if isinstance(x, torch.Tensor) else x for x in args
     )
 
 

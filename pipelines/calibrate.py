@@ -32,6 +32,7 @@ from vidsparse.pipelines.handle import (
     sparsify,
     transformer_configs,
 )
+from vidsparse.pipelines.image import image_hash
 from vidsparse.pipelines.models import LoadedPipeline
 from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.presets import Preset, preset_files
@@ -184,7 +185,9 @@ def _fingerprint(
     loaded: LoadedPipeline, request: GenerateRequest, prompts: Sequence[str], settings: Any
 ) -> str:
     options = request.options()
-    del options["offload"], options["model"]
+    # pictures are what they show, not where they lie.
+    options |= {name: image_hash(path) for name, path in request.images().items()}
+    del options["offload"], options["model"], options["keyframes"]
     if request.lora is not None:
         options["lora"] = loaded.lora_hash
     text = json.dumps(

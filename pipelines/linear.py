@@ -108,35 +108,24 @@ def quantize_linear(
 
     Raises:
         UnsupportedError: the pipeline's class is not supported, torchao is missing, the device
-            cannot run such layers, or no layer is large enough for 8 bits. (Where none is for bf16,
-            all stay as they are and nothing is raised.)
+            cannot run such layers, or no layer whose weights are in 16 or 32 bits is large enough
+            for 8 bits. (Where none is for bf16, all stay as they are and nothing is raised.)
         OptionError: layers are in another such format already, or weights of this dtype cannot be
             put into the format.
     """
-    from vidsparse.pipelines.adapter import transformers_of
-    from vidsparse.pipelines.lookup import find_adapter
-
     check_choice("linear", linear, tuple(EDGES))
-    adapter = find_adapter(pipe)
-    transformers = transformers_of(pipe, adapter)
-    edges = EDGES[linear] if edges is None else edges
     smallest = SMALLEST[linear] if smallest is None else smallest
-    chosen = [
-        module
-        for transformer in transformers
-        for module in _chosen(transformer, adapter, edges)
-        if _fits(module, linear, smallest)
-    ]
-    if not chosen and linear != "bf16":
-        raise UnsupportedError(
-            f"this model has no linear layer of {smallest} features or more between its first and "
-            f"its last block, so none would run in {linear}. Hint: leave --linear out."
-        )
-    other = {_ROUNDED.get(module, linear) for module in chosen} - {linear}
-    if other:
+    transformers, inside, chosen = _candidates(pipe, linear, edges, smallest)
+    if other := _others(inside, linear):
         raise OptionError(
             f"this model's linear layers are in {other.pop()} already, so they cannot be put into "
             f"{linear}. Hint: load the model anew."
+        )
+    if not chosen and linear != "bf16":
+        raise UnsupportedError(
+            f"this model has no linear layer of {smallest} features or more between its first and "
+            f"its last block whose weights are in 16 or 32 bits, so none would run in {linear}. "
+            "Hint: leave --linear out."
         )
     missing = [module for module in chosen if module not in _ROUNDED]
     # a model in 16 bits may keep layers in fp32, which are not to be rounded.
@@ -154,13 +143,22 @@ def quantize_linear(
     facts = LinearFacts(
         format=linear,
         layers=len(chosen),
-        of=sum(1 for one in transformers for module in one.modules() if _is_linear(module)),
+        of=sum(1 for one in transformers for _ in _layers(one)),
         bytes_before=before,
         bytes_after=_bytes_of(transformers),
         convolutions=_decoder(pipe) if linear == "bf16" else 0,
     )
     logger.info("%s", facts)
     return facts
+
+
+def has_layers_for(pipe: Any, linear: str) -> bool:
+    """Whether ``quantize_linear`` finds layers that it can put into ``linear``, or has put there.
+
+    It finds none in a model that is in few bits by another library, or in another format by this.
+    """
+    _, inside, chosen = _candidates(pipe, linear, None, SMALLEST[linear])
+    return bool(chosen) and not _others(inside, linear)
 
 
 def bytes_spared(transformer: nn.Module, kind: str = "cuda") -> int:
@@ -219,22 +217,45 @@ def fuse_lora(pipe: Any) -> None:
     pipe.unload_lora_weights()
 
 
+def _candidates(
+    pipe: Any, linear: str, edges: int | None, smallest: int
+) -> tuple[list[nn.Module], list[nn.Linear], list[nn.Linear]]:
+    """A pipeline's transformers, the linear layers in their blocks, and those that fit a format."""
+    from vidsparse.pipelines.adapter import transformers_of
+    from vidsparse.pipelines.lookup import find_adapter
+
+    adapter = find_adapter(pipe)
+    transformers = transformers_of(pipe, adapter)
+    edges = EDGES[linear] if edges is None else edges
+    inside = [module for one in transformers for module in _chosen(one, adapter, edges)]
+    return transformers, inside, [one for one in inside if _fits(one, linear, smallest)]
+
+
+def _others(layers: list[nn.Linear], linear: str) -> set[str]:
+    """The formats but ``linear`` that some of ``layers`` have been put into."""
+    return {_ROUNDED.get(layer, linear) for layer in layers} - {linear}
+
+
 def _chosen(transformer: nn.Module, adapter: Adapter, edges: int) -> Iterator[nn.Linear]:
     from vidsparse.pipelines.adapter import transformer_blocks
 
     blocks = transformer_blocks(transformer, adapter)
     for block in blocks[edges : len(blocks) - edges]:
-        for name, module in block.named_modules():
+        for parts, module in _layers(block):
             # the rows of an adaptive norm's projection are samples, too few for such products.
-            adaptive = any(_ADAPTIVE.search(part) for part in name.split("."))
-            if not adaptive and _is_linear(module):
+            if not any(map(_ADAPTIVE.search, parts)):
                 yield module
 
 
-def _is_linear(module: Any) -> bool:
+def _layers(module: nn.Module) -> Iterator[tuple[list[str], nn.Linear]]:
+    """The linear layers in a module, each with the parts of its name; not those of a LoRA."""
     from torch import nn
 
-    return isinstance(module, nn.Linear)
+    for name, each in module.named_modules():
+        parts = name.split(".")
+        # peft's lora_A and lora_B, and what its kinds of LoRA have beside them.
+        if isinstance(each, nn.Linear) and not any(part.startswith("lora_") for part in parts):
+            yield parts, each
 
 
 def _fits(module: nn.Linear, linear: str, smallest: int) -> bool:
@@ -243,8 +264,18 @@ def _fits(module: nn.Linear, linear: str, smallest: int) -> bool:
 
         if not can_be_bf16(module):
             return False
+    elif module not in _ROUNDED and not _is_plain(module.weight.data):
+        return False
     sides = (module.in_features, module.out_features)
     return min(sides) >= smallest and not any(side % _UNITS[linear] for side in sides)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether torchao can round it: what others have put into few bits, it cannot."""
+    import torch
+
+    plain = torch.float32, torch.bfloat16, torch.float16
+    return type(weight) is torch.Tensor and weight.dtype in plain
 
 
 def _bytes_of(transformers: list[nn.Module]) -> int:

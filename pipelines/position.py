@@ -141,8 +141,9 @@ def _steps_left_out(pipe: Any, total: int, place: int | None) -> int:
     # outside a call, or with a list for every frame.
     if current is None or (isinstance(current, Tensor) and current.numel() > 1):
         return 0
-    at = _place(pipe.scheduler.timesteps, current, alike=False)
-    return first if at is not None and at >= first and place in (None, at) else 0
+    # schedulers of second order list each timestep twice, and a call may begin with either.
+    at = _place(pipe.scheduler.timesteps[first:], current, alike=False)
+    return first if at is not None and place in (None, first + at) else 0
 
 
 def _place_told(pipe: Any, arguments: Mapping[str, Any]) -> int | None:

@@ -120,6 +120,10 @@ def test_convolutions_of_a_decoder_compute_in_bf16_and_give_back_fp32(dims: int)
     assert decoder_to_bf16(vae) == 2
     assert torch.equal(vae.decoder(x), made)
     assert {each.dtype for each in vae.encoder.parameters()} == {torch.float32}
+    # moved back into fp32 as a whole, it computes in that by its rounded weights.
+    again = vae.float().decoder(x)
+    assert again.dtype == torch.float32
+    assert 0 < (again - exact).norm() < (made - exact).norm()
 
 
 # Allegro's decodes in tiles alone, and MiniMax-H3's has weights of another kind.
@@ -208,12 +212,13 @@ def test_weights_are_saved_and_copied_as_they_are(tmp_path: Path) -> None:
 # what it goes with
 
 
-def test_a_lora_beside_them_stays_in_its_own_format() -> None:
+@pytest.mark.parametrize("rank", [2, 32])
+def test_a_lora_beside_them_stays_in_its_own_format(rank: int) -> None:
     def styled() -> Any:
         pipe = tiny_wan(layers=3)
         torch.manual_seed(3)
         pipe.transformer.add_adapter(
-            peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+            peft.LoraConfig(r=rank, target_modules=["to_q", "to_v"], init_lora_weights=False)
         )
         return pipe
 

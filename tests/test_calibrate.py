@@ -14,6 +14,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
+from tiny_families import TINY
+from tiny_parts import IMAGE, LAST_IMAGE
 from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 
 import vidsparse
@@ -203,6 +205,37 @@ def test_a_killed_calibration_goes_on(
     # two passes of three prompts and four steps each.
     finished = (after - 1) // 4
     assert (tmp_path / "p.progress.safetensors").exists() == (finished > 0)
+    runs = denoised(monkeypatch)
+    again = calibrate(loaded, request, PROMPTS, tmp_path / "p", settings=settings)
+    assert runs == (PROMPTS * 2)[finished:]
+    assert again.tables.keys() == straight.tables.keys()
+    assert all(torch.equal(again.tables[name], straight.tables[name]) for name in again.tables)
+    assert again.measured == straight.measured
+    assert not (tmp_path / "p.progress.safetensors").exists()
+
+
+def test_a_calibration_from_a_picture_does_not_go_on_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TINY["wan-image"].build().save_pretrained(tmp_path / "model")
+    loaded = load(tmp_path / "model", device="cpu", image=True)
+    picture = tmp_path / "first.png"
+    IMAGE.save(picture)
+    request = GenerateRequest(
+        prompt="x", model=str(tmp_path / "model"), method="sale", frames=5, width=64, height=64,
+        steps=4, image=str(picture), guidance=1.0,
+    )  # fmt: skip
+    with pytest.raises(Killed):
+        calibrate(loaded, request, PROMPTS, tmp_path / "p", progress=killing(5))
+    assert (tmp_path / "p.progress.safetensors").exists()
+    LAST_IMAGE.save(picture)
+    runs = denoised(monkeypatch)
+    calibrate(loaded, request, PROMPTS, tmp_path / "p")
+    assert runs == PROMPTS
+
+
+def denoised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts whose videos calibrations denoise from now on."""
     runs: list[str] = []
     denoise = calibrating.denoise
 
@@ -211,12 +244,7 @@ def test_a_killed_calibration_goes_on(
         return denoise(*arguments)
 
     monkeypatch.setattr(calibrating, "denoise", counted)
-    again = calibrate(loaded, request, PROMPTS, tmp_path / "p", settings=settings)
-    assert runs == (PROMPTS * 2)[finished:]
-    assert again.tables.keys() == straight.tables.keys()
-    assert all(torch.equal(again.tables[name], straight.tables[name]) for name in again.tables)
-    assert again.measured == straight.measured
-    assert not (tmp_path / "p.progress.safetensors").exists()
+    return runs
 
 
 # of a calibration that was killed in the first try, after three dense videos.
@@ -318,14 +346,7 @@ def test_the_progress_of_other_settings_is_not_taken_up(
 ) -> None:
     with pytest.raises(Killed):
         calibrate(loaded, a_request("sale"), PROMPTS, tmp_path / "p", progress=killing(5))
-    runs: list[str] = []
-    denoise = calibrating.denoise
-
-    def counted(*arguments: Any) -> Any:
-        runs.extend(request.prompt for request in arguments[1])
-        return denoise(*arguments)
-
-    monkeypatch.setattr(calibrating, "denoise", counted)
+    runs = denoised(monkeypatch)
     calibrate(loaded, a_request("sale", seed=5), PROMPTS, tmp_path / "p")
     assert runs == PROMPTS
 

@@ -242,6 +242,22 @@ def test_an_edit_behind_the_end_of_the_name_keeps_both_files(
     assert len(video_names(out)) == 2
 
 
+def test_a_video_under_its_second_name_is_found_when_the_first_is_gone(
+    generate: Run, machine: Machine, prompts: Path, out: Path
+) -> None:
+    long = "a red circle that moves right over a plain and very grey background"
+    for text in (f"{long} slowly", f"{long} quickly"):
+        prompts.write_text(text, encoding="utf-8")
+        generate()
+    (folder,) = out.iterdir()
+    first, second = sorted(video_names(out), key=len)
+    (folder / first).unlink()
+    (folder / first).with_suffix(".json").unlink()
+    generate()
+    assert len(machine.made) == 2
+    assert video_names(out) == [second]
+
+
 def test_quiet_prints_paths_only(generate: Run, machine: Machine, out: Path) -> None:
     done = generate("-q")
     assert [Path(line).name for line in done.stdout.splitlines()] == video_names(out)

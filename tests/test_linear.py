@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,11 @@ from diffusers import WanPipeline
 from linear_cases import LAYERS_OF_A_BLOCK, compared
 from support_matrix import VARIANTS
 from tiny_families import TINY, latents
-from tiny_pipelines import tiny_wan
+from tiny_pipelines import latents_of, tiny_wan
 
 from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
-from vidsparse.pipelines import sparsify
+from vidsparse.pipelines import accelerate, sparsify
 from vidsparse.pipelines.adapter import transformers_of
 from vidsparse.pipelines.generate import generate
 from vidsparse.pipelines.linear import LinearFacts, bytes_spared, fuse_lora, quantize_linear
@@ -68,6 +69,12 @@ def test_both_transformers_of_a_two_stage_model_are_changed() -> None:
     assert quantize_linear(pipe, "int8", smallest=32).layers == 2 * LAYERS_OF_A_BLOCK
 
 
+def in_int8(edges: int = 1) -> Any:
+    pipe = tiny_wan(layers=3)
+    quantize_linear(pipe, "int8", smallest=32, edges=edges)
+    return pipe
+
+
 def test_layers_in_8_bits_stay_so_and_take_no_other_format() -> None:
     pipe = tiny_wan(layers=4).to(torch.bfloat16)
     first = quantize_linear(pipe, "int8", smallest=32)
@@ -80,6 +87,44 @@ def test_layers_in_8_bits_stay_so_and_take_no_other_format() -> None:
         pytest.raises(OptionError, match="in int8 already"),
     ):
         quantize_linear(pipe, "fp8", smallest=32)
+
+
+def test_what_is_in_few_bits_by_others_is_left_alone() -> None:
+    copied = copy.deepcopy(in_int8())
+    with pytest.raises(UnsupportedError, match="whose weights are in 16 or 32 bits"):
+        quantize_linear(copied, "int8", smallest=32)
+    cast = tiny_wan(layers=3)
+    cast.transformer.enable_layerwise_casting(
+        storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32
+    )
+    with pytest.raises(UnsupportedError, match="whose weights are in 16 or 32 bits"):
+        quantize_linear(cast, "int8", smallest=32)
+    # nobody asked for a format: it goes on as it is.
+    expected = latents_of(copied)
+    with accelerate(copied, "high", method="dense", dense_steps=1) as held:
+        assert held.linear is None
+    assert torch.equal(latents_of(copied), expected)
+
+
+@pytest.mark.parametrize("edges", [0, 1])
+def test_a_model_in_8_bits_is_put_into_bf16_in_no_part(edges: int) -> None:
+    pipe = in_int8(edges)
+    with pytest.raises(OptionError, match="in int8 already, so they cannot be put into bf16"):
+        quantize_linear(pipe, "bf16", smallest=32)
+    assert {p.dtype for p in pipe.transformer.parameters()} == {torch.float32}
+
+
+def test_the_matrices_of_a_lora_stay_however_large() -> None:
+    pipe = tiny_wan(layers=3)
+    pipe.transformer.add_adapter(peft.LoraConfig(r=32, target_modules=["to_q", "to_v"]))
+    facts = quantize_linear(pipe, "int8", smallest=32)
+    beside = [m for n, m in pipe.transformer.named_modules() if n.endswith(("lora_A", "lora_B"))]
+    weights = [layer.weight for each in beside for layer in each.values()]
+    assert len(weights) == 3 * 2 * 2 * 2
+    assert {(type(each.data), each.dtype) for each in weights} == {(torch.Tensor, torch.float32)}
+    # nor are they counted among those that could have been.
+    alone = quantize_linear(tiny_wan(layers=3), "int8", smallest=32)
+    assert (facts.layers, facts.of) == (alone.layers, alone.of)
 
 
 @pytest.mark.parametrize(("smallest", "layers"), [(32, 8 + 2), (33, 0), (48, 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from family_checks import Stop, first_forward
@@ -164,6 +165,22 @@ def test_a_first_step_told_in_another_form_stands_where_the_scheduler_begins() -
             noise = forward(pipe.transformer, {**inputs, "timestep": t.expand(1) / 1000})
             pipe.scheduler.step(noise, t, inputs["hidden_states"])
     assert steps_of(handle) == [(2, "replan"), (3, "reuse"), (4, "reuse")]
+
+
+@pytest.mark.parametrize("name", ["wan-video", "cogvideox-video"])
+def test_a_call_that_begins_with_the_second_of_two_alike_timesteps_begins_with_dense_steps(
+    name: str,
+) -> None:
+    pipe = TINY[name].build()
+    # of second order: all timesteps but the first stand twice in its list.
+    heun = diffusers.FlowMatchHeunDiscreteScheduler, diffusers.HeunDiscreteScheduler
+    pipe.scheduler = heun[name == "cogvideox-video"].from_config(pipe.scheduler.config)
+    with sparsify(pipe, "fg-attn", top_p=0.3, dense_steps=3) as handle:
+        latents(name, pipe, num_inference_steps=8, strength=0.8)
+        seen = dict(steps_of(handle))
+        assert handle.engine.steps == pipe.num_timesteps == 11
+    assert list(seen) == list(range(11))
+    assert [seen[step] == "dense" for step in range(4)] == [True] * 3 + [False]
 
 
 def test_a_pipeline_that_does_not_say_whether_a_call_goes_on_is_believed_of_its_first_step() -> (

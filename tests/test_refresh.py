@@ -382,6 +382,42 @@ def test_a_late_refresh_at_the_end_of_its_reach_is_none(
     assert actions[first_run] == {"plan": "replan"}.get(expected, expected)
 
 
+def test_a_plan_made_anew_adds_nothing_that_an_older_one_lacked() -> None:
+    # refreshes of a reach of one: steps 1, 3, 6 and 9 of 12.
+    inputs = [operands(seed) for seed in range(12)]
+    engine, plain = (engine_of(dense_steps=1, refresh=4, reach=1) for _ in range(2))
+    first, second, *_ = engine.schedule.refresh_steps(len(inputs))
+    engine.begin_run(len(inputs))
+    for step in range(second + 2):
+        # a step cache leaves the second out.
+        if step != second:
+            out = engine.attend(*inputs[step], site(step))
+    assert engine.trace.cells[-1].action == "replan"
+    # in another run nothing was kept before.
+    plain.begin_run(len(inputs))
+    expected = plain.attend(*inputs[second + 1], site(second + 1))
+    assert first < second
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_slope_is_that_of_plans_of_one_branch() -> None:
+    # what never changes has no slope; plans of the two branches lack different things.
+    inputs = {name: operands(seed) for seed, name in enumerate(("conditional", "unconditional"))}
+    errors = {}
+    for slope in (0.0, 0.5):
+        engine = engine_of(dense_steps=1, slope=slope, fading=0.0)
+        late = engine.schedule.refresh_steps(12)[1]
+        engine.begin_run(12)
+        for step in range(late + 3):
+            for branch, one in inputs.items():
+                # a step cache leaves it out in the one branch, which plans for both in the next.
+                if step != late or branch == "unconditional":
+                    out = engine.attend(*one, site(step, branch=branch, guided=True))
+        exact = F.scaled_dot_product_attention(*inputs["unconditional"])
+        errors[slope] = float((out - exact).norm() / exact.norm())
+    assert errors[0.5] <= errors[0.0] < 0.02
+
+
 def test_a_late_refresh_asks_for_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 

@@ -287,11 +287,14 @@ class AttentionEngine:
                 earlier = self._lacking.retire(site, key, slope=self._has_slope(site.step))
                 planned, route = self._sparse(q, k, v, site, cell, key, ring)
                 self._show(planned, site, cell)
+                if earlier is not None and earlier.by != self._plans[key].by:
+                    # the difference would be that of two branches' plans, and no change in time.
+                    earlier = None
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
                 lacks: list[tuple[Remainder, float]] = []
                 try:
-                    for remainder, factor in self._lacks(site, key):
+                    for remainder, factor in self._lacks(site, key, q.shape[2]):
                         lacks.append((remainder.fetched(q.device), factor))
                     out, route = self._sparse(q, k, v, site, cell, key, ring)
                 except BaseException:
@@ -336,7 +339,8 @@ class AttentionEngine:
                 most = keeping.most_on_gpu
                 if most is not None and self._lacking.count_on_gpu(earlier) >= most:
                     remainder = remainder.to_host()
-                lacking = Lacking(site.step, self._plans[key].made, remainder, earlier)
+                kept = self._plans[key]
+                lacking = Lacking(site.step, kept.made, kept.by, remainder, earlier)
                 self._lacking[site.branch, key] = lacking
         self._show(out, site, cell)
         if self.check_finite and not bool(out.isfinite().all()):
@@ -386,15 +390,7 @@ class AttentionEngine:
             # a step cache may have left the refresh out, and a second transformer may have come in
             # after it.
             lacking = self._lacking.get((site.branch, key))
-            fresh = (
-                kept is not None
-                and lacking is not None
-                and kept.made == lacking.planned
-                and lacking.step >= due
-                # a text that changes in length is of other rows, to which a plan alone is fitted.
-                and lacking.remainder.values.shape[2] == q.shape[2]
-            )
-            if fresh:
+            if lacking is not None and lacking.serves(kept, due, q.shape[2]):
                 return Action.REUSE.value
             if not self._has_room(q, site):
                 self._plain = replace(self.schedule, refresh=0)
@@ -577,7 +573,9 @@ class AttentionEngine:
         self._note(lack_of_room(q, calls, room, keeping))
         return keeping is not None
 
-    def _lacks(self, site: CallSite, key: PlanKey) -> Iterator[tuple[Remainder, float]]:
+    def _lacks(
+        self, site: CallSite, key: PlanKey, tokens: int
+    ) -> Iterator[tuple[Remainder, float]]:
         """What a call's plan lacked at the last refresh, and how many times it counts."""
         lacking = self._lacking.get((site.branch, key))
         if lacking is None:
@@ -585,7 +583,9 @@ class AttentionEngine:
         assert isinstance(self.method, SparseMethod)
         # what another branch lent is of this very step, which may be one before the first refresh.
         lent = lacking.step == site.step
-        if lent or self.schedule.refresh_for(site.step, self.steps) is not None:
+        due = self.schedule.refresh_for(site.step, self.steps)
+        # a plan made anew lacks something else than the one before it.
+        if lent or (due is not None and lacking.serves(self._plans.get(key), due, tokens)):
             how = self.method.fading, self.method.slope
             yield from lacking.counted(site.step, self.steps, *how)
 

@@ -141,13 +141,14 @@ def lists_of(
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """What a plan lacked of the dense output in ``step``, and the step that had made the plan.
+    """What a plan lacked of the dense output in ``step``; the step and branch that made the plan.
 
     ``earlier`` is what the refresh before lacked, where the method follows a ``slope``.
     """
 
     step: int
     planned: int
+    by: str
     remainder: Remainder
     earlier: Lacking | None = None
 
@@ -156,6 +157,15 @@ class Lacking:
         """Samples and tokens of the call that kept it."""
         values = self.remainder.values
         return values.shape[0], values.shape[2]
+
+    def serves(self, kept: KeptPlan | None, due: int, tokens: int) -> bool:
+        """Whether it is what ``kept`` lacked in the refresh that is ``due`` or in one after it.
+
+        A step cache may have left that out. A text that changes in length is of other rows, to
+        which a plan alone is fitted.
+        """
+        of_plan = kept is not None and kept.made == self.planned
+        return of_plan and self.step >= due and self.rows[1] == tokens
 
     def before(self, step: int) -> Lacking | None:
         """What a refresh in ``step`` keeps of refreshes before it: one is enough for a slope."""
@@ -232,7 +242,11 @@ class AllLacking(dict[tuple[str, PlanKey], Lacking]):
         if lent is None or (lent.step, lent.planned, lent.rows) != wanted:
             return False
         last = self.get((site.branch, key)) if slope else None
-        self[site.branch, key] = replace(lent, earlier=last and last.before(site.step))
+        before = None if last is None else last.before(site.step)
+        if before is not None and before.by != kept.by:
+            # the difference would be that of two branches' plans, and no change in time.
+            before = None
+        self[site.branch, key] = replace(lent, earlier=before)
         return True
 
 

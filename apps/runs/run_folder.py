@@ -97,20 +97,26 @@ class RunFolder:
         """
         name = f"{prompt.number:04d}-{slug(prompt.text)}"
         own = f"{name}-{hashlib.sha256(prompt.text.encode()).hexdigest()[:4]}"
+        free: VideoTarget | None = None
         for stem in (name, own):
             video, record = self.path / f"{stem}.mp4", self.path / f"{stem}.json"
             known = _read_record(record)
             own_prompt = known is not None and known["prompt"] == prompt.text
-            if own_prompt or known is None or stem == own:
-                finished = (
-                    known is not None
-                    and own_prompt
-                    and known.get("settings") == self.settings
-                    and known.get("seal") == _seal(known)
-                    and _is_as_written(video, known.get("file"), verify)
-                )
-                return VideoTarget(video=video, record=record, finished=finished)
-        raise AssertionError("the second name always returns")
+            finished = (
+                known is not None
+                and own_prompt
+                and known.get("settings") == self.settings
+                and known.get("seal") == _seal(known)
+                and _is_as_written(video, known.get("file"), verify)
+            )
+            target = VideoTarget(video=video, record=record, finished=finished)
+            # a video that was finished under the second name stays the prompt's own where the files
+            # under the first are gone.
+            if finished or (own_prompt and free is None):
+                return target
+            if known is None and free is None:
+                free = target
+        return free or target
 
     def take_over(self, prompt: Prompt, other: RunFolder) -> None:
         """Copy a video that is finished in ``other`` and not here, with its record.
