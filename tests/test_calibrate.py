@@ -20,6 +20,7 @@ from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
 
 import vidsparse
 from vidsparse.apps.cli import main
+from vidsparse.apps.commands.calibrate import not_met, psnr_of_others
 from vidsparse.apps.results.held_file import held_file
 from vidsparse.calibration import CALIBRATORS, SpargeCalibrator
 from vidsparse.pipelines import calibrate as calibrating
@@ -488,14 +489,31 @@ def test_what_was_measured_is_printed_in_words_a_try_a_line(
     assert [line for line in lines if line in others] == others
     assert not any("{" in line or "None" in line for line in lines)
     # two means of two prompts each differ by as much as single prompts do.
-    expected = f"{measured['psnr']:.1f} ± {measured['psnr_std']:.1f} (one standard deviation"
-    assert any(f"psnr of as many others {expected}" in line for line in lines)
+    expected = f"{measured['psnr']:.1f} ± {measured['psnr_std']:.1f} (as many, like these"
+    assert any(f"psnr of others {expected}" in line for line in lines)
+    assert measured["met"]
     assert "not met" not in result.output
 
 
-def test_a_target_that_no_video_met_is_said(
-    tiny_model: Path, prompts: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("prompts", "off"), [(2, "3.0"), (8, "1.5"), (24, "0.9")])
+def test_more_prompts_say_more_of_others(prompts: int, off: str) -> None:
+    measured = {"psnr": 30.0, "psnr_std": 3.0, "prompts": prompts}
+    assert psnr_of_others(measured).startswith(f"30.0 ± {off} (")
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ({"target": {"psnr": 60}, "psnr": 54.3}, "PSNR 60 dB was asked for, 54.3 dB is"),
+        ({"target": {"ssim": 0.99}, "ssim": 0.97}, "SSIM 0.99 was asked for, 0.97 is"),
+    ],
+)
+def test_the_nearest_is_told_in_the_target_s_own_unit(measured: Any, said: str) -> None:
+    assert said in (not_met({**measured, "met": False}) or "")
+    assert not_met({**measured, "met": True}) is None
+
+
+def test_a_target_that_no_try_met_is_said(tiny_model: Path, prompts: Path, tmp_path: Path) -> None:
     result = invoke(
         "calibrate", "--model", str(tiny_model), "--prompts", str(prompts), "--samples", "1",
         "--frames", "5", "--size", "32x32", "--steps", "2", "--device", "cpu",
@@ -503,8 +521,8 @@ def test_a_target_that_no_video_met_is_said(
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     measured = load_preset(tmp_path / "p").measured
-    nearest = f"{measured['speed']:g} is the nearest that was found."
-    assert f"The target was not met: speed 20 was asked for, {nearest}" in result.stderr
+    nearest = f"{measured['speed']:g} times is the nearest that was found."
+    assert f"The target was not met: speed 20 times was asked for, {nearest}" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,8 @@ def test_videos_of_a_search_are_few(look: str, made: int) -> None:
     # the first was foretold from the prompts of the check, which are easier than the other ones.
     first = Foresight(numbers=Numbers(subject.found(subject.search.tried[0]), None))
     of_checks = [vidsparse.metrics.psnr(video_of(None, p), video_of(first, p)) or 0 for p in (2, 3)]
-    assert sum(of_checks) / 2 == pytest.approx(25.0, abs=1.0)
+    # a search aims 0.2 dB above its target.
+    assert sum(of_checks) / 2 == pytest.approx(25.2, abs=0.9)
 
 
 def test_a_share_of_one_leaves_nothing_to_divide() -> None:

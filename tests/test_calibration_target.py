@@ -108,7 +108,7 @@ def searched(
 @pytest.mark.parametrize("factor", [0.6, 1.0, 1.8])
 def test_a_psnr_is_met_whatever_the_first_guess(name: str, value: float, factor: float) -> None:
     dial = DIALS[name]
-    # as good a world that every dial comes to the highest of these values.
+    # good enough a world for every dial to reach the highest of these values.
     search = searched(dial, Target("psnr", value), factor * dial.gain, start=26.5)
     measured = search.measured(dial.name)
     assert measured["met"]
@@ -116,6 +116,17 @@ def test_a_psnr_is_met_whatever_the_first_guess(name: str, value: float, factor:
     assert measured["psnr_worst"] < measured["psnr"]
     assert len(measured["tries"]) <= TRIES
     assert measured["target"] == {"psnr": value}
+
+
+@pytest.mark.parametrize(("short", "kept"), [(0.05, True), (0.2, False)])
+def test_a_try_meets_a_target_from_a_tenth_of_a_decibel_below_it_on(
+    short: float, kept: bool
+) -> None:
+    dial = DIALS["logarithm"]
+    # the three prompts have 26, 25 and 24 dB where the search begins.
+    search = searched(dial, Target("psnr", 25.0 + short), dial.gain)
+    assert (search.number == dial.start) is kept
+    assert search.measured(dial.name)["psnr"] >= 25.0 + short - 0.1
 
 
 @pytest.mark.parametrize("name", DIALS)
@@ -133,7 +144,7 @@ def test_a_speed_is_met_by_less_work(name: str) -> None:
     search = searched(dial, Target("speed", 1.8), dial.gain)
     measured = search.measured(dial.name)
     assert measured["met"]
-    assert 0.99 * 1.8 <= measured["speed"] <= 1.06 * 1.8
+    assert 0.99 * 1.8 <= measured["speed"] <= 1.052 * 1.8
     assert measured["psnr"] < 26
 
 
@@ -240,8 +251,8 @@ def test_the_schedule_of_least_work_that_meets_the_target_is_kept(
     measured = search.measured("share", [{"refresh": n} for n in (4, 2, 1, 0)])
     assert measured["met"]
     assert measured["psnr"] >= value - 0.1
-    # within what half a decibel costs in shares.
-    assert measured["total"] <= best_work(value, lost) + 0.04
+    # within what 0.2 dB, 5 % of a share, costs.
+    assert measured["total"] <= best_work(value, lost) + 0.02
     kept = measured["tries"][search.best]
     assert kept["refresh"] == (4, 2, 1, 0)[search.schedule]
     assert "prompts" not in kept

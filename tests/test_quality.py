@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -104,12 +104,23 @@ def test_rows_that_are_measured_are_written_where_the_next_one_is_interrupted(
         begun.append(measure(study, *given))
         return begun[-1]
 
-    # as if each took as long as the videos of the next: no row is written before another is made.
+    # as if metrics took longer than the next row's videos: none is written before the third.
     monkeypatch.setattr(PendingRow, "measured_all", property(lambda _: bool(ended)))
     monkeypatch.setattr(QualityStudy, "_measure", measure_two)
     done = _quality(tiny_model, tmp_path, "--study", "tiles", "--limit-rows", "3")
     assert done.exit_code == 130, done.output
     assert [row["options"]["tile"] for row in _rows(tmp_path)] == ["16x16", "32x32"]
+
+
+def test_a_row_whose_metrics_were_given_up_or_failed_is_not_measured() -> None:
+    there, given_up, failed = (Future[Any]() for _ in range(3))
+    there.set_result(None)
+    given_up.cancel()
+    failed.set_exception(OSError())
+    one = next(iter(configurations(("tiles",))))
+    assert PendingRow(one, {}, [there]).measured_all
+    assert not PendingRow(one, {}, [there, given_up]).measured_all
+    assert not PendingRow(one, {}, [there, failed]).measured_all
 
 
 def test_ssim_of_other_frames_is_not_put_beside_rows(tiny_model: Path, tmp_path: Path) -> None:

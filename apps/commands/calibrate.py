@@ -189,7 +189,7 @@ def calibrate(
                 batch=batch,
                 progress=progress,
             )
-    if (short := _not_met(preset.measured)) is not None:
+    if (short := not_met(preset.measured)) is not None:
         terminal.warn(short)
     if terminal.quiet:
         terminal.show(str(target))
@@ -197,28 +197,32 @@ def calibrate(
         return
     click.echo(f"{target}  {time.perf_counter() - began:.0f} s")
     told = [(name.replace("_", " "), _told(value)) for name, value in preset.measured.items()]
-    told.append(("psnr of as many others", _of_others(preset.measured)))
+    told.append(("psnr of others", psnr_of_others(preset.measured)))
     print_pairs(((name, text) for name, text in told if text), indent=INDENT)
 
 
-def _not_met(measured: Mapping[str, Any]) -> str | None:
-    """A sentence where a target was given that no video of the calibration met."""
+def not_met(measured: Mapping[str, Any]) -> str | None:
+    """What to say where a target was given that no try met; None elsewhere."""
     if measured.get("met", True):
         return None
     ((kind, wanted),) = measured["target"].items()
+    name, unit = {"psnr": ("PSNR", " dB"), "ssim": ("SSIM", ""), "speed": ("speed", " times")}[kind]
     return (
-        f"The target was not met: {kind} {wanted:g} was asked for, "
-        f"{measured[kind]:g} is the nearest that was found."
+        f"The target was not met: {name} {wanted:g}{unit} was asked for, "
+        f"{measured[kind]:g}{unit} is the nearest that was found."
     )
 
 
-def _of_others(measured: Mapping[str, Any]) -> str:
-    """What the mean PSNR of as many other prompts is to be expected at: both means are of samples
-    that differ by ``psnr_std``, so that they differ by the root of 2 / prompts of that."""
+def psnr_of_others(measured: Mapping[str, Any]) -> str:
+    """The mean PSNR to expect of as many other prompts, with its standard deviation.
+
+    Single prompts differ by ``psnr_std``, so that the means of two samples of n prompts differ by
+    ``psnr_std`` times the root of 2 / n. Empty where videos were not compared.
+    """
     if "psnr_std" not in measured:
         return ""
     off = measured["psnr_std"] * math.sqrt(2 / measured["prompts"])
-    return f"{measured['psnr']:.1f} ± {off:.1f} (one standard deviation, where they are like these)"
+    return f"{measured['psnr']:.1f} ± {off:.1f} (as many, like these; one standard deviation)"
 
 
 def _check_place(out: str, overwrite: bool, lora: str | None) -> None:

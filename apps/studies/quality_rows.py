@@ -107,8 +107,11 @@ class PendingRow:
 
     @property
     def measured_all(self) -> bool:
-        """Whether all metrics are there."""
-        return all(future.done() and not future.cancelled() for future in self.measured)
+        """Whether all metrics are there: none is computed still, was given up, or failed."""
+        return all(
+            future.done() and not future.cancelled() and future.exception() is None
+            for future in self.measured
+        )
 
     def finish(self, conditions: Mapping[str, Any], commit: str) -> tuple[Row, str]:
         """The row, and what the terminal says of it; waits for the metrics.

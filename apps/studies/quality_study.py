@@ -149,12 +149,14 @@ class QualityStudy:
                     pending.append(self._measure(configuration, label, dense, pool))
                     kept = 0 if configuration.study in TIMED_STUDIES else ROWS_IN_FLIGHT
                     while len(pending) > kept or (pending and pending[0].measured_all):
-                        self._finish(pending.pop(0))
-                for each in pending:
-                    self._finish(each)
+                        self._finish(pending[0])
+                        del pending[0]
+                while pending:
+                    self._finish(pending[0])
+                    del pending[0]
             except BaseException:
                 pool.shutdown(cancel_futures=True)
-                # the videos of a row are minutes of work, and a calibration may lie between them.
+                # a row's videos take minutes, and a calibration may lie between two rows.
                 for each in pending:
                     if each.measured_all:
                         self._finish(each)

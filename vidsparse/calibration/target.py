@@ -31,7 +31,7 @@ _FEWEST: Final = 2
 # how far from the level that is sought a try may be, in decibels: 3 % of a speed.
 _NEAR: Final = {"psnr": 0.3, "ssim": 0.3, "speed": 0.13}
 # the part of that by which what is sought lies above the target. The cheapest try that is near is
-# kept, which is the one that lies lowest: without this, promises would be short by most of it.
+# kept: without this, a preset could be short by all of it.
 _ABOVE: Final = 2 / 3
 _RANGES: Final = {"psnr": (5.0, 60.0), "ssim": (0.1, 0.999), "speed": (1.0, 20.0)}
 _UNITS: Final = {"psnr": " dB", "ssim": "", "speed": " times"}
@@ -137,10 +137,10 @@ class Search:
     The first try is a video of every prompt. Prompts differ by far more than what one number does
     to each of them, so another try begins with a quarter of the prompts: how these moved from a
     whole try moves its mean. Only where that is as wanted, or nothing else is left to try, do the
-    others follow. The next number lies on the line between the two tries beside the target, or else
-    through the last two, or goes by the dial's first guess. What is kept is the cheapest whole try
-    that meets the target, or the nearest where none does. A try meets it from 0.1 dB below it on,
-    and 0.2 dB above it is where the search aims.
+    others follow. The next number lies on the line between the two tries beside what is sought, or
+    else through the last two, or goes by the dial's first guess. What is kept is the cheapest whole
+    try that meets the target, or the nearest where none does. A try meets it from 0.1 dB below it
+    on, and 0.2 dB above it is where the search aims.
 
     Beside the number there may be schedules, each cheaper than the one before. Where the target is
     met with one, the next is tried in the same way, until one meets it at no less work.
