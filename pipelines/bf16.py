@@ -74,7 +74,8 @@ def _layout_of(module: nn.Module) -> torch.memory_format:
 def _round_arguments(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     # some are given what the call before had, too. Weights may have been put into another format
     # since.
-    layout, dtype = _layout_of(module), module.weight.dtype
+    weight: Any = module.weight
+    layout, dtype = _layout_of(module), weight.dtype
     return tuple(
         x.to(dtype, memory_format=layout) if isinstance(x, torch.Tensor) else x for x in args
     )
