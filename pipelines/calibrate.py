@@ -125,8 +125,15 @@ def check_calibration(
     """Make a calibrator for one layer and head, to see whether method and settings are valid.
 
     Raises:
-        OptionError: they are not, or one of so many ``prompts`` has no seed.
+        OptionError: they are not, one of so many ``prompts`` has no seed, or the last steps are to
+            be dense, which no preset says of its schedule.
     """
+    if request.dense_last_steps:
+        raise OptionError(
+            f"calibration has no dense last steps, got {request.dense_last_steps}: a preset does "
+            "not hold them, so that it would promise what runs without them do not keep. "
+            "Hint: leave --dense-last-steps out; it can be given beside the preset."
+        )
     if request.seed + prompts > 2**63:
         raise OptionError(
             f"prompt {2**63 - request.seed + 1} of {prompts} has no seed: they count up from "

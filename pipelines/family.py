@@ -19,6 +19,11 @@ SCHEDULED: Final = ("dense_steps", "dense_layers", "dense_last_layers", "reuse",
 """The settings that a model may have for each method."""
 
 
+# options of methods that say how much is kept, of which one alone is given.
+_OF_MASS: Final = ("top_p", "tau")
+_OF_TILES: Final = ("topk", "blocks")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
     """The settings a model generates with when a request leaves them open, and its units.
@@ -101,6 +106,16 @@ class Defaults:
     def with_method(self, method: str) -> Defaults:
         """These defaults with this model's schedule for ``method``."""
         return replace(self, **self.schedules.get(method, {}))
+
+    def options_beside(self, method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """This model's options for ``method`` that may stand beside those that are ``given``.
+
+        A share or a number of tiles takes the place of a share of the mass.
+        """
+        own = dict(self.method_options.get(method, {}))
+        if any(given.get(name) is not None for name in _OF_TILES):
+            own = {name: own[name] for name in own if name not in (*_OF_MASS, *_OF_TILES)}
+        return own
 
     def on(self, device: str) -> Defaults:
         """These defaults with the video that the model makes on ``device``."""

@@ -309,7 +309,8 @@ def sparsify(
         method, settled = preset.make_method(**method_options), preset.schedule
     elif method is None or isinstance(method, str):
         name = defaults.method if method is None else method
-        method = make_method(name, **{**defaults.method_options.get(name, {}), **method_options})
+        own = defaults.options_beside(name, method_options)
+        method = make_method(name, **{**own, **method_options})
     elif method_options and isinstance(method, Method):
         names = ", ".join(sorted(method_options))
         raise OptionError(

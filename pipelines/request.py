@@ -374,7 +374,7 @@ def resolve(
     values |= {name: bundled[name] for name in ("linear", "compile", "cache")}
     values |= {k: v for k, v in bundled["schedule"].items() if getattr(request, k) is None}
     if request.preset is None:
-        own = defaults.method_options.get(request.method, {})
+        own = defaults.options_beside(request.method, request.method_options)
         options = {**own, **bundled["method_options"], **request.method_options}
         method = make_method(request.method, **options)
     else:
@@ -394,9 +394,9 @@ def resolve(
 
 _LEAVES_OUT: Final = ("method", "preset", "cache")
 _ERRS_BY: Final = (
-    *_LEAVES_OUT, "method_options", "cache_threshold", "order", "dense_steps", "dense_layers",
-    "dense_last_layers", "reuse", "refresh", "implementation", "steps", "guidance", "lora", "image",
-    "last_image", "keyframes",
+    *_LEAVES_OUT, "method_options", "cache_threshold", "order", "dense_steps", "dense_last_steps",
+    "dense_layers", "dense_last_layers", "reuse", "refresh", "implementation", "steps", "guidance",
+    "lora", "image", "last_image", "keyframes",
 )  # fmt: skip
 
 
@@ -435,6 +435,8 @@ def runs_as_calibrated(request: GenerateRequest, preset: Preset) -> bool:
     measured = preset.measured
     as_made = {
         **preset.schedule,
+        # a calibration has none.
+        "dense_last_steps": 0,
         "method_options": preset.make_method().options(),
         "steps": measured.get("denoising_steps", request.steps),
         "guidance": measured.get("guidance", request.guidance),
@@ -530,6 +532,8 @@ def settings_hash(request: GenerateRequest) -> str:
     if resolved.preset is not None:
         # what it says, not where it lies.
         settings["preset"] = load_preset(resolved.preset).digest
+    # 4 and 4.0 are one scale.
+    settings["guidance"] = float(settings["guidance"])
     # what it stood for is there already.
     del settings["speed"]
     del settings["offload"]

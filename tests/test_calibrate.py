@@ -549,6 +549,7 @@ def test_a_target_that_no_try_met_is_said(tiny_model: Path, prompts: Path, tmp_p
         (("--method", "bsfa", "--fractions", "0.1,2"), "every fraction must lie in (0, 1]"),
         (("--method", "sale", "--samples", "0"), "samples must be at least 1"),
         (("--method", "sale", "--dense-steps", "1.0"), "nothing to calibrate"),
+        (("--method", "sale", "--dense-last-steps", "2"), "has no dense last steps, got 2"),
         (("--method", "sale", "--preset", "x"), "takes none"),
         (("--method", "sale", "--order", "spiral"), "unknown token order 'spiral'"),
         (
@@ -593,6 +594,16 @@ def calibrating_to(
         return result
 
     return run
+
+
+@pytest.mark.parametrize("folder", ["", "transformer"])
+def test_a_preset_is_no_part_of_its_models_weights(
+    folder: str, calibrating_to: Callable[..., Result], tiny_model: Path
+) -> None:
+    result = calibrating_to(tiny_model / folder / "p")
+    assert "would lie among the model's own files" in " ".join(result.output.split())
+    # where models bring their presets they are told apart.
+    assert "the model is loaded" in calibrating_to(tiny_model / "presets" / "p").output
 
 
 @pytest.mark.parametrize("out", ["", ".", "..", "new/", "new/..", ".json"])

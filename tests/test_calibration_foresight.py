@@ -368,6 +368,7 @@ def test_compare_sets_the_promise_beside_what_it_measured(
         ({"steps": 5}, False),
         ({"guidance": 4.0}, False),
         ({"dense_steps": 0}, False),
+        ({"dense_last_steps": 1}, False),
         ({"dense_layers": 1}, False),
         ({"reuse": 2}, False),
         ({"linear": "int8"}, False),

@@ -14,8 +14,13 @@ import torch
 from click.testing import CliRunner, Result
 
 from vidsparse.apps.cli import main
-from vidsparse.apps.runs.comparison import Comparison
+from vidsparse.apps.runs.comparison import Comparison, warm_ups
+from vidsparse.apps.runs.prepared import PreparedPrompt
+from vidsparse.apps.runs.prompts import Prompt
+from vidsparse.pipelines.models import resolve_model
+from vidsparse.pipelines.request import GenerateRequest, resolve
 from vidsparse.pipelines.video import read_video
+from vidsparse.schedule import Schedule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -450,3 +455,16 @@ def test_compare_says_which_side_ran_when_and_how_sure_the_speed_is(
     # a tiny pipeline's runs are far too short.
     assert re.search(r"speed +no ratio: too short to time; a ratio takes 2 pairs", printed)
     assert re.search(r"timed +dense, then sparse, in turns; .* began at \d\d:\d\d:\d\d", printed)
+
+
+@pytest.mark.parametrize("last", [0, 5])
+def test_the_untimed_steps_before_a_sparse_run_are_sparse(last: int) -> None:
+    defaults = resolve_model("shapes").defaults
+    request = GenerateRequest(
+        prompt="x", model="shapes", device="cpu", method="fg-attn", dense_last_steps=last
+    )
+    prompt = Prompt(number=1, text="x", line=1)
+    prepared = PreparedPrompt(prompt=prompt, request=resolve(request, defaults))
+    _, (sparse,) = warm_ups([prepared], defaults, False)
+    assert sparse.steps == 2
+    assert Schedule.of(sparse).sparse_window(2) == range(2)

@@ -16,7 +16,8 @@ from prompt_runs import PROMPTS, SMALL, Machine, Run, video_names
 
 from vidsparse.apps.cli import main
 from vidsparse.apps.commands.compare import compare
-from vidsparse.apps.runs.prompts import SLUG_CHARACTERS, slug
+from vidsparse.apps.runs.prompts import SLUG_CHARACTERS, Prompt, slug
+from vidsparse.apps.runs.run_folder import RunFolder
 from vidsparse.apps.runs.team import Team
 from vidsparse.apps.terminal.console import Terminal
 from vidsparse.pipelines.generate import Generated
@@ -256,6 +257,16 @@ def test_a_video_under_its_second_name_is_found_when_the_first_is_gone(
     generate()
     assert len(machine.made) == 2
     assert video_names(out) == [second]
+
+
+def test_a_record_with_keyframes_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder, prompt = RunFolder(tmp_path, "s"), Prompt(number=1, text="x", line=1)
+    target = folder.target(prompt)
+    target.video.write_bytes(b"video")
+    # as numbers 9 comes first, and as text, which names in JSON are, 17.
+    keyframes = {9: "a.png", 17: "b.png"}
+    folder.write_record(target, {"prompt": "x", "options": {"keyframes": keyframes}})
+    assert folder.target(prompt, verify=True).finished
 
 
 def test_quiet_prints_paths_only(generate: Run, machine: Machine, out: Path) -> None:

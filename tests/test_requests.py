@@ -15,6 +15,7 @@ from vidsparse.errors import (
     OptionError,
 )
 from vidsparse.pipelines.families import WAN
+from vidsparse.pipelines.models import MODELS, resolve_model
 from vidsparse.pipelines.placement import check_device
 from vidsparse.pipelines.request import resolve, settings_hash
 
@@ -166,3 +167,47 @@ def test_the_settings_hash_tells_settings_apart_but_not_prompts(
         replace(base, fps=9),
     ]
     assert len({settings_hash(request) for request in [base, *other]}) == 1 + len(other)
+
+
+# ---- a card's options beside a request's ----
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("speed", [None, "high", "balanced", "fast"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("fg-attn", {"topk": 0.3}),
+        ("spargeattn", {"topk": 0.3}),
+        ("xattention", {"topk": 0.3}),
+        ("xattention", {"blocks": 2}),
+    ],
+)
+def test_a_share_of_tiles_takes_the_place_of_a_card_s_share_of_the_mass(
+    model: str, speed: str | None, method: str, options: dict[str, Any]
+) -> None:
+    request = a_request(model=model, device="cpu", speed=speed, method=method)
+    request = replace(request, method_options=options)
+    found = resolve(request, resolve_model(model).defaults).method_options
+    assert {name: found[name] for name in options} == options
+    assert found.get("top_p") is None
+    assert found.get("tau") is None
+
+
+def test_what_stands_beside_given_options() -> None:
+    own = replace(WAN.defaults, method_options={"fg-attn": {"top_p": 0.7, "tile": "32x32"}})
+    assert own.options_beside("fg-attn", {"top_p": 0.5}) == {"top_p": 0.7, "tile": "32x32"}
+    assert own.options_beside("fg-attn", {"topk": None}) == {"top_p": 0.7, "tile": "32x32"}
+    assert own.options_beside("fg-attn", {"topk": 0.5}) == {"tile": "32x32"}
+    assert own.options_beside("spargeattn", {"topk": 0.5}) == {}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_guidance_given_as_a_whole_number_is_the_same_run(model: str) -> None:
+    own = resolve_model(model).defaults.guidance
+    assert own == int(own)
+    hashes = {
+        settings_hash(a_request(model=model, device="cpu", guidance=each))
+        for each in (None, own, int(own))
+    }
+    assert len(hashes) == 1

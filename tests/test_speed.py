@@ -559,6 +559,7 @@ def test_accelerate_takes_no_word_for_a_default(options: dict[str, Any], message
         ("fast", {"linear": "bf16"}, True),
         ("exact", {"linear": "bf16"}, False),
         ("high", {"dense_steps": 1}, False),
+        ("high", {"dense_last_steps": 1}, False),
         # other kernels round, merge and skip in their own way.
         ("fast", {"implementation": "reference"}, False),
         ("high", {"method": "spargeattn", "method_options": {"quantize": "int8"}}, False),

@@ -169,6 +169,7 @@ def calibrate(
     prepared = prepare(used, options, terminal, ready=False)
     assert prepared.request.steps is not None
     check_calibration(prepared.request, prepared.request.steps, settings, len(used.prompts))
+    _check_beside_weights(target, prepared.request.model)
     if len(used.prompts) < wanted:
         terminal.warn(
             f"{prompts_file} has {len(used.prompts)} prompts; {prepared.request.method} is "
@@ -278,6 +279,24 @@ def _check_place(out: str, overwrite: bool, lora: str | None) -> None:
             f"{target} cannot be written: {error.strerror or error}. "
             "Hint: give another place with --out."
         ) from None
+
+
+def _check_beside_weights(target: Path, model: str) -> None:
+    """Check that a preset does not lie among its model's files: it would be for other weights then.
+
+    Raises:
+        OptionError: it does.
+    """
+    from vidsparse.pipelines.cards import PRESETS
+    from vidsparse.pipelines.models import resolve_model
+
+    ref, place = resolve_model(model), target.absolute().parent.resolve()
+    inside = ref.source != "hub" and place.is_relative_to(Path(ref.location).resolve())
+    if inside and place.name != PRESETS:
+        raise OptionError(
+            f"{target} would lie among the model's own files, by which a preset knows its model. "
+            "Hint: give another place with --out."
+        )
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -174,7 +174,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 
 def _seal(record: Mapping[str, Any]) -> str:
     """SHA-256 over everything that a record says: an edited one is of no video."""
-    told = {name: value for name, value in record.items() if name != "seal"}
+    # as it is read again: numbers that are names are text then, which sorts in another order.
+    told = json.loads(json.dumps({n: value for n, value in record.items() if n != "seal"}))
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
