@@ -430,7 +430,7 @@ def warm_ups(
     if request.device == "cpu" and not whole:
         frames = defaults.few_frames
     (_, dense), *others = runs_of(chunk, parts)
-    bare = {"dense_steps": 0, "dense_last_steps": 0}
+    bare: dict[str, Any] = {"dense_steps": 0, "dense_last_steps": 0}
     sparse = [[replace(one, **bare) for one in requests] for _, requests in others]
     return [[replace(one, steps=2, frames=frames) for one in side] for side in (dense, *sparse)]
 
