@@ -287,9 +287,6 @@ class AttentionEngine:
                 earlier = self._lacking.retire(site, key, slope=self._has_slope(site.step))
                 planned, route = self._sparse(q, k, v, site, cell, key, ring)
                 self._show(planned, site, cell)
-                if earlier is not None and earlier.by != self._plans[key].by:
-                    # the difference would be that of two branches' plans, and no change in time.
-                    earlier = None
             sparse = action in (Action.REPLAN.value, Action.REUSE.value)
             if sparse:
                 lacks: list[tuple[Remainder, float]] = []

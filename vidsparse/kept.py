@@ -177,7 +177,8 @@ class Lacking:
         self, step: int, steps: int, fading: float, slope: float
     ) -> Iterator[tuple[Remainder, float]]:
         """What is to be added in ``step`` of ``steps``, and how many times (``weights``)."""
-        if self.earlier is None:
+        # of two branches' plans the difference would be none in time.
+        if self.earlier is None or self.earlier.by != self.by:
             yield self.remainder, likeness(step - self.step, steps, fading)
             return
         gap = self.step - self.earlier.step
@@ -242,11 +243,7 @@ class AllLacking(dict[tuple[str, PlanKey], Lacking]):
         if lent is None or (lent.step, lent.planned, lent.rows) != wanted:
             return False
         last = self.get((site.branch, key)) if slope else None
-        before = None if last is None else last.before(site.step)
-        if before is not None and before.by != kept.by:
-            # the difference would be that of two branches' plans, and no change in time.
-            before = None
-        self[site.branch, key] = replace(lent, earlier=before)
+        self[site.branch, key] = replace(lent, earlier=last and last.before(site.step))
         return True
 
 
