@@ -237,7 +237,7 @@ def test_layers_of_a_transformer_that_was_not_looked_at_count_as_alike() -> None
 @pytest.mark.parametrize("target", [22.0, 25.0, 28.0])
 def test_a_target_is_met_and_little_more(target: float, look: str) -> None:
     measured = watched(calibrator(target_psnr=target, look=look)).measured()
-    assert target - 0.1 <= measured["psnr"] <= target + 0.5
+    assert target + 0.1 <= measured["psnr"] <= target + 0.7
     assert measured["psnr_worst"] < measured["psnr"]
     assert len(measured["tries"]) <= 5
 
@@ -262,8 +262,8 @@ def test_videos_of_a_search_are_few(look: str, made: int) -> None:
     # the first was foretold from the prompts of the check, which are easier than the other ones.
     first = Foresight(numbers=Numbers(subject.found(subject.search.tried[0]), None))
     of_checks = [vidsparse.metrics.psnr(video_of(None, p), video_of(first, p)) or 0 for p in (2, 3)]
-    # a search aims 0.2 dB above its target.
-    assert sum(of_checks) / 2 == pytest.approx(25.2, abs=0.9)
+    # a search aims 0.4 dB above its target.
+    assert sum(of_checks) / 2 == pytest.approx(25.4, abs=0.9)
 
 
 def test_a_share_of_one_leaves_nothing_to_divide() -> None:
