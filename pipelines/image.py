@@ -46,22 +46,47 @@ def read_image(path: str | os.PathLike[str]) -> Image:
         OptionError: it is missing, no image that can be read whole, too small, or has values that
             say nothing of how bright they are.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     name = os.fspath(path)
     try:
         with Image.open(name) as opened:
-            image = ImageOps.exif_transpose(opened)
-            image.load()
+            image = plain_image(opened, name)
+    except (OptionError, MemoryError):
+        raise
     # broken files raise whatever their decoder trips over.
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:
         raise OptionError(f"{name} holds no image that can be read: {error}") from error
     if min(image.size) < LEAST_SIDE:
         raise OptionError(
             f"{name} has {image.width}x{image.height} pixels. "
             f"Hint: an image needs at least {LEAST_SIDE} each way."
         )
-    return _in_rgb(image, name)
+    return image
+
+
+def plain_image(image: Image, name: str) -> Image:
+    """``image`` in RGB, turned as its camera was held, on white where it is transparent.
+
+    Nothing else that its file held comes along.
+
+    Raises:
+        OptionError: it has values that say nothing of how bright they are; ``name`` says which.
+        Exception: whatever the decoder of a broken file trips over.
+    """
+    from PIL import ExifTags, Image, ImageOps
+
+    image.load()
+    held = image.getexif().get(ExifTags.Base.Orientation)
+    plain = _in_rgb(image, name)
+    # Pillow writes all that a camera said anew to turn a picture, and fails where an entry of it
+    # has another type than its name: nothing but the turn is left for it.
+    turn = Image.Exif()
+    turn[ExifTags.Base.Orientation] = held if held in range(1, 9) else 1
+    plain.info = {"exif": turn.tobytes()}
+    ImageOps.exif_transpose(plain, in_place=True)
+    plain.info = {}
+    return plain
 
 
 def _in_rgb(image: Image, name: str) -> Image:

@@ -553,6 +553,28 @@ def with_prompt(request: GenerateRequest, prompt: str) -> GenerateRequest:
     return made
 
 
+def recorded_request(prompt: str, options: Mapping[str, Any]) -> GenerateRequest:
+    """The request of a finished video, by its record.
+
+    A preset and images that it names are not looked for: they may have been moved, removed or made
+    anew since, and the video is there all the same.
+
+    Raises:
+        OptionError: a value is not valid.
+        TypeError: an option is unknown.
+    """
+    named = {name: options.get(name) for name in ("image", "last_image", "preset")}
+    for name, file in named.items():
+        if file is not None and not isinstance(file, str):
+            raise OptionError(f"{name} must be the path of a file, got {file!r}")
+    # JSON has no keys that are numbers.
+    between = {int(at): file for at, file in options.get("keyframes", {}).items()}
+    made = GenerateRequest(prompt=prompt, **{**options, **dict.fromkeys(named), "keyframes": {}})
+    for name, value in {**named, "keyframes": between}.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
 def _check_prompt(name: str, text: object) -> None:
     if not isinstance(text, str):
         raise OptionError(f"{name} must be text, got {type(text).__name__}")

@@ -25,6 +25,15 @@ from vidsparse.files import partial_name, put_in_place, unwritten
 # second clip of 256x256 stays near 100 kB.
 _RATE_FACTOR = 14
 
+# ffmpeg turns RGB into YUV by BT.601. A file that does not say so has wrong colours in browsers
+# from 720 lines on, where they take it for BT.709; they believe it only where all four are said.
+_COLOURS: Final = {
+    "colorspace": "smpte170m",
+    "color_primaries": "bt709",
+    "color_trc": "iec61966-2-1",
+    "color_range": "tv",
+}
+
 _SAID: Final = tuple(
     (os.strerror(code), code)
     for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENOENT, errno.EACCES, errno.EIO)
@@ -155,7 +164,8 @@ def _heard(sound: Sound | None, samples: Path) -> list[str]:
     if sound is None:
         return ["-an"]
     return [
-        "-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples)), "-i", str(samples),
+        "-f", "f32le", "-ar", str(sound.rate), "-ac", str(len(sound.samples)),
+        "-i", _named(samples),
         "-c:a", "aac", "-b:a", "192k",
     ]  # fmt: skip
 
@@ -176,8 +186,12 @@ def _encode(
         ffmpeg, "-y", "-v", "error",
         "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}",
         "-r", str(Fraction(fps).limit_denominator()), "-i", "-", *heard,
+        "-vf", "setparams=" + ":".join(
+            f"{name.replace('color_range', 'range')}={value}" for name, value in _COLOURS.items()
+        ),
+        *(word for name, value in _COLOURS.items() for word in (f"-{name}", value)),
         "-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", str(rate_factor),
-        "-movflags", "+faststart", "-f", "mp4", str(path),
+        "-movflags", "+faststart+write_colr", "-f", "mp4", _named(path),
     ]  # fmt: skip
     try:
         process = subprocess.Popen(
@@ -222,6 +236,11 @@ def _encode(
     raise OSError(f"ffmpeg {_ended(status)}{f': {lines[-1]}' if lines else ''}")
 
 
+def _named(path: str | os.PathLike[str]) -> str:
+    """A path as ffmpeg takes it: a relative one may begin like an option or with a protocol."""
+    return os.path.abspath(path)
+
+
 def _ended(status: int) -> str:
     if status > 0:
         return f"ended with exit code {status}"
@@ -236,7 +255,7 @@ def read_video(path: str | os.PathLike[str]) -> NDArray[np.uint8]:
         UnsupportedError: there is no ffmpeg to read it with.
     """
     # not by imageio's reader: where ffmpeg ends before it does, it leaves ffmpeg's pipes open.
-    command = [_encoder(), "-v", "error", "-i", os.fspath(path), "-f", "image2pipe", "-c:v", "ppm"]
+    command = [_encoder(), "-v", "error", "-i", _named(path), "-f", "image2pipe", "-c:v", "ppm"]
     done = subprocess.run(
         [*command, "-"], stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
@@ -256,7 +275,7 @@ def _count_frames(path: Path) -> int:
     import imageio_ffmpeg
 
     try:
-        count, _ = imageio_ffmpeg.count_frames_and_secs(str(path))
+        count, _ = imageio_ffmpeg.count_frames_and_secs(_named(path))
     except (RuntimeError, ValueError):
         return 0
     return int(count or 0)

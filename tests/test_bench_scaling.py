@@ -222,3 +222,13 @@ def test_a_file_of_other_rows_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["bench", "scaling", str(path)])
     assert result.exit_code == 2
     assert "holds no benchmark of several GPUs" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--seconds", "--between"])
+def test_no_number_is_refused(tmp_path: Path, option: str) -> None:
+    (tmp_path / "rows.json").touch()
+    told = CliRunner().invoke(
+        main, ["bench", "scaling", str(tmp_path / "rows.json"), option, "nan"]
+    )
+    assert told.exit_code == 2
+    assert "nan is not in the range" in told.output

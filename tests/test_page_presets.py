@@ -133,6 +133,9 @@ def test_settings_bring_their_preset_however_its_path_is_written_now(
         put = again.choices.choose_settings(request, digest)
         assert put[again.form.controls["preset"]]["value"] == chosen.name
         again.desk.queue.close()
+    # what stands under the same name has other numbers by now.
+    with pytest.raises(OptionError, match=r"does not offer the preset small-spargeattn, which"):
+        made.choices.choose_settings(request, "0" * len(digest))
     # by the path alone, where a record does not tell what stood there.
     assert made.form.values_of(request)["preset"] == chosen.name
     none = built()

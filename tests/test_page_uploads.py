@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import Image, ImageCms, ImageFile
 
 from vidsparse.apps.page.uploads import read_prompt_file, read_prompt_lines, rewrite_image
 from vidsparse.errors import OptionError, OutputError
+from vidsparse.pipelines.image import read_image
+
+PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
 
 
 def _png(tmp_path: Path, size: tuple[int, int] = (32, 16), kind: str = "PNG") -> Path:
@@ -36,12 +40,38 @@ def test_nothing_of_the_upload_but_its_pixels_stays(tmp_path: Path) -> None:
     image = Image.open(path)
     exif = image.getexif()
     exif[0x010E] = "where I live"
-    image.save(path, format="JPEG", exif=exif)
+    image.save(path, format="JPEG", exif=exif, icc_profile=PROFILE)
     path.write_bytes(path.read_bytes() + b"<script>")
     made = rewrite_image(path, tmp_path / "new.png", megabytes=1)
     data = made.read_bytes()
     assert b"where I live" not in data
     assert b"<script>" not in data
+    with Image.open(made) as written:
+        assert written.info == {}
+
+
+@pytest.mark.parametrize("kind", ["transparent", "deep", "turned"])
+def test_the_page_makes_of_a_picture_what_the_command_line_does(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "picture.png"
+    numbers = np.arange(32 * 48).reshape(32, 48)
+    if kind == "transparent":
+        picture = np.zeros((32, 48, 4), np.uint8)
+        picture[:, 24:, 3] = 255
+        Image.fromarray(picture).save(path)
+    elif kind == "deep":
+        Image.fromarray((numbers * 40).astype(np.uint16)).save(path)
+    else:
+        # an entry of another type than its name has, as some programs write them.
+        exif = b"MM\0*" + struct.pack(
+            ">LHHHLHHHHLLL", 8, 2, 0x0112, 3, 1, 6, 0, 0x0100, 2, 2, 0x33000000, 0
+        )
+        Image.fromarray((numbers % 256).astype(np.uint8)).save(path, exif=b"Exif\0\0" + exif)
+    made = Image.open(rewrite_image(path, tmp_path / "new.png", megabytes=1))
+    told = read_image(path)
+    assert made.size == told.size == ((32, 48) if kind == "turned" else (48, 32))
+    assert np.array_equal(np.asarray(made), np.asarray(told))
+    if kind != "turned":
+        assert 0 < np.asarray(made).mean() < 254
 
 
 def _bomb() -> bytes:

@@ -69,6 +69,20 @@ def test_a_gallery_is_what_lies_in_its_folder_the_latest_first(tmp_path: Path) -
     assert [each.prompt for each in gallery.find()] == ["a blue ring"]
 
 
+def test_a_video_stays_where_its_preset_and_its_picture_are_gone(tmp_path: Path) -> None:
+    options = resolve(
+        GenerateRequest(prompt="a red ball", method="dense", device="cpu"),
+        resolve_model("shapes").defaults,
+    ).options()
+    files = {"preset": str(tmp_path / "gone.json"), "image": str(tmp_path / "gone.png")}
+    _keep(tmp_path, 1, "a red ball", options={**options, **files, "keyframes": {"8": "gone.png"}})
+    (found,) = Gallery(tmp_path).find()
+    clip = Gallery(tmp_path).clip(found)
+    assert clip is not None
+    assert (clip.request.preset, clip.request.image) == (files["preset"], files["image"])
+    assert clip.request.images() == {"image": files["image"], "keyframe 8": "gone.png"}
+
+
 def test_a_search_is_for_words_of_prompts_and_methods(tmp_path: Path) -> None:
     _keep(tmp_path, 1, "a Red ball", "fg-attn")
     _keep(tmp_path, 2, "a red ring")
@@ -126,6 +140,8 @@ def test_what_is_no_record_of_a_video_is_passed_over(tmp_path: Path) -> None:
     _keep(tmp_path, 2, "no video").with_suffix(".mp4").unlink()
     _keep(tmp_path, 3, "of another version", options={"unheard": 1})
     _keep(tmp_path, 4, "half", times={})
+    _keep(tmp_path, 8, "no path", options={"image": 5})
+    _keep(tmp_path, 9, "no frames", options={"keyframes": [1]})
     for number, text in ((5, "[]"), (6, "{"), (7, '{"prompt": 1}')):
         _keep(tmp_path, number, "b").write_text(text, encoding="utf-8")
     assert [each.record for each in Gallery(tmp_path).find()] == [fine]

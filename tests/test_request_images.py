@@ -110,6 +110,19 @@ def test_16_bits_are_scaled_to_8_and_numbers_without_a_white_refused(tmp_path: P
             read_image(tmp_path / name)
 
 
+def test_whatever_a_decoder_trips_over_is_said_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (32, 32)).save(tmp_path / "broken.png")
+
+    def trip(*_: Any) -> None:
+        raise RuntimeError("Failed to decode image")
+
+    monkeypatch.setattr(Image.Image, "getexif", trip)
+    with pytest.raises(OptionError, match=r"broken\.png holds no image that can be read: Failed"):
+        read_image(tmp_path / "broken.png")
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_what_is_transparent_is_white(mode: str, tmp_path: Path) -> None:
     picture = np.zeros((64, 64, 4), np.uint8)

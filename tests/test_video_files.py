@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import imageio_ffmpeg
 import numpy as np
 import pytest
 
@@ -18,7 +20,7 @@ from vidsparse.errors import (
     OutputError,
     UnsupportedError,
 )
-from vidsparse.pipelines.video import read_video, require_encoder, write_video
+from vidsparse.pipelines.video import Sound, read_video, require_encoder, write_video
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,6 +45,32 @@ def test_a_video_comes_back_as_it_was(tmp_path: Path, size: tuple[int, int, int]
     assert back.shape == frames.shape
     assert np.abs(back.astype(int) - frames).mean() < 2.5
     assert [p.name for p in tmp_path.iterdir()] == ["clip.mp4"]
+
+
+@pytest.mark.parametrize("name", ["run-12:30/clip.mp4", "-x/clip.mp4", "clip.12:30.mp4"])
+def test_a_relative_path_is_no_option_and_no_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(exist_ok=True)
+    sound = Sound(samples=np.zeros((1, 8000), np.float32), rate=8000)
+    write_video(ramp(3, 32, 32), name, fps=3, sound=sound)
+    assert len(read_video(name)) == 3
+    assert [p.name for p in Path(name).parent.iterdir() if p.is_file()] == [Path(name).name]
+
+
+@pytest.mark.parametrize("height", [480, 720])
+def test_a_file_says_how_its_colours_are_meant(tmp_path: Path, height: int) -> None:
+    # browsers guess where one of the four is missing, and guess otherwise from 720 lines on.
+    write_video(ramp(1, height, 64), tmp_path / "clip.mp4", fps=8)
+    probe = subprocess.run(
+        [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-i", tmp_path / "clip.mp4"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # range, matrix, primaries and transfer.
+    assert "yuv420p(tv, smpte170m/bt709/iec61966-2-1" in probe.stderr
 
 
 def test_reading_a_video_leaves_no_pipe_open(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from vidsparse.apps.terminal.bench_options import (
     tensor_options,
 )
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
+from vidsparse.apps.terminal.options import FiniteRange
 from vidsparse.errors import OptionError
 
 
@@ -72,14 +73,14 @@ Examples:
     multiple=True,
     default=(0.1, 0.3, 0.5, 1.0),
     show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
+    type=FiniteRange(0, 1, min_open=True),
     help="Share of key chunks in the lists; repeat for several.",
 )
 @click.option(
     "--skew",
     default=0.0,
     show_default=True,
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     help="How unequal lists are: lengths from kept x (1 - skew) to kept x (1 + skew).",
 )
 @click.option(

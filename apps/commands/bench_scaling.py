@@ -11,6 +11,7 @@ from vidsparse.apps.bench.gpus_rows import GpusRow, gpus_file
 from vidsparse.apps.bench.gpus_scaling import COLUMNS, scaling_rows
 from vidsparse.apps.bench.shown import show_file
 from vidsparse.apps.terminal.console import Terminal, json_option, verbosity_options
+from vidsparse.apps.terminal.options import FiniteRange
 
 
 @click.command(
@@ -41,13 +42,13 @@ Examples:
 )
 @click.option(
     "--between",
-    type=click.FloatRange(0.001, 100_000),
+    type=FiniteRange(0.001, 100_000),
     metavar="GB/S",
     help="What a GPU gives to another machine, in 10^9 bytes a second. No row says it.",
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(0.1, 100_000),
+    type=FiniteRange(0.1, 100_000),
     help="Also predict clips of this length, at the model's own rate.",
 )
 @json_option

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -359,8 +360,14 @@ class Choices:
         """Everything that a request says; ``digest`` is that of its preset.
 
         Raises:
-            OptionError: this page does not offer its preset.
+            OptionError: this page does not offer its preset, or a picture of it is gone.
         """
+        for name, path in request.images().items():
+            if not Path(path).is_file():
+                raise OptionError(
+                    f"the {name.replace('_', ' ')} of these settings is gone from this machine. "
+                    "Hint: put the picture in anew, and the settings by hand."
+                )
         values = self._form.values_of(request, digest)
         model = self._model(request.model)
         made = self._host.preset(values["preset"], model) if values["preset"] else None

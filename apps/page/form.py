@@ -493,12 +493,18 @@ class Form:
         return {name: value for name, value in values.items() if name in self.controls}
 
     def _preset_name(self, request: GenerateRequest, digest: str | None) -> str:
-        """The name of a request's preset on this page, by its file or what stands in it."""
+        """The name of a request's preset on this page, by what stands in it.
+
+        By its file where that is not known: one that was made anew since has other numbers.
+        """
         if request.preset is None:
             return BY_HAND
         file = preset_files(request.preset)[0]
         for each in self.host.presets:
-            same = Path(each.path).resolve() == file.resolve() or each.preset.digest == digest
+            if digest is None:
+                same = Path(each.path).resolve() == file.resolve()
+            else:
+                same = each.preset.digest == digest
             if same and request.model in each.models:
                 return each.name
         raise OptionError(

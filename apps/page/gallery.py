@@ -6,12 +6,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vidsparse.apps.page.tasks import Clip
 from vidsparse.errors import VidsparseError
 from vidsparse.files import parse_json
-from vidsparse.pipelines.request import GenerateRequest
+from vidsparse.pipelines.request import recorded_request
 
 # of the folder's videos, that are shown at once; the others are found by searching.
 MOST_SHOWN = 60
@@ -106,9 +105,8 @@ def _clip(record: Path) -> Clip | None:
         told = parse_json(record.read_bytes())
         if not isinstance(told, Mapping) or not (video.is_file() and poster.is_file()):
             return None
-        options: dict[str, Any] = dict(told["options"])
-        request = GenerateRequest(prompt=told["prompt"], **options)
-    except (OSError, ValueError, TypeError, LookupError, VidsparseError):
+        request = recorded_request(told["prompt"], dict(told["options"]))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, VidsparseError):
         # of another version, or edited by hand.
         return None
     return Clip(request=request, record=dict(told), video=video, poster=poster)

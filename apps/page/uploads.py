@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vidsparse.apps.runs.prompts import parse_prompts
 from vidsparse.errors import OptionError, OutputError
+from vidsparse.pipelines.image import plain_image
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -162,7 +163,7 @@ def kept_picture(path: Path, folder: Path) -> Path | None:
 
 
 def _decode(path: Path) -> Image.Image:
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -176,19 +177,16 @@ def _decode(path: Path) -> Image.Image:
                         f"{MOST_SIDE:,} pixels a side, this one has {image.width}x{image.height}. "
                         "Hint: scale it down."
                     )
-                ImageOps.exif_transpose(image, in_place=True)
-                plain = image.convert("RGB")
+                plain = plain_image(image, "the picture")
                 # frees what it was decoded to, which leaving the block does not.
                 image.close()
                 return plain
-    except OptionError:
+    except (OptionError, MemoryError):
         raise
     except UnidentifiedImageError:
         raise OptionError(
             "the upload is no picture that can be read. Hint: use PNG, JPEG or WebP."
         ) from None
-    except (
-        OSError, ValueError, SyntaxError, Image.DecompressionBombError,
-        Image.DecompressionBombWarning,
-    ) as error:  # fmt: skip
+    # broken files raise whatever their decoder trips over.
+    except Exception as error:
         raise OptionError(f"the picture is broken: {error}") from None

@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 
 from vidsparse.apps.terminal.console import answer_in_json
-from vidsparse.apps.terminal.options import pixel_size
+from vidsparse.apps.terminal.options import FiniteRange, pixel_size
 from vidsparse.errors import OptionError, listed
 
 Command = Callable[..., int | None]
@@ -143,12 +143,12 @@ def model_run_options(command: Command) -> Command:
         ),
         click.option(
             "--computed",
-            type=click.FloatRange(0, 1, min_open=True),
+            type=FiniteRange(0, 1, min_open=True),
             help="Density that sparse steps compute.  [default: the model's own, or a speed's]",
         ),
         click.option(
             "--warmup",
-            type=click.FloatRange(0, 1),
+            type=FiniteRange(0, 1),
             help="Share of steps that stay dense.  [default: the model's own, or a speed's]",
         ),
         click.option(

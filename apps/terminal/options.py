@@ -7,6 +7,7 @@ here. Help lists options in groups, each method's under its own name.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -25,6 +26,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # a prefix of its own keeps a method's `--steps` from ever shadowing the request's.
 _METHOD_PREFIX = "method_option_"
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers of a range: click's own takes ``nan`` for one of every range."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number of a text.
+
+        Raises:
+            click.BadParameter: it is none, or outside of the range.
+        """
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return float(number)
 
 
 class MethodOption(cloup.Option):
