@@ -536,6 +536,7 @@ def test_a_target_that_no_try_met_is_said(tiny_model: Path, prompts: Path, tmp_p
             ("--method", "fg-attn", "--top-p", "none", "--topk", "0.3", "--target-psnr", "30"),
             "leave --topk out",
         ),
+        (("--method", "spargeattn", "--topk", "0.3"), "leave --topk out"),
         (("--method", "sale", "--target-psnr", "90"), "target_psnr must lie between 5 and 60 dB"),
         (("--method", "sale", "--target-ssim", "1"), "target_ssim must lie between 0.1 and 0.999"),
         (

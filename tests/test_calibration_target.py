@@ -269,6 +269,14 @@ def test_the_schedule_of_least_work_that_meets_the_target_is_kept(
     assert sum(end - first for _, first, end in search.looks) <= 8 + 6 + 2 * 11
 
 
+@pytest.mark.parametrize("number", [0.0, 1.0])
+def test_a_search_may_begin_at_the_end_of_what_a_method_takes(number: float) -> None:
+    # a share of nothing has no logarithm, nor has what one of everything leaves.
+    for scale in ("rest", "logarithm"):
+        dial = Dial(name="x", start=number, least=0.05, most=0.999, scale=scale, gain=6.0)
+        assert dial.number(dial.place(dial.start)) == (0.05 if number == 0 else 0.999)
+
+
 def test_a_speed_is_sought_with_the_schedule_that_was_asked_for() -> None:
     assert set(with_schedules(Target("speed", 3.0)).schedules) == {0}
 

@@ -190,6 +190,13 @@ def test_strides_do_not_matter(kernel: Kernel, layout: str, counts: list[int]) -
     check_kernel(kernel, q, k, v, work)
 
 
+@pytest.mark.parametrize("layout", ["[B, S, H, D]", "[B, H, D, S]", "every third"])
+def test_strides_do_not_matter_where_every_key_is_chosen_alone(kernel: Kernel, layout: str) -> None:
+    q, k, v = (as_stored(x, layout) for x in random_qkv(77, 64, torch.float32, batch=2))
+    check_kernel(kernel, q, k, v, random_work(77, (1, 1), batch=2, counts=[20, 3]))
+    check_kernel(kernel, q, k, v, random_work(77, (64, 1), batch=2, counts=[20]))
+
+
 @pytest.mark.parametrize("block_rows", [16, 32, 64, 128])
 def test_a_plan_of_the_core_runs(kernel: Kernel, block_rows: int) -> None:
     mask = torch.rand(2, 2, 32, 32, generator=torch.Generator().manual_seed(0)) < 0.2

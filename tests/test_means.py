@@ -246,9 +246,13 @@ def cases() -> Iterator[Case]:
         counts: list[int] | None = None,
         kind: str | None = None,
         gate: Gate | None = None,
+        low: float | None = None,
     ) -> Callable[[], None]:
         def body() -> None:
             q, k, v = clustered_qkv(tokens, dim, dtype, pull=2.0, mean=0.5)
+            if low is not None:
+                # a channel that all queries and keys share puts all scores there.
+                q[..., 0], k[..., 0] = 8.0, low / 8 * dim**0.5
             work = random_work(tokens, (64, keys), counts=counts)
             if gate is not None:
                 work = in_order(work)
@@ -265,6 +269,8 @@ def cases() -> Iterator[Case]:
     yield "int8", case(300, 128, 16, 64, kind="int8")
     yield "relative gate", case(400, 64, 64, 64, gate=RelativeGate(-4.0, 64, 64))
     yield "one token", case(1, 64, 16, 64)
+    for low in (-20.0, -60.0):
+        yield f"scores of {low:g}", case(300, 64, 16, 64, low=low)
 
 
 @listed(cases(), only="cpu")

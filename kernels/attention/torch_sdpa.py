@@ -114,11 +114,12 @@ def _attend_gated(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """``[B, H, S, D]`` as ``[B * H, ceil(S / size), size * D]``, zero-padded."""
+    """``[B, H, S, D]`` as ``[B * H, ceil(S / size), size * D]``, zero-padded, of last stride 1."""
     padding = -x.shape[2] % size
     if padding:
         x = F.pad(x, (0, 0, 0, padding))
-    return x.reshape(x.shape[0] * x.shape[1], -1, size * x.shape[3])
+    chunks = x.reshape(x.shape[0] * x.shape[1], -1, size * x.shape[3])
+    return chunks if chunks.stride(-1) == 1 else chunks.contiguous()
 
 
 def gather_attention(

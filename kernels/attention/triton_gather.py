@@ -118,6 +118,10 @@ def _step(
         row_sum += tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc)
     elif GATE is None:
+        if counts is not None:
+            # one that stands for nothing is no maximum: fp16 would lose the others' weights beside
+            # it. behind the last group keys are zeros, far above all others where these are low.
+            scores = tl.where(counts[None, :] > 0, scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * row_scale)
         weights = tl.exp2(scores * row_scale[:, None] - new_max[:, None])
         if counts is not None:

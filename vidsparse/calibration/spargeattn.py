@@ -81,6 +81,11 @@ class SpargeCalibrator(Calibrator):
                 "first stage and l2 that of both"
             )
         method = self._method
+        if method.tau is None:
+            raise OptionError(
+                "calibration finds tau, and spargeattn does not use tau with topk. "
+                "Hint: leave --topk out."
+            )
         if method.tile[0] != BLOCK_ROWS or method.tile[1] % PIECE:
             raise OptionError(
                 "spargeattn is calibrated with tiles of 128 queries by 64 or 128 keys, got "

@@ -102,7 +102,10 @@ class Dial:
     only: tuple[float, ...] = ()
 
     def place(self, number: float) -> float:
-        """Where a number stands on the scale."""
+        """Where a number stands on the scale, one beyond the bounds at the nearer of them."""
+        if self.scale != "plain":
+            # what is outside may have no logarithm.
+            number = min(max(number, self.least), self.most)
         if self.scale == "logarithm":
             return math.log(number)
         return -math.log1p(-number) if self.scale == "rest" else number
