@@ -155,6 +155,19 @@ def test_heads_whose_means_err_get_the_pairs_of_those_whose_means_are_exact() ->
     assert Foresight(numbers=Numbers({"share": table[..., :1]}, None)).equal_heads
 
 
+@pytest.mark.parametrize("where", [{"text_first": True}, {"lead": 40}, {"lead": 20}])
+def test_heads_are_weighed_alike_wherever_a_models_text_stands(where: dict[str, Any]) -> None:
+    # a calibrator sees tokens in order, text last.
+    last, first = (TokenGrid(4, 8, 8, text=40, **place) for place in ({}, where))
+    qkv = random_qkv(last.tokens, 32, torch.float32, heads=2)
+    found = []
+    for grid in (last, first):
+        subject = calibrator()
+        subject.observe(0, *qkv, CallSite(1, 5, 0.0, grid))
+        found.append(subject.found(None)["share"])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_what_heads_err_is_known_again_after_a_stop() -> None:
     grid = TokenGrid(4, 16, 16)
     subject, again = calibrator(), calibrator()

@@ -62,7 +62,8 @@ class BsfaCalibrator(Calibrator):
     With a target the preset's ``keep`` is the fraction whose videos meet it.
 
     Raises:
-        OptionError: the fractions are not different shares in (0, 1], or a count is below 1.
+        OptionError: the fractions are not different shares in (0, 1], a count is below 1, or no
+            target is given and the method keeps another share.
     """
 
     calibrates = Bsfa
@@ -93,6 +94,13 @@ class BsfaCalibrator(Calibrator):
             )
         for fraction in self.fractions:
             check_share("every fraction", fraction)
+        assert isinstance(self.method, Bsfa)
+        if not self.searches and self.method.keep not in self.fractions:
+            known = ", ".join(f"{fraction:g}" for fraction in self.fractions)
+            raise OptionError(
+                f"keep must be one of the fractions ({known}), got {self.method.keep:g}. "
+                "Hint: give one of them with --keep, or a target, which chooses one."
+            )
         check_count("groups", self.groups)
         check_count("per_group", self.per_group)
         self._sum = torch.zeros(0)

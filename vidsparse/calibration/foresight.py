@@ -228,7 +228,7 @@ class ForesightCalibrator(Calibrator):
             return
         assert isinstance(self.method, Foresight)
         # they are in order already, text last.
-        grid = replace(site.grid, text_first=False)
+        grid = replace(site.grid, text_first=False, lead=0)
         dense = F.scaled_dot_product_attention(q, k, v).double()
         whole = float(dense.square().sum())
         for place, factor in enumerate(AROUND):

@@ -51,8 +51,8 @@ class SpargeCalibrator(Calibrator):
     would have to be measured anew for every l1.
 
     Raises:
-        OptionError: l2 is below l1, a number is out of range, or the gate's pieces do not divide
-            the tile.
+        OptionError: l2 is below l1, a number is out of range, the gate's pieces do not divide the
+            tile, or the method has a lambda of its own or selects by ``topk``.
     """
 
     calibrates = SpargeAttn
@@ -85,6 +85,12 @@ class SpargeCalibrator(Calibrator):
             raise OptionError(
                 "calibration finds tau, and spargeattn does not use tau with topk. "
                 "Hint: leave --topk out."
+            )
+        if method.lambda_ is not None:
+            # heads without a table of their own would have this one, which nobody measured.
+            raise OptionError(
+                "calibration finds lambda, or leaves it out where no head bears one. "
+                "Hint: leave --lambda out."
             )
         if method.tile[0] != BLOCK_ROWS or method.tile[1] % PIECE:
             raise OptionError(
