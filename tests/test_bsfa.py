@@ -11,6 +11,8 @@ from budget import random_qkv
 from torch import Tensor
 
 import vidsparse
+from vidsparse.calibration import Extent
+from vidsparse.calibration.bsfa import BsfaCalibrator
 from vidsparse.engine import AttentionEngine
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import Bsfa, FgAttn, Numbers
@@ -193,3 +195,15 @@ def test_another_size_or_model_is_refused_in_the_first_step() -> None:
     q, k, v = random_qkv(GRID.tokens, 64, torch.float32, heads=3)
     with pytest.raises(vidsparse.OptionError, match="this call has 3"):
         engine.attend(q, k, v, CallSite(0, 0, 0.0, GRID))
+
+
+@pytest.mark.parametrize(
+    ("fractions", "kept"), [((0.2, 0.4), 0.4), ((0.1, 0.25), 0.25), ((0.5, 0.3, 0.1), 0.3)]
+)
+def test_a_preset_keeps_the_fraction_nearest_to_the_methods(
+    fractions: tuple[float, ...], kept: float
+) -> None:
+    extent = Extent(parts=1, layers=1, heads=1, window=range(8), prompts=1)
+    made = BsfaCalibrator(method=Bsfa(), extent=extent, fractions=fractions)
+    assert made.options() == {"keep": kept}
+    assert FRACTION in made.found(None)

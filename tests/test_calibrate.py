@@ -538,10 +538,6 @@ def test_a_target_that_no_try_met_is_said(tiny_model: Path, prompts: Path, tmp_p
         ),
         (("--method", "spargeattn", "--topk", "0.3"), "leave --topk out"),
         (("--method", "spargeattn", "--lambda", "-5"), "leave --lambda out"),
-        (
-            ("--method", "bsfa", "--fractions", "0.1,0.5"),
-            "keep must be one of the fractions (0.1, 0.5), got 0.3. Hint: give one of them",
-        ),
         (("--method", "sale", "--target-psnr", "90"), "target_psnr must lie between 5 and 60 dB"),
         (("--method", "sale", "--target-ssim", "1"), "target_ssim must lie between 0.1 and 0.999"),
         (

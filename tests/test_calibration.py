@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from vidsparse.calibration.spargeattn import LAMBDAS, PAIRS, PIECE
 from vidsparse.calibration.sweep import masked_errors, selected_share
 from vidsparse.calibration.xattention import best_adjustments
 from vidsparse.engine import AttentionEngine
+from vidsparse.files import parse_json
 from vidsparse.grid import TokenGrid
 from vidsparse.methods import (
     Bsfa,
@@ -42,6 +44,7 @@ from vidsparse.methods import (
     make_method,
 )
 from vidsparse.methods.bsfa import FRACTION, THRESHOLD
+from vidsparse.presets import Preset
 from vidsparse.schedule import Schedule
 from vidsparse.site import CallSite
 
@@ -471,3 +474,39 @@ def test_settings_are_checked(name: str, setting: str) -> None:
     if setting in known:
         with pytest.raises(vidsparse.OptionError, match="must"):
             CALIBRATORS[name](method=method, extent=extent(), **{setting: 0})
+
+
+# ---- calls that are not finite ----
+
+
+@pytest.mark.parametrize("name", ["spargeattn", "xattention", "sale"])
+def test_a_call_that_is_not_finite_makes_no_head_sparser(name: str, tmp_path: Path) -> None:
+    grid = TokenGrid(4, 16, 16)
+    extent = Extent(parts=1, layers=1, heads=2, window=range(4), prompts=1)
+    tables = []
+    for broken in (False, True):
+        made = CALIBRATORS[name](method=make_method(name), extent=extent)
+        q, k, v = random_qkv(grid.tokens, 64, torch.float32, heads=2)
+        for number in range(len(made.looks)):
+            made.observe(number, q, k, v, CallSite(0, 0, 1.0, grid))
+            if broken:
+                # the second head's values alone.
+                bad = v.clone()
+                bad[:, 1, 5] = torch.inf
+                made.observe(number, q, k, bad, CallSite(0, 1, 1.0, grid))
+            made.conclude(number)
+        tables.append(made.found(None)["tau"][0, 0])
+        preset = Preset(
+            method=name,
+            options=made.method.options(),
+            order="hilbert",
+            tables=made.found(None),
+            model={},
+            video={},
+            grid=(4, 16, 16),
+            measured=made.seen(),
+        )
+        # JSON knows no number that is not finite.
+        assert parse_json(preset.save(tmp_path / f"{name}-{broken}").read_bytes())
+    whole, seen = tables
+    assert (seen[1] >= whole[1]) if name != "sale" else (seen[1] <= whole[1])

@@ -208,3 +208,10 @@ def test_wrong_arrays_are_named(a: np.ndarray, b: np.ndarray, message: str) -> N
 def test_frames_too_small_for_the_window_are_named() -> None:
     with pytest.raises(OptionError, match="11x11"):
         ssim(_video(height=10)[0], _video(height=10, seed=1)[0])
+
+
+def test_an_amplified_difference_stays_white_whatever_the_gain() -> None:
+    black, grey = np.zeros((1, 2, 2, 3), np.uint8), np.full((1, 2, 2, 3), 200, np.uint8)
+    for gain in (4, 200, 1000):
+        assert (amplified_difference(black, grey, gain) == 255).all()
+        assert (amplified_difference(grey, black, gain) == 255).all()

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -107,6 +108,20 @@ def file_hash(path: Path) -> str:
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def finite_json(value: Any) -> Any:
+    """The same JSON-able value with None for every infinity and NaN.
+
+    Records carry the host's own configuration, which may hold values that JSON cannot.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite_json(item) for item in value]
+    return value
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -261,7 +261,7 @@ def spread_of(values: Sequence[float | None]) -> Spread:
 def amplified_difference(reference: Frames, other: Frames, gain: int = 4) -> Frames:
     """``|reference - other| * gain``, clipped to 8 bits: what a viewer looks at, not a measure."""
     _check(reference, other)
-    difference = np.abs(reference.astype(np.int16) - other.astype(np.int16)) * gain
+    difference = np.abs(reference.astype(np.int32) - other) * gain
     clipped: Frames = np.minimum(difference, 255).astype(np.uint8)
     return clipped
 

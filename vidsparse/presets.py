@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse._version import __version__
 from vidsparse.errors import OptionError, OutputError, listed
-from vidsparse.files import parse_json, write_whole
+from vidsparse.files import finite_json, parse_json, write_whole
 from vidsparse.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Preset:
             "video": dict(self.video),
             "grid": list(self.grid),
             **({"schedule": dict(self.schedule)} if self.schedule else {}),
-            "measured": dict(self.measured),
+            "measured": finite_json(self.measured),
             "tables": {
                 "file": tables.name,
                 "sha256": hashlib.sha256(data).hexdigest(),

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from vidsparse.files import finite_json
 from vidsparse.markdown import markdown_table
 from vidsparse.metrics import SSIM_WINDOW, Sides, Spread, VideoQuality, spread_of
 from vidsparse.speedup import FEWEST, SHORT, SHORT_ON_GPU, Speedup, TimedPair, shortest_of
@@ -457,20 +458,6 @@ def mean_density_map(
         [float(total / count) if count else None for total, count in zip(*rows, strict=True)]
         for rows in zip(sums, counts, strict=True)
     ]
-
-
-def finite_json(value: Any) -> Any:
-    """The same JSON-able value with None for every infinity and NaN.
-
-    Records carry the host's own configuration, which may hold values that JSON cannot.
-    """
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite_json(item) for item in value]
-    return value
 
 
 def headline(report: Report) -> str:

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from vidsparse.apps.results.held_file import held_file
 from vidsparse.errors import OptionError
-from vidsparse.files import clear_partial, parse_json, write_text
-from vidsparse.report import finite_json
+from vidsparse.files import clear_partial, finite_json, parse_json, write_text
 
 Row = Mapping[str, Any]
 Typed = TypeVar("Typed")

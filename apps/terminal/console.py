@@ -75,7 +75,7 @@ class Terminal:
         """The command's answer as one line of JSON, where ``--json`` asks for it."""
         if self.json:
             # numpy comes with it, which help does not wait for.
-            from vidsparse.report import finite_json
+            from vidsparse.files import finite_json
 
             text = json.dumps(finite_json(value), ensure_ascii=False, allow_nan=False)
             self.put(text, err=False)

@@ -59,11 +59,11 @@ class BsfaCalibrator(Calibrator):
     sees each input at many noise levels and in two guidance branches: a group of steps has its own
     thresholds, averaged over all calls seen in it.
 
-    With a target the preset's ``keep`` is the fraction whose videos meet it.
+    With a target the preset's ``keep`` is the fraction whose videos meet it, without one the
+    fraction nearest to the method's.
 
     Raises:
-        OptionError: the fractions are not different shares in (0, 1], a count is below 1, or no
-            target is given and the method keeps another share.
+        OptionError: the fractions are not different shares in (0, 1], or a count is below 1.
     """
 
     calibrates = Bsfa
@@ -94,13 +94,6 @@ class BsfaCalibrator(Calibrator):
             )
         for fraction in self.fractions:
             check_share("every fraction", fraction)
-        assert isinstance(self.method, Bsfa)
-        if not self.searches and self.method.keep not in self.fractions:
-            known = ", ".join(f"{fraction:g}" for fraction in self.fractions)
-            raise OptionError(
-                f"keep must be one of the fractions ({known}), got {self.method.keep:g}. "
-                "Hint: give one of them with --keep, or a target, which chooses one."
-            )
         check_count("groups", self.groups)
         check_count("per_group", self.per_group)
         self._sum = torch.zeros(0)
@@ -188,6 +181,15 @@ class BsfaCalibrator(Calibrator):
             THRESHOLD: torch.where(self._calls > 0, self._sum / self._calls, -torch.inf),
             FRACTION: self.extent.table(len(self.fractions)) + fractions,
         }
+
+    def options(self) -> dict[str, Any]:
+        """``keep``, one of the fractions."""
+        if self.searches:
+            return super().options()
+        assert isinstance(self.method, Bsfa)
+        keep = self.method.keep
+        # of two as near the larger, which errs less.
+        return {"keep": min(self.fractions, key=lambda each: (round(abs(each - keep), 9), -each))}
 
     def options_at(self, number: float) -> dict[str, Any]:
         """``keep``, the fraction."""

@@ -209,7 +209,12 @@ class ForesightCalibrator(Calibrator):
         """
         gain = 10 * self._steepness / math.log(10)
         return Dial(
-            name="share", start=self._start, least=LEAST, most=1.0, scale="logarithm", gain=gain
+            name="share",
+            start=self._start,
+            least=min(LEAST, self._share),
+            most=1.0,
+            scale="logarithm",
+            gain=gain,
         )
 
     @property

@@ -44,6 +44,8 @@ class Sweep:
         """Take in one call: ``errors`` and ``kept`` are ``[B, H, C]``."""
         at = (site.part, site.layer)
         errors, kept = errors.float().cpu(), kept.float().cpu()
+        # what is not finite is within no bound, whichever way that is asked.
+        errors = errors.nan_to_num(nan=torch.inf)
         self.worst[at] = torch.maximum(self.worst[at], errors.amax(0))
         self.total[at] += errors.sum(0)
         self.kept[at] += kept.sum(0)

@@ -168,6 +168,9 @@ class SpargeAttn(SparseMethod):
             raise OptionError(
                 f"lambda must be a negative number or none, got {self.lambda_!r}. Hint: -6."
             )
+        if self.lambda_ == -math.inf:
+            # a gate that never closes is none, and JSON has no infinity.
+            object.__setattr__(self, "lambda_", None)
         if self.gate_rows not in PIECE_ROWS:
             sizes = ", ".join(map(str, PIECE_ROWS))
             raise OptionError(f"gate_rows must be one of {sizes}, got {self.gate_rows!r}")
