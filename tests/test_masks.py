@@ -13,7 +13,9 @@ from torch import Tensor
 
 import vidsparse
 from vidsparse.grid import TokenGrid
+from vidsparse.kernels.selection.shares import count_of_share
 from vidsparse.masks import (
+    choose_tiles,
     parse_tile,
     pooled_mean,
     pooled_scores,
@@ -21,7 +23,7 @@ from vidsparse.masks import (
     tile_sizes,
     top_p_mask,
 )
-from vidsparse.methods import FgAttn, SpargeAttn
+from vidsparse.methods import FgAttn, SpargeAttn, XAttention
 from vidsparse.site import CallSite
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -252,3 +254,22 @@ def test_what_is_no_tile_gets_the_form(text: str) -> None:
 def test_a_tile_without_a_kernel_is_refused(text: str) -> None:
     with pytest.raises(vidsparse.OptionError, match=r"M \(queries\) in 16, 32, 64, 128"):
         parse_tile(text)
+
+
+@given(
+    hundredths=st.integers(1, 100),
+    tiles=st.integers(1, 400),
+)
+def test_a_share_of_tiles_is_rounded_up_from_what_it_is_in_decimals(
+    hundredths: int, tiles: int
+) -> None:
+    share = Fraction(hundredths, 100)
+    assert count_of_share(float(share), tiles) == math.ceil(share * tiles)
+
+
+def test_a_share_keeps_no_tile_more_than_it_says() -> None:
+    scores = torch.randn(4, 100)
+    assert (choose_tiles(scores, None, 0.07).sum(-1) == 7).all()
+    assert XAttention(tau=None, topk=0.28).count(25 * 128) == 7
+    # of the least share one tile is left.
+    assert count_of_share(1e-9, 3) == 1

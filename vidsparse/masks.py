@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vidsparse.errors import OptionError
+from vidsparse.kernels.selection.shares import count_of_share
 
 QUERY_TILES = (16, 32, 64, 128)
 KEY_TILES = (1, 8, 16, 32, 64, 128)
@@ -173,7 +174,7 @@ def choose_tiles(scores: Tensor, top_p: float | Tensor | None, topk: float | Non
     One of the two is given. Columns of -inf are outside both.
     """
     if topk is not None:
-        return top_k_mask(scores, math.ceil(topk * scores.shape[-1]))
+        return top_k_mask(scores, count_of_share(topk, scores.shape[-1]))
     assert top_p is not None
     return top_p_mask(scores.softmax(-1).nan_to_num(0.0), top_p)
 

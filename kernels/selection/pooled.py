@@ -11,8 +11,6 @@ be 3.6 GB at 75,600 tokens, 40 heads and 16x16 tiles.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +19,7 @@ from torch import Tensor
 from ..hardware import device_facts
 from ..logarithms import LOG2_E
 from ..tokens.pool import Pooled
+from .shares import count_of_share
 from .top_p import choose_columns, everything, keeps_all
 
 SCORE_BYTES = 512 * 2**20
@@ -218,7 +217,7 @@ def top_p_words(
                 tile_keys=k.size,
                 tokens=k.tokens,
                 top_p=top_p,
-                count=None if topk is None else math.ceil(topk * k_tiles),
+                count=None if topk is None else count_of_share(topk, k_tiles),
                 full_rows=full_rows,
                 full_columns=full_columns,
                 theta=theta,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vidsparse.errors import OptionError
 from vidsparse.grouping import check_merge
+from vidsparse.kernels.selection.shares import count_of_share
 from vidsparse.masks import tile_count, top_k_mask, top_p_mask
 from vidsparse.methods.base import (
     Selection,
@@ -227,7 +228,7 @@ class XAttention(SparseMethod):
         """Key tiles that every row of ``tokens`` tokens keeps, or None where tau decides."""
         tiles = tile_count(tokens, self.tile[1])
         if self.topk is not None:
-            return math.ceil(self.topk * tiles)
+            return count_of_share(self.topk, tiles)
         return None if self.blocks is None else min(self.blocks, tiles)
 
     def share(self, q: Tensor, site: CallSite) -> float | Tensor:
