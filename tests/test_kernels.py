@@ -22,7 +22,7 @@ from budget import (
 from torch import Tensor
 
 from vidsparse.kernels import dispatch
-from vidsparse.kernels.attention import torch_sdpa as gather_sdpa
+from vidsparse.kernels.attention import with_lse
 from vidsparse.kernels.attention.reference import reference_attention, token_mask
 from vidsparse.kernels.attention.torch_sdpa import gather_attention
 from vidsparse.kernels.dispatch import IMPLEMENTATIONS, choose, sparse_attention, support
@@ -213,7 +213,7 @@ def test_a_plan_of_the_core_runs(kernel: Kernel, block_rows: int) -> None:
 def test_two_products_and_a_softmax_are_as_exact(
     monkeypatch: pytest.MonkeyPatch, counts: list[int], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(gather_sdpa, "_has_flash", lambda device: False)
+    monkeypatch.setattr(with_lse, "has_flash", lambda device: False)
     work = random_work(333, (64, 16), counts=counts)
     check_kernel(gather_attention, *random_qkv(333, 64, dtype, spread=3), work)
 
@@ -222,14 +222,14 @@ def test_without_flash_no_more_than_a_pair_of_blocks_has_its_scores_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = []
-    attend = gather_sdpa._attend
+    attend = with_lse.attend_with_lse
 
-    def watched(q: Tensor, *rest: Any) -> list[Tensor]:
+    def watched(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         rows.append(q.shape[0] * q.shape[2])
         return attend(q, *rest)
 
-    monkeypatch.setattr(gather_sdpa, "_has_flash", lambda device: False)
-    monkeypatch.setattr(gather_sdpa, "_attend", watched)
+    monkeypatch.setattr(with_lse, "has_flash", lambda device: False)
+    monkeypatch.setattr(with_lse, "attend_with_lse", watched)
     work = random_work(1000, (128, 64), heads=1, counts=[16])
     check_kernel(gather_attention, *random_qkv(1000, 64, torch.float32, heads=1), work)
     assert max(rows) <= 256

@@ -14,7 +14,7 @@ from kernel_cases import DEVICE, Case, listed, triton_kernel
 from torch import Tensor
 
 from vidsparse.kernels import AbsoluteGate, RelativeGate, quantize_qk, sparse_attention
-from vidsparse.kernels.attention import torch_sdpa
+from vidsparse.kernels.attention import with_lse
 from vidsparse.kernels.attention.means import KeyMeans, counts_of_lists, group_means
 from vidsparse.kernels.attention.reference import reference_attention
 from vidsparse.kernels.attention.torch_sdpa import gather_attention
@@ -32,7 +32,7 @@ TILES = [(16, 16), (64, 1), (128, 64)]
 @pytest.fixture(params=[*ON_A_CPU, "torch without flash"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     if request.param == "torch without flash":
-        monkeypatch.setattr(torch_sdpa, "_has_flash", lambda device: False)
+        monkeypatch.setattr(with_lse, "has_flash", lambda device: False)
         return gather_attention
     return ON_A_CPU[request.param]
 

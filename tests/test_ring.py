@@ -107,6 +107,22 @@ def test_joined_parts_are_attention_to_all_keys(dtype: torch.dtype, cuts: tuple[
     assert (lse - scores.logsumexp(-1)).abs().max() <= 8 * torch.finfo(dtype).eps * largest
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keys", [1, 5, 15, 16, 40])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_query_that_is_not_finite_shows_beside_any_count_of_keys(
+    dtype: torch.dtype, keys: int, number: float
+) -> None:
+    q, k, v = (torch.ones(1, 2, n, 16, dtype=dtype) for n in (7, keys, keys))
+    q[0, 1, 3, 5] = number
+    out, lse = attend_to_part(q, k, v)
+    shown = torch.zeros(1, 2, 7, dtype=torch.bool)
+    shown[0, 1, 3] = True
+    assert torch.equal(out.isnan().all(-1), shown)
+    assert torch.equal(out.isnan().any(-1), shown)
+    assert torch.equal(~lse.isfinite(), shown)
+
+
 def test_a_row_without_keys_stays_zero_and_nan_stays_nan() -> None:
     out, none = torch.zeros(1, 1, 2, 4), torch.tensor([[[-torch.inf, 1.0]]])
     lse = join(out, none, torch.zeros(1, 1, 2, 4), torch.tensor([[[-torch.inf, torch.nan]]]))

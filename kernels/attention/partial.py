@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .with_lse import attend_with_lse
+
 
 def attend_to_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Attention of all queries to all of these keys, by PyTorch's own kernels.
@@ -27,8 +29,7 @@ def attend_to_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     # the operators themselves: the public function keeps the log-sum-exp to itself.
     if q.device.type == "cpu":
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-        return out, lse
+        return attend_with_lse(q, k, v, None, q.shape[-1] ** -0.5)
     if q.dtype in (torch.float16, torch.bfloat16):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[:2]
         return out, lse

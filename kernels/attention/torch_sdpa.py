@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..tokens.formats import QuantizedQK
+from . import with_lse
 from .gates import AbsoluteGate, Gate, kept_pieces, skipped_pairs, weigh
 from .means import KeyMeans
 from .threads import in_threads
@@ -43,41 +44,9 @@ SHORT_BYTES = 64 << 20
 BYTES_TOGETHER = 4 << 20
 PADDED_TOGETHER = 1.125
 
-# with fewer keys than numbers in a vector, pytorch's kernel takes a query that is NaN for one
-# without keys. two products of so few cost no more.
-FLASH_KEYS = 16
-
 # with more of them a thread waits less for the others at the end of a call, but each costs a few
 # operations.
 SPANS_A_THREAD = 4
-
-
-def _has_flash(device: torch.device) -> bool:
-    # pytorch's fused kernels that report a log-sum-exp differ by device and build, and speed is
-    # not the point off the CPU: two products and a softmax run everywhere.
-    return device.type == "cpu"
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> list[Tensor]:
-    """Attention and its log-sum-exp: ``[P, 1, R, D]`` queries, ``[P, 1, L, D]`` keys.
-
-    All with a last stride of 1: the CPU's kernel takes it for granted.
-    """
-    if _has_flash(q.device) and k.shape[2] >= FLASH_KEYS:
-        mask = None if bias is None else bias.expand(q.shape[0], 1, q.shape[2], k.shape[2])
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=mask, scale=scale
-        )
-        # in 16 bits its output is finite where scores are infinite; its log-sum-exp tells.
-        if q.dtype.itemsize == 2 and not (there := lse.isfinite()).all():
-            out = out.masked_fill(~there.unsqueeze(-1), torch.nan)
-        return [out, lse]
-    # in fp32: scores rounded to the inputs' 16 bits would cost more than all the rest.
-    work = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(work) @ k.to(work).transpose(-1, -2)) * scale
-    if bias is not None:
-        scores = scores + bias
-    return [(scores.softmax(-1) @ v.to(work)).to(q.dtype), scores.logsumexp(-1)]
 
 
 def _attend_gated(
@@ -92,7 +61,7 @@ def _attend_gated(
     row_alive: Tensor,
     kept: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``_attend`` with a gate, whose arguments are those of ``skipped_pairs``.
+    """``attend_with_lse`` with a gate, whose arguments are those of ``skipped_pairs``.
 
     The third answer is how many pairs it skipped in every block, int32 ``[P]``.
     """
@@ -166,7 +135,7 @@ def gather_attention(
         )
     # as chunks of the lists they are in the operands' own numbers, and gates judge no means.
     listed = averages is not None and gate is None and averages.k.dtype == q.dtype
-    fused = gate is None and _has_flash(q.device)
+    fused = gate is None and with_lse.has_flash(q.device)
     call = _prepare(q, k, v, q_tiles, kv_count, kv_index, tile, scale, averages if listed else None)
     counts = kv_count.flatten(0, 1).tolist()
     total = sum(map(sum, counts))
@@ -406,7 +375,7 @@ def _attend_span(call: _Call, span: _Span, pieces: _Pieces | None) -> tuple[Tens
     skipped = torch.zeros(blocks if pieces is not None else 0, dtype=torch.int32, device=device)
 
     full = 0
-    if _has_flash(device) and pieces is None and not call.together:
+    if with_lse.has_flash(device) and pieces is None and not call.together:
         # else the scores of all these rows would be held at once.
         while full < blocks and counts[full] == last + 1:
             full += 1
@@ -414,7 +383,7 @@ def _attend_span(call: _Call, span: _Span, pieces: _Pieces | None) -> tuple[Tens
         # [1, 1, full * rows, D]: a view, since the blocks lie one behind the other.
         whole = q[:full].view(1, 1, full * block_rows, dim)
         k, v = (x.view(1, 1, -1, dim)[:, :, : call.tokens] for x in (k_chunks, v_chunks))
-        o, s = _attend(whole, k, v, None, call.scale)
+        o, s = with_lse.attend_with_lse(whole, k, v, None, call.scale)
         outs.append(o.view(full, 1, block_rows, dim))
         sums.append(s.view(full, block_rows))
 
@@ -460,7 +429,7 @@ def _attend_span(call: _Call, span: _Span, pieces: _Pieces | None) -> tuple[Tens
                 None if pieces.kept is None else pieces.kept[batch],
             )
         else:
-            o, s = _attend(q[batch], kk, vv, mask, call.scale)
+            o, s = with_lse.attend_with_lse(q[batch], kk, vv, mask, call.scale)
         s = s.flatten(1)
         if min(counts[batch]) == 0:
             # an empty block without means beside one with keys is all masked, which is no softmax.
