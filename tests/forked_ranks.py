@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import socket
 import sys
@@ -26,6 +27,8 @@ def fork_ranks(count: int, take_part: Callable[[int], object]) -> list[int]:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
+            # where a library aborts, every thread says where it was.
+            faulthandler.enable()
             code = 1
             try:
                 take_part(rank)
