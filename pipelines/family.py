@@ -24,6 +24,16 @@ _OF_MASS: Final = ("top_p", "tau")
 _OF_TILES: Final = ("topk", "blocks")
 
 
+def beside(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``own`` that may stand beside those that are ``given``.
+
+    A share or a number of tiles takes the place of a share of the mass.
+    """
+    of_tiles = any(given.get(name) is not None for name in _OF_TILES)
+    left_out = (*_OF_MASS, *_OF_TILES) if of_tiles else ()
+    return {name: value for name, value in own.items() if name not in left_out}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
     """The settings a model generates with when a request leaves them open, and its units.
@@ -108,14 +118,8 @@ class Defaults:
         return replace(self, **self.schedules.get(method, {}))
 
     def options_beside(self, method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """This model's options for ``method`` that may stand beside those that are ``given``.
-
-        A share or a number of tiles takes the place of a share of the mass.
-        """
-        own = dict(self.method_options.get(method, {}))
-        if any(given.get(name) is not None for name in _OF_TILES):
-            own = {name: own[name] for name in own if name not in (*_OF_MASS, *_OF_TILES)}
-        return own
+        """This model's options for ``method`` that may stand beside those that are ``given``."""
+        return beside(self.method_options.get(method, {}), given)
 
     def on(self, device: str) -> Defaults:
         """These defaults with the video that the model makes on ``device``."""

@@ -15,7 +15,7 @@ from vidsparse.dtypes import DTYPES
 from vidsparse.errors import OptionError
 from vidsparse.pipelines.caching import CACHES, check_cache
 from vidsparse.pipelines.cards import card_method
-from vidsparse.pipelines.family import Defaults
+from vidsparse.pipelines.family import Defaults, beside
 from vidsparse.pipelines.image import check_image, image_hash
 from vidsparse.pipelines.models import model_folder, resolve_model
 from vidsparse.pipelines.placement import (
@@ -466,9 +466,7 @@ def _bundled(
     if request.speed is not None:
         bundle = bundle_for(request.speed, defaults, method=request.method, **machine)
         found = {name: getattr(bundle, name) for name in found}
-        if "topk" in request.method_options:
-            # the bundle's share of the mass and a share of tiles exclude each other.
-            found["method_options"] = {}
+        found["method_options"] = beside(bundle.method_options, request.method_options)
     elif runs_as_high(request.method, defaults):
         found["linear"] = bundle_for("high", defaults, **machine).linear
         if request.preset is None:
