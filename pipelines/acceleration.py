@@ -111,7 +111,8 @@ def accelerate(
         raise OptionError(f"steps must be a whole number from 1, got {steps!r}")
     if guidance is None:
         guidance = _own_guidance(pipe, family.defaults.guidance)
-    if isinstance(guidance, bool) or not isinstance(guidance, (int, float)) or guidance < 0:
+    number = isinstance(guidance, (int, float)) and not isinstance(guidance, bool)
+    if not number or not 0 <= guidance < float("inf"):
         raise OptionError(f"guidance must be a number from 0, got {guidance!r}")
     device, dtype = str(pipe.device), dtype_name(pipe.dtype)
     transformer: Any = transformers_of(pipe, adapter)[0]
@@ -134,8 +135,23 @@ def accelerate(
     schedule: dict[str, Any] = dict(bundle.schedule)
     sparse = sparsify(pipe, bundle.method, **schedule, **bundle.method_options)
     try:
-        # what can be refused comes before what cannot be undone; hooks come last, around the rest.
         check_family(bundle.cache, family)
+        settled = sparse.engine.schedule
+
+        def put_cache_on() -> AnyCache:
+            return open_cache(
+                pipe,
+                bundle.cache,
+                threshold=bundle.cache_threshold,
+                dense_steps=settled.dense_steps,
+                steps=steps,
+                whole=settled.refresh_steps,
+            )
+
+        if bundle.cache != "none":
+            # what can be refused comes before what cannot be undone; hooks come last, around the
+            # rest.
+            put_cache_on().remove()
         facts = None
         if linear is None and bundle.linear != "none" and not has_layers_for(pipe, bundle.linear):
             # a model in few bits already, for one; nobody asked for this format.
@@ -147,17 +163,7 @@ def accelerate(
                 facts, bundle = None, replace(bundle, linear="none")
         if bundle.compile:
             compile_blocks(pipe)
-        held = None
-        if bundle.cache != "none":
-            settled = sparse.engine.schedule
-            held = open_cache(
-                pipe,
-                bundle.cache,
-                threshold=bundle.cache_threshold,
-                dense_steps=settled.dense_steps,
-                steps=steps,
-                whole=settled.refresh_steps,
-            )
+        held = None if bundle.cache == "none" else put_cache_on()
     except Exception:
         sparse.remove()
         raise

@@ -25,6 +25,7 @@ from vidsparse.errors import UnsupportedError
 from vidsparse.masks import tile_count
 from vidsparse.methods import Method, SparseMethod
 from vidsparse.pipelines.balance import device_of
+from vidsparse.pipelines.cached import cache_of
 from vidsparse.plan import SparsePlan
 from vidsparse.planning import Ordered
 from vidsparse.schedule import Action
@@ -41,9 +42,6 @@ HALVES: Final = 2
 
 HOOK: Final = "vidsparse_branches"
 """The name under which diffusers keeps the hook of a transformer."""
-
-GUIDANCE_HOOK: Final = "vidsparse_guidance"
-"""That of the cache ``guidance``."""
 
 BRANCHES_ARE_APART: Final = (
     "this pipeline's guidance branches run in different processes already. "
@@ -74,8 +72,7 @@ def check_apart(transformers: Iterable[Any], known: tuple[str, ...]) -> None:
                 "this pipeline runs under context parallelism already. "
                 "Hint: call parallelize(apart=True) alone."
             )
-        hooks = getattr(getattr(transformer, "_diffusers_hook", None), "hooks", ())
-        if getattr(transformer, "_cache_config", None) is not None or GUIDANCE_HOOK in hooks:
+        if cache_of(transformer) is not None:
             raise UnsupportedError(_CACHED)
 
 

@@ -20,6 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from vidsparse.errors import OptionError, UnsupportedError, listed
+from vidsparse.pipelines.cached import (
+    FIRST_BLOCK_HOOK,
+    TAYLORSEER_HOOK,
+    cache_hooks,
+    check_uncached,
+)
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.family import TOGETHER, Family
 from vidsparse.pipelines.forwards import show_changes, wrap_forward
@@ -50,9 +56,6 @@ _BLOCK_LISTS: Final = r"[^.]*block[^.]*\.[^.]+"
 
 _UNKNOWN: Final = "not registered"
 """What the host says of blocks that ``first-block`` does not know."""
-
-_TAYLORSEER: Final = "taylorseer_cache"
-"""The host's name of that cache's hooks."""
 
 _EARLY: Final = 3
 """Steps that ``taylorseer`` always runs: its slope takes two, and the first says little."""
@@ -234,7 +237,7 @@ def _decide_together(transformer: Any, blocks: Sequence[Any]) -> None:
     (hook,) = (
         hook
         for block in blocks
-        if (hook := block._diffusers_hook.get_hook("fbc_leader_block_hook")) is not None
+        if (hook := block._diffusers_hook.get_hook(FIRST_BLOCK_HOOK)) is not None
     )
 
     def changed(residual: Tensor) -> bool:
@@ -252,18 +255,6 @@ def _decide_together(transformer: Any, blocks: Sequence[Any]) -> None:
         return bool(different > hook.threshold * whole)
 
     hook._should_compute_remaining_blocks = torch.compiler.disable(changed)  # type: ignore[no-untyped-call]
-
-
-def _cache_hooks(transformer: Any) -> list[Any]:
-    """The host's hooks that keep something from one step to the next, and hold what they were told:
-    the cache itself cannot be taken off and put on again within a run."""
-    return [
-        hook
-        for module in transformer.modules()
-        if hasattr(module, "_diffusers_hook")
-        for name, hook in module._diffusers_hook.hooks.items()
-        if name in (_TAYLORSEER, "fbc_leader_block_hook")
-    ]
 
 
 class _Outputs:
@@ -292,9 +283,9 @@ class _Outputs:
             now = getattr(self._transformer, name)
             if now is before:
                 continue
-            hook = before._diffusers_hook.get_hook(_TAYLORSEER)
-            before._diffusers_hook.remove_hook(_TAYLORSEER, recurse=False)
-            HookRegistry.check_if_exists_or_initialize(now).register_hook(hook, _TAYLORSEER)
+            hook = before._diffusers_hook.get_hook(TAYLORSEER_HOOK)
+            before._diffusers_hook.remove_hook(TAYLORSEER_HOOK, recurse=False)
+            HookRegistry.check_if_exists_or_initialize(now).register_hook(hook, TAYLORSEER_HOOK)
             self._hooked[name] = now
             self._transformer._diffusers_hook.invalidate_child_registries_cache()
             show_changes(self._transformer)
@@ -374,12 +365,17 @@ class StepCache(AbstractContextManager["StepCache"]):
         self, pipe: Any, cache: str, *, threshold: float | None = None, warmup: int = 0
     ) -> None:
         from vidsparse.pipelines.adapter import transformers_of
+        from vidsparse.pipelines.branches import check_both_branches
         from vidsparse.pipelines.lookup import find_adapter
         from vidsparse.pipelines.position import Positions
 
         check_cache(cache, threshold)
         adapter = find_adapter(pipe)
         check_family(cache, adapter.family)
+        transformers = transformers_of(pipe, adapter)
+        for transformer in transformers:
+            check_both_branches(transformer)
+            check_uncached(transformer)
         self.cache = cache
         self.threshold = CACHES[cache] if threshold is None else threshold
         self._pipe = weakref.ref(pipe)
@@ -392,7 +388,7 @@ class StepCache(AbstractContextManager["StepCache"]):
         self.swung = False
         self._undo: list[Callable[[], object]] = []
         try:
-            for transformer in transformers_of(pipe, adapter):
+            for transformer in transformers:
                 self._attach(transformer, adapter, warmup)
         except ValueError as error:
             self.remove()
@@ -439,9 +435,7 @@ class StepCache(AbstractContextManager["StepCache"]):
         import torch
 
         from vidsparse.pipelines.adapter import transformer_blocks
-        from vidsparse.pipelines.branches import check_both_branches
 
-        check_both_branches(transformer)
         blocks = transformer_blocks(transformer, adapter)
 
         def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -458,7 +452,7 @@ class StepCache(AbstractContextManager["StepCache"]):
             self._count(block)
         config = self._config(warmup, transformer, adapter)
         self._put_on(transformer, config)
-        managers = {id(one.state_manager): one.state_manager for one in _cache_hooks(transformer)}
+        managers = {id(one.state_manager): one.state_manager for _, one in cache_hooks(transformer)}
         self._memories[id(transformer)] = _Memory(list(managers.values()))
         if self.cache == "first-block" and getattr(transformer, "_parallel_config", None):
             _decide_together(transformer, blocks)
@@ -503,7 +497,7 @@ class StepCache(AbstractContextManager["StepCache"]):
         """Have every step run for the rest of each run in which the outputs swing."""
         import torch
 
-        self._hooks += [(hook, warmup) for hook in _cache_hooks(transformer)]
+        self._hooks += [(hook, warmup) for _, hook in cache_hooks(transformer)]
 
         def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             swing = self._swings.setdefault(id(transformer), _Swing(warmup))
@@ -542,12 +536,10 @@ class StepCache(AbstractContextManager["StepCache"]):
         registry = HookRegistry.check_if_exists_or_initialize(transformer)
         if self.cache != "taylorseer":
             raise ValueError(_UNKNOWN)
-        if _cache_hooks(transformer):
-            raise ValueError("it has one already")
         apply_taylorseer_cache(transformer, config)
         registry.invalidate_child_registries_cache()
         self._undo.append(registry.invalidate_child_registries_cache)
-        self._undo.append(lambda: registry.remove_hook(_TAYLORSEER, recurse=True))
+        self._undo.append(lambda: registry.remove_hook(TAYLORSEER_HOOK, recurse=True))
 
     def _config(self, warmup: int, transformer: Any, adapter: Any) -> Any:
         import diffusers

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vidsparse.errors import UnsupportedError
 from vidsparse.pipelines.again import tensors_of
-from vidsparse.pipelines.branches import GUIDANCE_HOOK, check_both_branches
+from vidsparse.pipelines.branches import check_both_branches
+from vidsparse.pipelines.cached import GUIDANCE_HOOK, check_uncached
 from vidsparse.pipelines.family import TOGETHER
 from vidsparse.pipelines.forwards import show_changes
 
@@ -97,7 +98,8 @@ class GuidanceCache(AbstractContextManager["GuidanceCache"]):
 
     Raises:
         UnsupportedError: the pipeline computes its branches in one forward, or apart from each
-            other in several processes, or several forwards of a branch in a step.
+            other in several processes, or several forwards of a branch in a step; or it has a step
+            cache already.
     """
 
     cache: Final = "guidance"
@@ -133,10 +135,7 @@ class GuidanceCache(AbstractContextManager["GuidanceCache"]):
         transformers = transformers_of(pipe, adapter)
         for transformer in transformers:
             check_both_branches(transformer)
-            if GUIDANCE_HOOK in getattr(getattr(transformer, "_diffusers_hook", None), "hooks", ()):
-                raise UnsupportedError(
-                    "this pipeline has the cache guidance already. Hint: call its remove() first."
-                )
+            check_uncached(transformer)
         for transformer in transformers:
             self._attach(transformer)
 

@@ -248,6 +248,8 @@ def sparsify(
     transformer, the first forward raises an ``UnsupportedError``; after a run that was stopped
     between two steps the second one does, since the first is taken for the next step of that run. A
     loop of one's own calls ``pipe.scheduler.set_timesteps()`` first.
+    (A pipeline that ``from_pipe`` made of this one has its scheduler too, and is sparse with it; of
+    video to video the steps that its strength leaves out count as run.)
 
     Args:
         pipe: a stock diffusers pipeline of a supported family.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 from counting_backend import CountingBackend
+from diffusers import FirstBlockCacheConfig
+from diffusers.hooks import apply_first_block_cache
+from family_checks import state_of
 from support_matrix import LIMITS, VARIANTS
 from tiny_families import TINY, latents
 from tiny_parts import IMAGE
@@ -29,6 +33,7 @@ from vidsparse.pipelines.caching import CACHES, StepCache, cache_warmup, open_ca
 from vidsparse.pipelines.compilation import compile_blocks
 from vidsparse.pipelines.families import FAMILIES
 from vidsparse.pipelines.generate import generate
+from vidsparse.pipelines.guidance_cache import GuidanceCache
 from vidsparse.pipelines.lookup import find_adapter
 from vidsparse.pipelines.models import load
 from vidsparse.pipelines.request import GenerateRequest, settings_hash
@@ -365,11 +370,29 @@ def test_a_lora_of_the_last_projection_may_come_and_go_while_taylorseer_is_on() 
 def test_a_second_cache_is_refused_and_the_first_one_stays() -> None:
     pipe = tiny_wan(layers=3)
     with StepCache(pipe, "first-block", threshold=1e9) as cached:
-        with pytest.raises(UnsupportedError, match="cannot be put on this pipeline"):
+        with pytest.raises(UnsupportedError, match="has the cache FirstBlockCache already"):
             StepCache(pipe, "taylorseer")
         latents_of(pipe)
         assert cached.blocks_run()[1] == pytest.approx(1 / 3)
     assert not pipe.transformer.is_cache_enabled
+
+
+def put_on_the_host(pipe: Any) -> None:
+    """A cache that its transformer does not know of."""
+    apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig())
+
+
+@pytest.mark.parametrize(
+    "first", [GuidanceCache, partial(StepCache, cache="taylorseer"), put_on_the_host]
+)
+@pytest.mark.parametrize("second", [GuidanceCache, partial(StepCache, cache="first-block")])
+def test_two_caches_of_different_kinds_do_not_stand_on_each_other(first: Any, second: Any) -> None:
+    pipe = tiny_wan(two_stage=True)
+    first(pipe)
+    before = state_of(pipe)
+    with pytest.raises(UnsupportedError, match=r"has the cache \w+ already"):
+        second(pipe)
+    assert state_of(pipe) == before
 
 
 # plans

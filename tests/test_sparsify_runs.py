@@ -389,6 +389,7 @@ def test_a_refused_option_leaves_the_pipeline_alone() -> None:
     for options in (
         {"top_p": 1.5},
         {"order": "zigzag"},
+        {"order": ["hilbert"]},
         {"dense_steps": -1},
         {"tau": 0.5},
         {"check_finite": "no"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks import FirstBlockCacheConfig, HookRegistry, ModelHook
 from page_host import save_preset
 from tiny_hunyuan import hunyuan_image_to_video
 from tiny_pipelines import latents_of, save_tiny_wan, tiny_wan
@@ -20,8 +21,10 @@ from vidsparse.apps.cli import main
 from vidsparse.errors import OptionError, UnsupportedError
 from vidsparse.pipelines import accelerate, is_sparse
 from vidsparse.pipelines.branches import HOOK as BRANCHES_HOOK
+from vidsparse.pipelines.caching import StepCache
 from vidsparse.pipelines.families import FAMILIES, HUNYUAN_VIDEO, WAN
-from vidsparse.pipelines.models import resolve_model
+from vidsparse.pipelines.guidance_cache import GuidanceCache
+from vidsparse.pipelines.models import load, resolve_model
 from vidsparse.pipelines.request import GenerateRequest, resolve, runs_as_measured, settings_hash
 from vidsparse.pipelines.speed import SPEEDS, bundle_for, described, measured, speed_reaching
 
@@ -487,10 +490,34 @@ def test_accelerate_goes_by_the_guidance_of_the_runs_to_come() -> None:
     animate = wan_animate()
     assert cache_of(animate, "balanced") == "none"
     assert cache_of(animate, "balanced", guidance=5.0) == "guidance"
-    refused: tuple[Any, ...] = (-1, True, "5")
+    refused: tuple[Any, ...] = (-1, True, "5", math.nan, math.inf)
     for wrong in refused:
         with pytest.raises(OptionError, match="guidance must be a number from 0"):
             accelerate(pipe, "fast", guidance=wrong)
+
+
+@pytest.mark.parametrize("cache", [None, "guidance", "first-block", "taylorseer"])
+@pytest.mark.parametrize("own", ["guidance", "taylorseer", "first-block", "by diffusers"])
+def test_accelerate_on_a_pipeline_that_has_a_cache_changes_nothing(
+    wide_model: Path, own: str, cache: str | None
+) -> None:
+    pipe = load(wide_model, device="cpu").pipe
+    expected = latents_of(pipe)
+    if own == "guidance":
+        remove = GuidanceCache(pipe).remove
+    elif own == "by diffusers":
+        pipe.transformer.enable_cache(FirstBlockCacheConfig())
+        remove = pipe.transformer.disable_cache
+    else:
+        remove = StepCache(pipe, own).remove
+    weights = [weight.data_ptr() for weight in pipe.transformer.parameters()]
+    with pytest.raises(UnsupportedError, match=r"has the cache \w+ already"):
+        accelerate(pipe, "balanced", linear="int8", cache=cache, compile=True)
+    assert not is_sparse(pipe)
+    assert [weight.data_ptr() for weight in pipe.transformer.parameters()] == weights
+    assert not any(block._compiled_call_impl for block in pipe.transformer.blocks)
+    remove()
+    assert torch.equal(latents_of(pipe), expected)
 
 
 def test_accelerate_puts_no_cache_where_branches_are_apart() -> None:

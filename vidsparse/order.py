@@ -121,7 +121,7 @@ ORDERS: Final[tuple[str, ...]] = tuple(_BUILDERS)
 
 def check_order(name: str) -> None:
     """Raise an ``OptionError`` unless ``name`` is one of ``ORDERS``."""
-    if name not in _BUILDERS:
+    if name not in ORDERS:
         raise OptionError(f"unknown token order {name!r}. Hint: choose from {', '.join(ORDERS)}.")
 
 
