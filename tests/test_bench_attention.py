@@ -133,8 +133,30 @@ def test_rows_are_written_shown_as_a_table_and_drawn(tmp_path: Path) -> None:
     assert len(table) == 2 + len(rows)
     assert all(line.count("|") == len(COLUMNS) + 1 for line in table)
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    (dense,) = {row["dense_impl"] for row in json.loads(file.read_text())["rows"]}
+    against = bench("--show", str(file), "--against", dense)
+    assert against.output == bench("--show", str(file)).output
     nobody = bench("--show", str(file), "--against", "nobody")
-    assert len([line for line in nobody.output.splitlines() if line.startswith("|")]) == 2
+    assert nobody.exit_code == 2
+    assert f"has no rows against 'nobody'. Hint: choose from {dense}." in nobody.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--against", "cudnn"], "among the rows of a file"),
+        (["--plot", "rows.foo"], "must end in its format, got 'rows.foo'. Hint: .png"),
+        (["--plot", "rows"], "must end in its format"),
+        (["--plot", f"{__file__}/rows.png"], "is no folder for it"),
+    ],
+)
+def test_what_a_run_could_not_end_with_is_refused_before_it(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vidsparse.apps.commands.bench_attention.measure_cases", None)
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
 
 
 def test_files_from_before_formats_had_names_are_read(tmp_path: Path) -> None:

@@ -60,10 +60,14 @@ def test_rows_hold_time_and_error_against_the_same_dense_run(tmp_path: Path) -> 
         ("foresight share", "'share' of 'foresight share' has no value"),
         ("foresight share=much", "share of 'foresight share=much' cannot be 'much'"),
         ("foresight top_p=0.5", "foresight has no option 'top_p'"),
+        ("foresight share=0.1 share=0.2", "'foresight share=0.1 share=0.2' gives share twice"),
     ],
 )
-def test_what_is_no_case_is_one_sentence(case: str, message: str) -> None:
-    done = bench("--case", case)
+def test_what_is_no_case_is_one_sentence_before_any_other_is_measured(
+    case: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vidsparse.apps.bench.calls.first_dense_of", None)
+    done = bench("--case", "foresight share=0.1", "--case", case)
     assert done.exit_code == 2
     assert message in done.output
 

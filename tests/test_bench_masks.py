@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from torch import Tensor
 
-from vidsparse.apps.bench.masks import CASES, MaskRow, unlike
+from vidsparse.apps.bench.masks import CASES, MaskRow, measure_masks, unlike
 from vidsparse.apps.cli import main
 from vidsparse.grid import TokenGrid
 from vidsparse.masks import pack_bits
@@ -42,6 +43,25 @@ def test_every_case_has_a_row_and_a_share_of_the_same_dense_time(tmp_path: Path)
             line.split()[: len(row.options.split()) + 2] for line in done.output.splitlines()
         ]
     assert {"hardware", "versions", "date"} < set(document)
+
+
+def test_rows_of_a_length_are_kept_where_the_next_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "masks.json"
+    measured: list[Any] = []
+
+    def interrupted(names: Any, data: Any, *rest: Any) -> list[MaskRow]:
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(data)
+        return measure_masks(names, data, *rest)
+
+    monkeypatch.setattr("vidsparse.apps.commands.bench_masks.measure_masks", interrupted)
+    done = bench("--seq-len", "256", "--method", "fg-attn", "--json", str(path))
+    assert done.exit_code == 130
+    rows = json.loads(path.read_text())["rows"]
+    assert {(row["method"], row["seq_len"]) for row in rows} == {("fg-attn", 512)}
 
 
 def test_one_method_alone() -> None:

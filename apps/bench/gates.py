@@ -122,12 +122,14 @@ def measure_gates(
         OptionError: a case that is not one, or whose method has no gate.
         UnsupportedError: the implementation cannot run here, or an output is not right.
     """
-    inputs = _Inputs(seq_len, heads, head_dim, dtype, device)
-    q, k, v = inputs.draw(0)
-    for case in dict.fromkeys(cases):
-        method = method_of(case)
+    # all are read before the first is measured.
+    methods = {case: method_of(case) for case in cases}
+    for method in methods.values():
         if type(method).gate is SparseMethod.gate:
             raise OptionError(f"{method.name} has no gate. Hint: spargeattn or bsfa.")
+    inputs = _Inputs(seq_len, heads, head_dim, dtype, device)
+    q, k, v = inputs.draw(0)
+    for case, method in methods.items():
         if method.needs_numbers or method.gate_keys is None:
             say(f"  {case}: calibrating on {CALIBRATED_ON} other calls")
             method = _calibrated(method, inputs)

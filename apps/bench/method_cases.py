@@ -12,7 +12,8 @@ def method_of(case: str) -> SparseMethod:
     """The method of a case such as ``foresight share=0.1``.
 
     Raises:
-        OptionError: no sparse method, an option without a value, or one that it does not take.
+        OptionError: no sparse method, an option without a value, twice, or one that it does not
+            take.
     """
     # of nothing but spaces, a method without a name.
     name, *settings = case.split() or [""]
@@ -24,6 +25,8 @@ def method_of(case: str) -> SparseMethod:
         option, given, value = setting.partition("=")
         if not given:
             raise OptionError(f"{setting!r} of {case!r} has no value. Hint: {setting}=...")
+        if option in options:
+            raise OptionError(f"{case!r} gives {option} twice. Hint: a case for each value.")
         try:
             read = fields[option].metadata["convert"](value) if option in fields else value
         except ValueError:

@@ -16,6 +16,7 @@ from vidsparse.apps.bench.inputs import inputs_of
 from vidsparse.apps.bench.machine import device_and_dtype, device_line, header
 from vidsparse.apps.bench.shown import show_file, shown_rows
 from vidsparse.apps.bench.targets import filled_anew
+from vidsparse.apps.results.figures import FigurePath
 from vidsparse.apps.terminal.bench_options import (
     TOKENS,
     data_options,
@@ -25,7 +26,7 @@ from vidsparse.apps.terminal.bench_options import (
 )
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.apps.terminal.options import FiniteRange
-from vidsparse.errors import OptionError
+from vidsparse.errors import OptionError, listed
 
 
 def _parse_tiles(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> Any:
@@ -102,9 +103,9 @@ Examples:
 @click.option(
     "--against",
     metavar="NAME",
-    help="With --show and --plot: only rows against this dense implementation.",
+    help="With --show: only rows against this dense implementation.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False), metavar="PNG", help="Also draw the rows.")
+@click.option("--plot", type=FigurePath(), metavar="PNG", help="Also draw the rows.")
 @verbosity_options
 @click.pass_obj
 def bench_attention(
@@ -138,9 +139,21 @@ def bench_attention(
     """
     if show is not None:
         shown = attention_file(Path(show))
-        rows = [row for row in shown.typed(AttentionRow) if against in (None, row.dense_impl)]
+        rows = shown.typed(AttentionRow)
+        if against is not None:
+            dense = sorted({row.dense_impl for row in rows})
+            rows = [row for row in rows if row.dense_impl == against]
+            if not rows:
+                raise OptionError(
+                    f"{show} has no rows against {against!r}. Hint: choose from {listed(dense)}."
+                )
         show_file(terminal, shown, rows, COLUMNS)
     else:
+        if against is not None:
+            raise OptionError(
+                "--against chooses among the rows of a file. Hint: measure with --json FILE, then "
+                "--show FILE."
+            )
         where, kind = device_and_dtype(device, dtype)
         terminal.show(device_line(where, kind))
         if suite and options["data"] is not None:

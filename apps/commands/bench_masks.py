@@ -83,16 +83,12 @@ def bench_masks(
     terminal.show(device_line(where, kind))
     about = header(where)
     with filled_anew(json_path, masks_file, MaskRow, about, overwrite=overwrite) as file:
-        rows = [
-            row
-            for tokens in (lengths if options["data"] is None else lengths[:1])
-            for row in measure_masks(
-                names or tuple(known),
-                inputs_of(options, tokens, heads, head_dim, kind, where, terminal.say),
-                repeats,
-                terminal.say,
-            )
-        ]
+        rows: list[MaskRow] = []
+        for tokens in lengths if options["data"] is None else lengths[:1]:
+            data = inputs_of(options, tokens, heads, head_dim, kind, where, terminal.say)
+            found = measure_masks(names or tuple(known), data, repeats, terminal.say)
+            # those of a length are kept, whatever becomes of the next.
+            if file is not None:
+                file.add(*map(asdict, found))
+            rows += found
         show_all(terminal, rows, COLUMNS, about)
-        if file is not None:
-            file.add(*map(asdict, rows))

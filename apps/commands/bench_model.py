@@ -18,6 +18,7 @@ from vidsparse.apps.bench.speed_plot import draw_runs
 from vidsparse.apps.bench.speed_rows import COLUMNS as SPEED_COLUMNS
 from vidsparse.apps.bench.speed_rows import SpeedRow, is_speed_file, speed_file
 from vidsparse.apps.bench.targets import added_to
+from vidsparse.apps.results.figures import FigurePath
 from vidsparse.apps.terminal.bench_options import json_rows_option, model_run_options
 from vidsparse.apps.terminal.console import Terminal, verbosity_options
 from vidsparse.apps.terminal.options import amount
@@ -98,7 +99,7 @@ Examples:
 )
 @click.option(
     "--plot",
-    type=click.Path(dir_okay=False),
+    type=FigurePath(),
     metavar="FILE",
     help="With --speed or its rows: draw what runs are made of.",
 )

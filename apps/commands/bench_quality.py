@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from vidsparse.apps.results.figures import FigurePath
 from vidsparse.apps.studies.configurations import STUDIES, configurations
 from vidsparse.apps.studies.prepare_study import prepare_study
 from vidsparse.apps.studies.quality_tables import markdown_tables, quality_file
@@ -59,8 +60,13 @@ prompts, with SSIM on the same frames.
     help="The file of rows, made or added to.",
 )
 @click.option("--overwrite", is_flag=True, help="Measure rows again that are there.")
-@click.option("--curve", metavar="PNG", help="Also draw PSNR against density.")
-@click.option("--seconds", metavar="PNG", help="Also draw PSNR against seconds of denoising.")
+@click.option("--curve", type=FigurePath(), metavar="PNG", help="Also draw PSNR against density.")
+@click.option(
+    "--seconds",
+    type=FigurePath(),
+    metavar="PNG",
+    help="Also draw PSNR against seconds of denoising.",
+)
 @click.option("--table", is_flag=True, help="Also print the file's rows as Markdown tables.")
 @json_option
 @verbosity_options
